@@ -19,14 +19,14 @@ from helpers import ROOT
 from helpers.explorer_page import driven, until
 from vitrel.data import Shapes, create_shapes
 from vitrel.evaluate.advice import judge
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted, read_predictions, write_predictions
-from vitrel.evaluate.models import Trained, trained_model
+from vitrel.evaluate.checkpoint import Trained, trained_model
 from vitrel.evaluate.page import contents, write_html
 from vitrel.evaluate.page.pictures import collect_pictures
-from vitrel.evaluate.results import TRANSLATION, line_key, read_csv, read_scores
+from vitrel.evaluate.prepare import ImageList
 from vitrel.evaluate.run import run_sweep
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.score import Predicted
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import TRANSLATION, line_key, read_csv, read_predictions, read_scores, write_predictions
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = [
@@ -403,7 +403,7 @@ def families(tmp_path_factory):
         sweep = Sweep("shapes", ((side * 3 // 2,) * 2,), n=3, attention_n=0, border_leak=False, device="cpu")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("vitrel.evaluate.page.plot_all", lambda *given: [])
-            patch.setattr("vitrel.evaluate.models.gflops", lambda model, size: 1.0)
+            patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
             run_sweep([model], sweep, folder / name, name, report=True)
     return folder
 

@@ -10,10 +10,10 @@ from helpers.predictions import predicted
 from vitrel.cli.options import add_margin
 from vitrel.common.files import write_cells
 from vitrel.evaluate.advice import MARGIN, better_of, judge, pixels
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted
-from vitrel.evaluate.report import accuracy_tables, sizes_table
-from vitrel.evaluate.results import COLUMNS, Scores, line_key, read_csv, read_scores, sample_of
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import Predicted
+from vitrel.evaluate.table import COLUMNS, Scores, line_key, read_csv, read_scores, sample_of
+from vitrel.evaluate.text import accuracy_tables, sizes_table
 
 JARGON = ("bicubic", "geometric", "multiply-adds", "resampl", "offsets", "interval", "significan")
 

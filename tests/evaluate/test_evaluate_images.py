@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from vitrel.data import Reading
-from vitrel.evaluate import images
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate import prepare
+from vitrel.evaluate.sweep import Sweep
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
@@ -27,7 +27,7 @@ def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, mon
         "interpolation": "bicubic", "protocol": "canvas", "base_size": (32, 32), "crop_mode": "center", "n": None,
         "seed": 0, "reading": Reading(),
     }  # fmt: skip
-    monkeypatch.setattr(images, "CACHE_BYTES", 0)
+    monkeypatch.setattr(prepare, "CACHE_BYTES", 0)
     again = rows_of(models, settings)
     assert noise.decoded == 2 * 12 + 6 * 12
     assert [row["nll"] for row in again] == [row["nll"] for row in rows]
@@ -93,6 +93,6 @@ def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise,
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("n", [0, 1, 4, 7, 11])
 def test_every_image_is_in_one_share(n, world):
-    shares = [list(images.share_of(n, rank, world)) for rank in range(world)]
+    shares = [list(prepare.share_of(n, rank, world)) for rank in range(world)]
     assert sorted(image for share in shares for image in share) == list(range(n))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

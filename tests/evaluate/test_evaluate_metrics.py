@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitrel.evaluate.metrics import Tally, state_hash
+from vitrel.evaluate.predict import state_hash
+from vitrel.evaluate.score import Tally
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])  # confidences near 1/K, everywhere, and 1

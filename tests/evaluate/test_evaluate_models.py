@@ -18,19 +18,10 @@ from torch.utils.data import Dataset
 
 import vitrel
 from helpers import shared
-from vitrel.evaluate.metrics import NO_CLASS
-from vitrel.evaluate.models import (
-    _label_of,
-    class_map,
-    class_outputs,
-    encoding_of,
-    load_checkpoint,
-    load_model,
-    read_class_indices,
-    trained_model,
-)
+from vitrel.evaluate.checkpoint import _label_of, encoding_of, load_checkpoint, load_model, read_class_indices, trained_model
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.score import NO_CLASS, class_map, class_outputs
+from vitrel.evaluate.sweep import Sweep
 
 
 def test_a_checkpoint_becomes_its_model_again(checkpoint):

@@ -11,9 +11,10 @@ from torch.utils.data import TensorDataset
 
 import vitrel
 from vitrel.evaluate import rescue as module
-from vitrel.evaluate.images import Images
-from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import load_checkpoint, trained_model, with_policy
+from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
+from vitrel.evaluate.policies import with_policy
+from vitrel.evaluate.predict import state_hash
+from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.rescue import (
     SCALING,
     TEMPERATURES,
@@ -29,7 +30,7 @@ from vitrel.evaluate.rescue import (
     steps_at,
     write_rescue,
 )
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 ROPE = "vitrel_vit_n8_rope_axial"

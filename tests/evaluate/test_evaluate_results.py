@@ -4,10 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted
-from vitrel.evaluate.report import curves_table, details_table
-from vitrel.evaluate.results import (
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.run import evaluate_rows
+from vitrel.evaluate.score import Predicted
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import (
     COLUMNS,
     TRANSLATION,
     Scores,
@@ -22,8 +23,7 @@ from vitrel.evaluate.results import (
     write_csv,
     write_folder,
 )
-from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.text import curves_table, details_table
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from vitrel.evaluate.settings import Sweep, local_device
+from vitrel.common.processes import local_device
+from vitrel.evaluate.sweep import Sweep
 
 SIZES = ((32, 32), (64, 64), (32, 48))
 

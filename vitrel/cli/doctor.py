@@ -57,7 +57,7 @@ def _check_gpu(args: argparse.Namespace) -> None:
     import torch
 
     from vitrel.cli.gpu_check import check_gpu
-    from vitrel.evaluate.settings import checked_device
+    from vitrel.common.processes import checked_device
 
     device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
     if device == "cpu" and not args.quick:

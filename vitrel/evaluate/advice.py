@@ -29,7 +29,9 @@ import numpy as np
 
 from vitrel.common.sizes import parse_size
 from vitrel.evaluate.rescue import read_rescue
-from vitrel.evaluate.results import (
+from vitrel.evaluate.statistics import Estimate, holm, needed, p_values
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.table import (
     NO_SCORES,
     Sample,
     Scores,
@@ -43,8 +45,6 @@ from vitrel.evaluate.results import (
     sample_of,
     table_order,
 )
-from vitrel.evaluate.settings import Row
-from vitrel.evaluate.statistics import Estimate, holm, needed, p_values
 from vitrel.position import POSITIONS, select_options
 
 MARGIN = 2.0  # points of top-1

@@ -32,11 +32,13 @@ from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Size, format_size
 from vitrel.convert import from_timm
 from vitrel.cpu.optimize import optimize, restore
-from vitrel.evaluate.images import Images
-from vitrel.evaluate.measure import Runner, Task, classes_of, line_columns, sizes_of
-from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, policies_at, with_policy
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.policies import WINDOW_POLICIES, at_size_with, policies_at, with_policy
+from vitrel.evaluate.predict import Runner
+from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.tasks import Task, classes_of, line_columns, sizes_of
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding
@@ -312,7 +314,7 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     options: dict[str, Any] = dict(setting.options)
     first = "model = vitrel.from_timm(model); " if converted else ""
     if setting.policy.partition("+")[0] in WINDOW_POLICIES:
-        return f"{first}model = vitrel.evaluate.models.with_policy(model, {tuple(size)}, {setting.policy!r}, {options})"
+        return f"{first}model = vitrel.evaluate.policies.with_policy(model, {tuple(size)}, {setting.policy!r}, {options})"
     if setting.policy != start.policy:
         options["resize"] = setting.policy
     if trained.path.is_file():

@@ -18,18 +18,21 @@ from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.lock import only_writer
 from vitrel.common.modules import evaluating
+from vitrel.common.processes import on_all, rank_and_world
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.evaluate.advice import MARGIN, Judged, judge
+from vitrel.evaluate.checkpoint import Trained, load_checkpoint, trained_model
 from vitrel.evaluate.claims import Claim, judge_claims
-from vitrel.evaluate.images import Images, Source, check_data, source_of
-from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
-from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import Trained, class_map, gflops, load_checkpoint, trained_model
-from vitrel.evaluate.report import markdown, summary, table_page
+from vitrel.evaluate.measure import Evaluated, measure
+from vitrel.evaluate.policies import gflops
+from vitrel.evaluate.predict import state_hash
+from vitrel.evaluate.prepare import Images, Source, check_data, source_of
 from vitrel.evaluate.rescue import write_rescue
-from vitrel.evaluate.results import (
+from vitrel.evaluate.score import class_map
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.table import (
     COLUMNS,
     Scores,
     Tables,
@@ -45,7 +48,8 @@ from vitrel.evaluate.results import (
     settings_columns,
     with_curves,
 )
-from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
+from vitrel.evaluate.tasks import Task, check_tasks, class_names_of, sizes_of, static_columns_of, tasks_of
+from vitrel.evaluate.text import markdown, summary, table_page
 
 with optional_import():
     import pandas as pd

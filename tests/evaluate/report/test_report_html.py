@@ -15,12 +15,11 @@ import pytest
 from helpers import ROOT, command
 from helpers.predictions import predicted
 from vitrel.common.files import guarded
-from vitrel.evaluate.metrics import write_predictions
 from vitrel.evaluate.page import class_words, contents, curve_name, write_html
 from vitrel.evaluate.page.charts import library
 from vitrel.evaluate.page.pictures import FORMAT
-from vitrel.evaluate.results import TRANSLATION, aggregate, curves, line_key, read_csv
 from vitrel.evaluate.statistics import estimate_of_means
+from vitrel.evaluate.table import TRANSLATION, aggregate, curves, line_key, read_csv, write_predictions
 
 QUICKSTART = ROOT / "results" / "quickstart" / "results.csv"
 

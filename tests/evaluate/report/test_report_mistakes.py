@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from helpers import ROOT
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted, Predictions
 from vitrel.evaluate.page import mistakes as pictures
 from vitrel.evaluate.page.mistakes import changed_images, confusions
-from vitrel.evaluate.results import aggregate, line_key, protocol_names, read_csv
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import Predicted
+from vitrel.evaluate.table import Predictions, aggregate, line_key, protocol_names, read_csv
 
 LABELS = [0, 0, 0, 1, 1, 2]
 

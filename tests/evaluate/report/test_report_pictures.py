@@ -15,7 +15,7 @@ from vitrel.evaluate.page.pictures import (
     encode_map,
     token_embedding,
 )
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
 from vitrel.grid import Grid
 from vitrel.inspect.attention import Layer, offset_mean, record
 

@@ -2,7 +2,7 @@ import matplotlib.image
 import pytest
 
 from vitrel.evaluate.page import plot_all
-from vitrel.evaluate.results import aggregate
+from vitrel.evaluate.table import aggregate
 
 
 @pytest.mark.slow

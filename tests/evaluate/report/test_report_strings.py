@@ -5,8 +5,8 @@ import pytest
 
 from vitrel.evaluate.advice import judge
 from vitrel.evaluate.page import plot_all, write_html
-from vitrel.evaluate.report import table_page
-from vitrel.evaluate.results import TRANSLATION, read_csv, read_frame, read_translation, with_curves, write_csv, write_frame
+from vitrel.evaluate.table import TRANSLATION, read_csv, read_frame, read_translation, with_curves, write_csv, write_frame
+from vitrel.evaluate.text import table_page
 
 
 @pytest.fixture(params=["python", "pyarrow"])

@@ -22,7 +22,6 @@ from timm.data import ImageNetInfo
 from vitrel.common.files import atomic_write, shown
 from vitrel.evaluate.advice import COLUMNS as JUDGED
 from vitrel.evaluate.advice import LOSES, MARGIN, judge
-from vitrel.evaluate.metrics import Predictions, read_predictions
 from vitrel.evaluate.page.charts import (
     METRICS,
     against_size,
@@ -35,10 +34,12 @@ from vitrel.evaluate.page.charts import (
 )
 from vitrel.evaluate.page.mistakes import PLACE, Place, changed_images, confusions, place_of
 from vitrel.evaluate.page.pictures import read_pictures, without_images
-from vitrel.evaluate.report import DETAILS, difference_text, resampled_text, verdict_text
-from vitrel.evaluate.results import (
+from vitrel.evaluate.statistics import over_seeds
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.table import (
     COLUMNS,
     NO_SCORES,
+    Predictions,
     Scores,
     by_area,
     curves,
@@ -47,11 +48,11 @@ from vitrel.evaluate.results import (
     line_key,
     protocol_names,
     read_csv,
+    read_predictions,
     read_translation,
     top1_interval,
 )
-from vitrel.evaluate.settings import Row
-from vitrel.evaluate.statistics import over_seeds
+from vitrel.evaluate.text import DETAILS, difference_text, resampled_text, verdict_text
 from vitrel.inspect.attention import NEGLIGIBLE
 from vitrel.position import POSITIONS
 

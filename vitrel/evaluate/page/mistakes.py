@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from vitrel.evaluate.metrics import LEFT_OUT, NO_CLASS, Predictions
-from vitrel.evaluate.results import aggregate, by_area, curves, line_key, protocol_names
-from vitrel.evaluate.settings import Row
+from vitrel.evaluate.score import LEFT_OUT, NO_CLASS
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.table import Predictions, aggregate, by_area, curves, line_key, protocol_names
 
 PAIRS = 12  # maximum number of confused pairs of classes for a model and protocol
 CHANGED = 12  # maximum number of images with changing predictions for a curve and protocol

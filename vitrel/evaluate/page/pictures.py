@@ -25,12 +25,13 @@ from torchvision.transforms.functional import to_pil_image
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import Size, format_size
-from vitrel.evaluate.images import Images
-from vitrel.evaluate.measure import Task, tasks_of
-from vitrel.evaluate.metrics import read_predictions
-from vitrel.evaluate.models import Trained, at_size_with
+from vitrel.evaluate.checkpoint import Trained
 from vitrel.evaluate.page.mistakes import changed_images
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.policies import at_size_with
+from vitrel.evaluate.prepare import Images
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.table import read_predictions
+from vitrel.evaluate.tasks import Task, tasks_of
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import patch_grid
 from vitrel.inspect.attention import Layer, for_each_layer, layer_position_share, offset_mean
@@ -258,7 +259,7 @@ def _preprocessed(tasks: Sequence[Task], samples: Images, blobs: dict[str, str])
         place = format_size(task.size), task.protocol
         if place in items:
             continue
-        pixels = samples.first(task.preprocessing, 1)  # in the native protocol with a shape of its own
+        pixels = [*samples.first(task.preprocessing, 1)]  # in the native protocol with a shape of its own
         _, names = _samples(task, samples, 1)
         if len(pixels) and names:
             key = _picture(task, 0, pixels[0], blobs)

@@ -7,12 +7,16 @@ versions may not share a table (`not_comparable`). `aggregate` merges the rows o
 and writes files, and nothing else, because its columns of text change their type with the packages that are installed.
 """
 
+import json
 import math
 import platform
 import re
 import time
+import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count, pairwise
 from pathlib import Path
@@ -25,17 +29,24 @@ import torchvision
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded, write_cells
+from vitrel.common.processes import rank_and_world
 from vitrel.common.sizes import format_size, parse_size
 from vitrel.data import SHAPES, Reading
-from vitrel.evaluate.measure import Evaluated, Task, line_columns
-from vitrel.evaluate.metrics import PREDICTIONS, Key, Predicted, read_predictions, write_predictions
-from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
-from vitrel.evaluate.settings import Row, Sweep, rank_and_world
+from vitrel.evaluate.measure import Evaluated
+from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import NO_CLASS, Predicted
 from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.tasks import Task, line_columns
 from vitrel.inspect.attention import NEGLIGIBLE
 
 with optional_import():
     import pandas as pd
+
+
+PREDICTIONS = "predictions.npz"
+Key = tuple[str, ...]
 
 # Names and units as in timm's result CSVs where timm has them.
 COLUMNS = {
@@ -730,3 +741,73 @@ def as_text(value: Any) -> str:
     if isinstance(value, float):  # pandas reads whole numbers as floats where a column has empty cells
         return str(int(value)) if value.is_integer() else f"{value:g}"
     return str(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The content of predictions.npz: the predictions of all rows of an evaluation of n images.
+
+    names: paths of the images relative to the data folder, in the order of the data. labels: int32 [n], LEFT_OUT where no row
+    could read the image. classes: class names, by label. rows: predictions by `line_key`.
+    """
+
+    names: list[str]
+    labels: np.ndarray
+    classes: list[str]
+    rows: Mapping[Key, Predicted]
+
+
+def read_predictions(folder: str | Path) -> Predictions | None:
+    """Read predictions.npz in the folder of an evaluation; None where it is missing. ValueError where it is damaged."""
+    path = Path(folder) / PREDICTIONS
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+        names, classes, keys = (_unpacked(stored[name]) for name in ("names", "classes", "keys"))
+        labels, n = stored["labels"].astype(np.int32), len(names)
+        top5, among = (np.unpackbits(stored[name], axis=1, count=n).astype(bool) for name in ("top5", "among"))  # [rows, n]
+        predicted = stored["predicted"].astype(np.int32) + NO_CLASS
+        confidence = stored["confidence"].astype(np.float32)
+        if not labels.shape == (n,) or not predicted.shape == confidence.shape == top5.shape == among.shape == (len(keys), n):
+            raise ValueError("shapes")
+        images = ImageList(names, classes)
+        columns = zip(keys, predicted, confidence, top5, among, strict=True)
+        rows = {tuple(key): Predicted(images, labels, *row) for key, *row in columns}
+    except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: delete it and repeat the evaluation, which computes its rows again") from error
+    return Predictions(names, labels, classes, rows)
+
+
+def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path) -> None:
+    """Write predictions.npz atomically, from predictions by `line_key`, all of the same images; without any, remove it."""
+    path, rows = Path(folder) / PREDICTIONS, [*predictions.values()]
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
+    images, labels = rows[0].images, np.max([row.labels for row in rows], axis=0)  # rows may differ in unreadable images
+    largest = max(len(images.classes), *(row.predicted.max() for row in rows)) - NO_CLASS
+    class_dtype = np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32
+    with atomic_write(path) as part, part.open("wb") as file:
+        np.savez(
+            file,
+            names=_packed(images.names),
+            classes=_packed(images.classes),
+            keys=_packed([*predictions]),
+            labels=labels.astype(np.int32),
+            predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(class_dtype),
+            confidence=np.stack([row.confidence for row in rows]).astype(np.float16),
+            top5=np.packbits(np.stack([row.top5 for row in rows]), axis=1),
+            among=np.packbits(np.stack([row.right_among for row in rows]), axis=1),
+        )
+
+
+def _packed(value: Sequence[Any]) -> np.ndarray:
+    """Compress a JSON-serialisable sequence: uint8 [bytes]."""
+    return np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
+
+
+def _unpacked(stored: np.ndarray) -> Any:
+    """Inverse of `_packed`."""
+    return json.loads(zlib.decompress(stored.tobytes()))

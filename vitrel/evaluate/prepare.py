@@ -19,7 +19,7 @@ from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
 
 CACHE_BYTES = 2 << 30
 Source = Callable[..., Dataset]
@@ -190,11 +190,13 @@ class Images:
         dataset = self.dataset(preprocessing)
         return tuple(map(dataset.name, dataset.bad_indices())) if isinstance(dataset, ImageSet) else ()
 
-    def first(self, preprocessing: Preprocessing, n: int) -> list[Tensor]:
-        """Return the first n images of the data as [3, H, W], unreadable ones left out; the same in every process."""
+    def first(self, preprocessing: Preprocessing, n: int) -> Iterator[Tensor]:
+        """Yield the first n images of the data as [3, H, W], unreadable ones left out; the same in every process."""
         dataset, sizes = self.dataset(preprocessing), self._native_sizes(preprocessing)
-        items = [dataset[i if sizes is None else Draw(i, sizes[i])] for i in range(min(n, len(dataset)))]
-        return [image for image, label in items if label >= 0]
+        for index in range(min(n, len(dataset))):
+            image, label = dataset[index if sizes is None else Draw(index, sizes[index])]
+            if label >= 0:
+                yield image
 
 
 @contextmanager

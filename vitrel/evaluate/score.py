@@ -1,29 +1,99 @@
-"""Metrics of a row, and the prediction of every image (predictions.npz).
+"""From predictions to the metrics of a row, for classification: top-1, calibration, the prediction of every image.
 
-predictions.npz lies beside results.csv. Image names, labels and classes are stored once; a row takes 4 1/4 bytes per image:
-predicted class, confidence in half precision, one bit for top-5 and one for top-1 among the data's classes. `Predicted.scores`
-are what `vitrel.evaluate.statistics` compares.
+A new task has its own form of `Classification`, the rest of the pipe stays.
 """
 
 import hashlib
-import json
 import math
-import zipfile
-import zlib
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from timm.data import ImageNetInfo, infer_imagenet_subset
+from torch import Tensor
 
-from vitrel.common.files import atomic_write
-from vitrel.evaluate.images import ImageList
+from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.prepare import ImageList
 from vitrel.evaluate.statistics import wilson
+
+
+def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
+    """Return the index of the model's output for each class of the data, in the data's order.
+
+    A model that knows its classes has to know all classes of the data, by name, and may know more. For others:
+    `trained.outputs` where it is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
+    classes' own order, with as many outputs as classes. ValueError where classes and outputs do not match; `data` names the
+    data in messages.
+    """
+    if trained.classes:
+        return _by_name(trained, classes, data)
+    count = trained.model.num_classes
+    if trained.outputs is not None:
+        if missing := [name for name in classes if name not in trained.outputs]:
+            raise ValueError(f"the class indices of {trained.label} lack {', '.join(missing[:5])}, classes of {data}")
+        if invalid := [name for name in classes if not 0 <= trained.outputs[name] < count]:
+            mapping = f"{invalid[0]} to output {trained.outputs[invalid[0]]}"
+            raise ValueError(f"{trained.label} has outputs 0 to {count - 1}, but its class indices map {mapping}")
+        return tuple(trained.outputs[name] for name in classes)
+    if (outputs := _by_wordnet(count, classes)) is not None:
+        return outputs
+    if count != len(classes):
+        raise ValueError(
+            f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: give the output of each class "
+            "(--class-indices FILE, a class and its index per line)"
+        )
+    return tuple(range(count))
+
+
+def class_map(trained: Trained, classes: Sequence[str]) -> str:
+    """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "names" (the model knows them in
+    another order, or knows more), "wordnet" (by WordNet IDs), or "file" with a digest of `trained.outputs`; followed by
+    ", restricted" where only these outputs are compared.
+    """
+    if trained.classes:
+        source = "order" if list(trained.classes) == list(classes) else "names"
+    elif trained.outputs is not None:
+        pairs = repr(sorted(trained.outputs.items()))
+        source = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+    else:
+        by_id = _by_wordnet(trained.model.num_classes, classes) is not None
+        source = "wordnet" if by_id else "order"
+    return f"{source}, restricted" if trained.restrict else source
+
+
+def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
+    """The outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for other names or heads."""
+    subset = infer_imagenet_subset({"num_classes": count})
+    if subset is None or not all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        return None
+    index = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
+    return tuple(index[name] for name in classes) if all(name in index for name in classes) else None
+
+
+def _by_name(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
+    """The outputs of classes by the names that the model knows; ValueError where it does not know all, or one name twice."""
+    if list(trained.classes) == list(classes):
+        return tuple(range(len(classes)))
+    index = {name: i for i, name in enumerate(trained.classes)}
+    if unknown := [name for name in classes if name not in index]:
+        raise ValueError(
+            f"{trained.path} was trained on {len(trained.classes)} classes ({_listed(trained.classes)}), which lack "
+            f"{len(unknown)} of the {len(classes)} classes of {data}: {_listed(unknown)}. Evaluate on data with classes of the "
+            "training data alone, under the same names"
+        )
+    if len(index) < len(trained.classes):
+        twice = next(name for name in trained.classes if trained.classes.count(name) > 1)
+        raise ValueError(f"{trained.path} has several outputs named {twice}: evaluate on data with its classes in its order")
+    return tuple(index[name] for name in classes)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
 
 ECE_BINS = 15
 
@@ -98,20 +168,10 @@ class Tally:
         }
 
 
-def state_hash(model: nn.Module) -> str:
-    """SHA-256 of a model's state dict, as hex: every name, dtype, shape and byte, in order."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-PREDICTIONS = "predictions.npz"
 LEFT_OUT = -1  # no prediction: the image could not be read
+
+
 NO_CLASS = -2  # the predicted output stands for none of the data's classes
-Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,20 +220,6 @@ class Predicted:
         return n, hits
 
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
-    """The content of predictions.npz: the predictions of all rows of an evaluation of n images.
-
-    names: paths of the images relative to the data folder, in the order of the data. labels: int32 [n], LEFT_OUT where no row
-    could read the image. classes: class names, by label. rows: predictions by `vitrel.evaluate.results.line_key`.
-    """
-
-    names: list[str]
-    labels: np.ndarray
-    classes: list[str]
-    rows: Mapping[Key, Predicted]
-
-
 def check_same_images(a: Predicted, b: Predicted) -> None:
     """Raise ValueError, naming the first difference, where two rows differ in images, their order, classes or labels."""
     first, second = a.images, b.images
@@ -220,6 +266,32 @@ class Answers:
         return [torch.cat(parts).numpy()[in_data] for parts in zip(*self._batches, strict=True)]
 
 
+class Classification:
+    """The score of a classifier's predictions, batch by batch.
+
+    outputs: the model's output for each class of the data. count: number of the model's outputs. restrict: compare only those
+    of the data's classes. Attributes: `tally`, the metrics; `answers`, the predictions; `left_out`, the number of images that
+    could not be read.
+    """
+
+    def __init__(self, outputs: Sequence[int], count: int, restrict: bool) -> None:
+        self.tally, self.answers, self.left_out = Tally(), Answers(), 0
+        self._outputs, self._restrict = torch.tensor(outputs), restrict
+        self._among = self._outputs if len(outputs) < count else None
+
+    def add(self, labels: Tensor, logits: Tensor) -> None:
+        """Add a batch of labels [B], -1 where an image could not be read, and logits [R, K] of the others."""
+        known, outputs = labels[labels >= 0], self._outputs
+        self.left_out += len(labels) - len(known)
+        if not len(known):
+            self.answers.add(labels)
+        elif self._restrict:
+            self.answers.add(labels, *self.tally.update(logits[:, outputs], known))
+        else:
+            best, *rest = self.tally.update(logits, outputs[known], self._among)
+            self.answers.add(labels, class_of_output(best, known, outputs), *rest)
+
+
 def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
     """Return the class that each output in `best` [B] stands for, NO_CLASS for outputs without a class.
 
@@ -243,59 +315,3 @@ def predicted_by(shares: Sequence[Sequence[np.ndarray]], images: ImageList) -> P
             values[rank :: len(shares)] = part
         columns.append(values)
     return Predicted(images, *columns)
-
-
-def read_predictions(folder: str | Path) -> Predictions | None:
-    """Read predictions.npz in the folder of an evaluation; None where it is missing. ValueError where it is damaged."""
-    path = Path(folder) / PREDICTIONS
-    if not path.exists():
-        return None
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-        names, classes, keys = (_unpacked(stored[name]) for name in ("names", "classes", "keys"))
-        labels, n = stored["labels"].astype(np.int32), len(names)
-        top5, among = (np.unpackbits(stored[name], axis=1, count=n).astype(bool) for name in ("top5", "among"))  # [rows, n]
-        predicted = stored["predicted"].astype(np.int32) + NO_CLASS
-        confidence = stored["confidence"].astype(np.float32)
-        if not labels.shape == (n,) or not predicted.shape == confidence.shape == top5.shape == among.shape == (len(keys), n):
-            raise ValueError("shapes")
-        images = ImageList(names, classes)
-        columns = zip(keys, predicted, confidence, top5, among, strict=True)
-        rows = {tuple(key): Predicted(images, labels, *row) for key, *row in columns}
-    except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: delete it and repeat the evaluation, which computes its rows again") from error
-    return Predictions(names, labels, classes, rows)
-
-
-def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path) -> None:
-    """Write predictions.npz atomically, from predictions by `line_key`, all of the same images; without any, remove it."""
-    path, rows = Path(folder) / PREDICTIONS, [*predictions.values()]
-    if not rows:
-        path.unlink(missing_ok=True)
-        return
-    images, labels = rows[0].images, np.max([row.labels for row in rows], axis=0)  # rows may differ in unreadable images
-    largest = max(len(images.classes), *(row.predicted.max() for row in rows)) - NO_CLASS
-    class_dtype = np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32
-    with atomic_write(path) as part, part.open("wb") as file:
-        np.savez(
-            file,
-            names=_packed(images.names),
-            classes=_packed(images.classes),
-            keys=_packed([*predictions]),
-            labels=labels.astype(np.int32),
-            predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(class_dtype),
-            confidence=np.stack([row.confidence for row in rows]).astype(np.float16),
-            top5=np.packbits(np.stack([row.top5 for row in rows]), axis=1),
-            among=np.packbits(np.stack([row.right_among for row in rows]), axis=1),
-        )
-
-
-def _packed(value: Sequence[Any]) -> np.ndarray:
-    """Compress a JSON-serialisable sequence: uint8 [bytes]."""
-    return np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
-
-
-def _unpacked(stored: np.ndarray) -> Any:
-    """Inverse of `_packed`."""
-    return json.loads(zlib.decompress(stored.tobytes()))

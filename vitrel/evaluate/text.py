@@ -14,8 +14,12 @@ import numpy as np
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
 from vitrel.evaluate.advice import MARGIN, Judged, better_of
-from vitrel.evaluate.metrics import PREDICTIONS, Key, Predicted, check_same_images, read_predictions
-from vitrel.evaluate.results import (
+from vitrel.evaluate.score import Predicted, check_same_images
+from vitrel.evaluate.statistics import TAIL, estimate
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.table import (
+    PREDICTIONS,
+    Key,
     as_text,
     by_area,
     curve_summary,
@@ -25,10 +29,9 @@ from vitrel.evaluate.results import (
     line_key,
     protocol_order,
     read_csv,
+    read_predictions,
     write_frame,
 )
-from vitrel.evaluate.settings import Row
-from vitrel.evaluate.statistics import TAIL, estimate
 
 with optional_import():
     import pandas as pd
