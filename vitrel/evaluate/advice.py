@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.rescue import read_rescue
 from vitrel.evaluate.statistics import Estimate, holm, needed, p_values
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.table import (
@@ -42,6 +41,7 @@ from vitrel.evaluate.table import (
     known_number,
     merged,
     protocol_order,
+    read_rescue,
     sample_of,
     table_order,
 )

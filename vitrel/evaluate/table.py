@@ -7,6 +7,7 @@ versions may not share a table (`not_comparable`). `aggregate` merges the rows o
 and writes files, and nothing else, because its columns of text change their type with the packages that are installed.
 """
 
+import csv
 import json
 import math
 import platform
@@ -357,6 +358,15 @@ def read_translation(folder: Path) -> list[Row]:
 def read_names(folder: Path) -> list[str]:
     """Read the names of unreadable images from bad_images.csv; [] without the file."""
     return read_frame(folder / BAD_IMAGES, ("image",))["image"].tolist() if (folder / BAD_IMAGES).exists() else []
+
+
+def read_rescue(folder: str | Path) -> list[dict[str, str]]:
+    """Read the rows of rescue.csv in `folder` as text; [] without the file."""
+    path = Path(folder) / "rescue.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
 
 
 def write_folder(results: Sequence[Evaluated], folder: Path) -> None:
