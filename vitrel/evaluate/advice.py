@@ -101,7 +101,7 @@ class Judged:
         protocols = " and ".join(dict.fromkeys(one.protocol for one in self.advice))
         return (
             f"Safe: shown to be less than {self.margin:g} points of top-1 below the training size. Loses: shown to be below "
-            f"it. Unclear: neither. Sizes are compared in the {protocols} protocol."
+            f"it. Cannot tell: neither. Sizes are compared in the {protocols} protocol."
         )
 
 
@@ -418,7 +418,7 @@ def _sizes_sentence(used: Used, rescued: Mapping[tuple[str, str, str], str], nam
     if sizes := by_verdict[UNKNOWN]:
         more = {used[size].row["more"] for size in sizes}
         hint = f" ({more.pop()} would tell)" if len(more) == 1 else ""
-        parts.append(f"unclear at {_where(sizes, used)}{hint}")
+        parts.append(f"the data cannot tell at {_where(sizes, used)}{hint}")
     return "; ".join(parts)
 
 

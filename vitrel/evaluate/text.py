@@ -102,11 +102,11 @@ def sizes_table(judged: Judged) -> str:
                 row["label"],
                 row["protocol"],
                 row["img_size"],
-                row["policy"],
+                "" if row["resized"] == "nothing" else row["policy"],
                 f"{row['top1']:.1f} ({row['low']:.1f} to {row['high']:.1f})",
                 difference_text(row),
                 verdict_text(row),
-                "-" if is_missing(row["infer_samples_per_sec"]) else f"{row['infer_samples_per_sec']:,.0f}",
+                _speed(row),
                 resampled_text(row),
             ]
         )
@@ -117,6 +117,14 @@ def sizes_table(judged: Judged) -> str:
         f"{markdown(head, lines)}\nTop-1 with its 95 % interval; the interval of the difference allows for all sizes of the "
         f"model at once (Holm), and is about {about}.\n"
     )
+
+
+def _speed(row: Row) -> str:
+    """Images per second with half of the interval, where there is one."""
+    if is_missing(row["infer_samples_per_sec"]):
+        return "-"
+    half = row["infer_samples_per_sec_half"]
+    return f"{row['infer_samples_per_sec']:,.0f}" + ("" if is_missing(half) else f" ±{half:,.0f}")
 
 
 def difference_text(row: Row) -> str:
