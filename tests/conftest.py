@@ -43,8 +43,8 @@ def brief_evaluations(request):
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrel.evaluate.report.html.plot_all", empty)
-        patch.setattr("vitrel.evaluate.models.gflops", lambda model, size: 1.0)
+        patch.setattr("vitrel.evaluate.page.plot_all", empty)
+        patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
         yield
 
 

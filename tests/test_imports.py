@@ -7,7 +7,7 @@ import sys
 import pytest
 from PIL import Image
 
-HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib", "plotly")
+HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib", "vl_convert")
 
 
 def printed(code, *arguments):
@@ -30,7 +30,7 @@ import vitrel, timm
 assert timm.is_model("vitrel_swin_t") and vitrel.relativize and vitrel.inspect.diagnose
 timm.create_model("vitrel_vit_n8_table")
 print("models", seen())
-import vitrel.evaluate.settings
+import vitrel.evaluate.sweep
 print("settings", seen())
 import vitrel.data as d
 how = (32, 32), (0.5,) * 3, (0.5,) * 3

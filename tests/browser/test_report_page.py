@@ -1,6 +1,7 @@
 """report.html in a real browser; skipped where chromium, its driver or selenium is missing."""
 
 import csv
+import gzip
 import json
 import re
 import shutil
@@ -18,14 +19,14 @@ from helpers import ROOT
 from helpers.explorer_page import driven, until
 from vitrel.data import Shapes, create_shapes
 from vitrel.evaluate.advice import judge
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted, read_predictions, write_predictions
-from vitrel.evaluate.models import Trained, trained_model
-from vitrel.evaluate.report.html import contents, write_html
-from vitrel.evaluate.report.pictures import collect_pictures
-from vitrel.evaluate.results import TRANSLATION, line_key, read_csv, read_scores
+from vitrel.evaluate.checkpoint import Trained, trained_model
+from vitrel.evaluate.page import contents, write_html
+from vitrel.evaluate.page.pictures import collect_pictures
+from vitrel.evaluate.prepare import ImageList
 from vitrel.evaluate.run import run_sweep
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.score import Predicted
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import TRANSLATION, line_key, read_csv, read_predictions, read_scores, write_predictions
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = [
@@ -38,7 +39,6 @@ pytestmark = [
 TABLE, SWIN, EVIL = "vitrel_vit_n8_table", "vitrel_swin_n", "<img src=x onerror=alert(1)>"
 CLASSES = [EVIL, "011_snapdragon", "wall_flower", "c"]
 WORDS = [EVIL, "snapdragon", "wall flower", "c"]
-SWIN_CURVE = f"{SWIN}, fixed"  # the policy of its rows at new sizes
 LAPTOP, PHONE = (1280, 800), (390, 844)
 
 
@@ -131,6 +131,12 @@ def table_of(folder, label=None, protocol=None):
     return [row for row in table if (label is None or row["label"] == label) and (protocol in (None, row["protocol"]))]
 
 
+def points_of(folder, curve, protocol):
+    """The points of a curve in a protocol."""
+    points = contents(read_csv(folder / "results.csv"), folder, "")["figures"]["points"]
+    return [one for one in points if (one["curve"], one["protocol"]) == (curve, protocol)]
+
+
 def set_value(page, name, value, event="change"):
     page(f"const e = document.getElementById('{name}'); e.value = arguments[0]; e.dispatchEvent(new Event('{event}'));", value)
 
@@ -146,91 +152,80 @@ def downloaded(browser, button):
     return found[0]
 
 
-def test_claims_are_listed_as_text(page):
+def test_claims_and_names_are_text(page):
     items = page("return [...document.querySelectorAll('#claim-list li')].map(li => li.textContent)")
     assert items == [f"{EVIL} wins. This is not shown.", "Second. This holds."]
-    assert page("return document.querySelectorAll('#claim-list img').length") == 0
-
-
-def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
-    plot = "document.getElementById('curves-scale')"
-    square = [row for row in table_of(folder, SWIN, "scale") if row["img_size"] != "64x96"]
-    square.sort(key=lambda row: int(row["img_size"].split("x")[0]))
-    trace = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square')")
-    assert trace["y"] == [row["top1"] for row in square]
-    assert trace["error_y"]["array"] == pytest.approx([row["high"] - row["top1"] for row in square], abs=1e-6)
-    assert all(
-        word in trace["hovertext"][0]
-        for word in (f"n = {square[0]['n']}", "1 seed", "policy: fixed", "resampled: nothing", "95 %", "top-1 (%)")
-    )
-    wide = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'wide')")
-    assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")
-    assert page(f"return {plot}.querySelectorAll('.scatterlayer .trace').length") == page(f"return {plot}.data.length")
-    assert page(f"return {plot}.layout.shapes.map(s => s.x0)") == [64]
-    set_value(page, "metric", "infer_samples_per_sec")
-    again = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square').y")
-    assert again == pytest.approx([row["infer_samples_per_sec"] for row in square])
-    assert page(f"return {plot}.layout.yaxis.type") == "log"
-    page("document.querySelector('#protocol-choice input[value=canvas]').click()")
-    assert page("return document.getElementById('curves-canvas').closest('figure').hidden")
-
-
-def test_the_legend_filters_and_chooses(page):
-    plot = "document.getElementById('curves-scale')"
-    curve = f"{TABLE}, geometric = clip = bicubic"  # the synthetic predictions of the three are equal
-    set_value(page, "curve-filter", "table clip", "input")
-    names = page("return [...document.querySelectorAll('#legend li')].map(li => li.textContent)")
-    assert len(names) == 1 and names[0].endswith(curve)
-    page("document.querySelector('#legend input').click()")
-    assert page(f"return {plot}.data.filter(t => t.name === '{curve}').every(t => !t.error_y)")  # grey
-    page("document.getElementById('others').click()")
-    assert page(f"return {plot}.data.filter(t => t.name === '{curve}').length") == 0
-    set_value(page, "curve-set", "unresized")
-    shown = set(page(f"return {plot}.data.map(t => t.name)"))
-    assert {SWIN_CURVE, EVIL} <= shown and curve not in shown
-
-
-def test_names_are_text(page):
-    assert page("return [...document.querySelectorAll('#by-size td')].some(td => td.textContent === arguments[0])", EVIL)
+    assert page("return [...document.querySelectorAll('.by-size th')].some(th => th.textContent === arguments[0])", EVIL)
     assert page("return [...document.querySelectorAll('img')].every(img => img.src.startsWith('data:image/webp'))")
 
 
-def test_every_model_has_its_advice_and_every_size_its_verdict(page, folder):
+def test_curves_are_drawn_with_their_intervals_and_follow_the_metric(page, browser, folder):
+    drawn = "document.querySelectorAll('#curves-0 .mark-{} path').length"
+    shown = {one["curve"]: one for one in contents(read_csv(folder / "results.csv"), folder, "")["figures"]["points"]}
+    rows = [one for name in shown for one in points_of(folder, name, "scale")]
+    assert page(f"return {drawn.format('symbol.role-mark')}") == len(rows)  # as a point each
+    said = page("return [...document.querySelectorAll('#curves-0 .mark-symbol.role-mark path')].map(p => p.ariaLabel)")
+    one = next(one for one in rows if one["curve"] == SWIN)
+    assert any(f"model: {SWIN}" in text and f"95 % from: {one['top1_low']}" in text for text in said)
+    title = "return document.querySelector('#curves-0 svg').getAttribute('aria-label')"
+    assert page(title) == "top-1 (%) against image size, scale protocol"
+    set_value(page, "metric", "infer_samples_per_sec")
+    until(browser, "document.querySelector('#curves-0 svg')?.getAttribute('aria-label')?.startsWith('throughput')")
+    assert page(f"return {drawn.format('symbol.role-mark')}") == len(rows)
+
+
+def test_a_click_in_the_legend_chooses_a_curve(page, browser):
+    from selenium.webdriver import ActionChains
+
+    faint = "[...document.querySelectorAll('#curves-0 .mark-symbol.role-mark path')].filter(p => p.getAttribute('opacity') < 1)"
+    assert page(f"return {faint}.length") == 0
+    entry = "#curves-0 .role-legend-entry text"
+    label = next(one for one in browser.find_elements("css selector", entry) if one.text == SWIN)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", label)
+    ActionChains(browser).move_to_element(label).click().perform()
+    until(browser, f"{faint}.length > 0")
+    assert not any(f"model: {SWIN};" in text for text in page(f"return {faint}.map(p => p.ariaLabel)"))
+
+
+def test_the_comparison_comes_first_then_advice_and_verdicts(page, folder):
     judged = judge(read_csv(folder / "results.csv"), read_scores(folder))
+    assert page("return document.querySelector('#advice h2').nextElementSibling.textContent") == judged.headline
     advice = page("return [...document.querySelectorAll('#advice-list li')].map(li => li.textContent)")
     assert advice == [f"{one.label}: {one.text}" for one in judged.advice]
     assert page("return document.getElementById('basis').textContent") == judged.basis
+    page("document.querySelector('#advice details').open = true")
     rows = page("return [...document.querySelectorAll('#sizes tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
-    assert [(row[0], row[1], row[2]) for row in rows] == [
-        (row["label"], row["protocol"], row["img_size"]) for row in judged.by_size
-    ]
-    assert [row[6].split(":")[0] for row in rows] == [row["verdict"] or "training size" for row in judged.by_size]
+    assert [(row[1], row[2]) for row in rows] == [(row["protocol"], row["img_size"]) for row in judged.by_size]
+    assert [row[5].split(":")[0] for row in rows] == [row["verdict"] or "training size" for row in judged.by_size]
+    assert all(row[0] == given["label"] for row, given in zip(rows, judged.by_size, strict=True) if row[8] == "nothing")
     cells = page(
-        f"return [...document.querySelectorAll('#by-size tr')].find(r => r.textContent.startsWith('{SWIN}')).textContent"
+        f"return [...document.querySelectorAll('.by-size tr')].find(r => r.textContent.startsWith('{SWIN}')).textContent"
     )
     one = next(row["top1"] for row in table_of(folder, SWIN, "scale") if row["img_size"] == "128x128")
-    assert f"{one:.1f} ±" in cells and "nothing resampled" in cells
-    kinds = page("return [...document.querySelectorAll('.badge')].map(b => b.className)")
-    assert set(kinds) == {"badge neutral"}  # interpolation is no alarm
+    assert f"{one:.1f} ±" in cells
     warned = [row for row in contents(read_csv(folder / "results.csv"), folder, "")["rows"] if row["warning"]]
-    assert len(page("return [...document.querySelectorAll('#by-size .warn')]")) == len(warned)
+    assert len(page("return [...document.querySelectorAll('.by-size .warn')]")) == len(warned)
+
+
+def test_the_first_screen_has_no_jargon(page):
+    text = page(
+        "const first = 'header, #advice h2, #headline, #advice-list, #basis';"
+        "return [...document.querySelectorAll(first)].map(e => e.innerText).join(' ')"
+    )
+    for word in ("bicubic", "multiply-adds", "resampl", "geometric", "Holm", "logit"):
+        assert word not in text.replace("(policy bicubic)", ""), word
 
 
 def test_protocols_are_explained_with_what_the_model_saw(page):
-    assert page("return [...document.querySelectorAll('#protocol-list dt')].map(t => t.textContent)") == ["scale", "canvas"]
+    assert page("return [...document.querySelectorAll('#protocols dt')].map(t => t.textContent)") == ["scale", "canvas"]
     shown = page("return [...document.querySelectorAll('#seen img')].map(i => [i.alt, i.naturalWidth, i.naturalHeight])")
     assert [(width, height) for _, width, height in shown] == [(64, 64), (96, 64), (96, 96)] * 2
     assert "64x96, canvas" in shown[4][0]
 
 
-def test_throughput_has_one_point_per_row(page, folder):
-    table = table_of(folder, SWIN, "scale")
-    trace = page(f"return document.getElementById('throughput-plot').data.find(t => t.name === '{SWIN_CURVE}')")
-    drawn = sorted(zip(trace["x"], trace["y"], trace["text"], strict=True))
-    sizes = [re.sub(r"^(\d+)x\1$", r"\1", row["img_size"]) for row in table]
-    expected = sorted((row["infer_samples_per_sec"], row["top1"], size) for row, size in zip(table, sizes, strict=True))
-    assert [(y, text) for _, y, text in drawn] == [(y, text) for _, y, text in expected]
-    assert [x for x, _, _ in drawn] == pytest.approx([x for x, _, _ in expected])
+def test_speed_has_one_point_per_row(page, folder):
+    said = page("return [...document.querySelectorAll('#speed-chart .mark-symbol.role-mark path')].map(p => p.ariaLabel)")
+    assert sum(f"model: {SWIN};" in text for text in said) == len(table_of(folder, SWIN, "scale"))
 
 
 def test_mistakes_and_images_that_change_with_size(page):
@@ -238,138 +233,142 @@ def test_mistakes_and_images_that_change_with_size(page):
     wrong = [label for at, (_, label) in enumerate(create_shapes("val", 4)) if at % 3 == 0]
     assert {(row[0], row[1]) for row in rows[:-1]} == {(WORDS[label], WORDS[(label + 1) % 4]) for label in wrong}
     assert rows[-1][0] == "all mistakes" and rows[-1][-1] == "2 (50 %)"
-    raw = page("return [...document.querySelectorAll('#mistakes span[title]')].map(e => [e.textContent, e.title])")
-    assert raw and {tuple(pair) for pair in raw} <= {*zip(WORDS, CLASSES, strict=True)}
+    raw = page(
+        "return [...document.querySelectorAll('#mistakes span[title]')]"
+        ".map(e => [e.textContent.replace(/^[✓✗] /, ''), e.title])"
+    )
+    assert raw and {tuple(pair) for pair in raw if "/" not in pair[1]} <= {*zip(WORDS, CLASSES, strict=True)}
     changed = page("return [...document.querySelectorAll('#changed tbody tr')].map(r => r.textContent)")
     assert len(changed) == 2 and all("✓" in text and "✗" in text for text in changed)
     assert page("return document.querySelectorAll('#changed img').length") == 2
     assert "2 of 4 images (50.0 %)" in page("return document.getElementById('changed-note').textContent")
 
 
-def test_the_slider_changes_the_heat_map(page):
-    plot, state = "document.getElementById('lattice-plot')", "return document.getElementById('lattice-at').value"
-    assert page(state) == "64x64 px" and len(page(f"return {plot}.data[0].z")) == 15
-    top = page(f"return {plot}.data[0].zmax")
-    assert page(f"return {plot}.layout.shapes.length") == 0 and page(
-        f"return {plot}.querySelectorAll('.heatmaplayer image').length"
-    )
-    set_value(page, "lattice-size", "2", "input")
-    assert page(state) == "96x96 px" and len(page(f"return {plot}.data[0].z")) == 23
-    assert page(f"return {plot}.data[0].zmax") == top and page(f"return {plot}.data[0].zmin") == -top
-    heads = page(f"return {plot}.data.length")
-    outline = page(f"return {plot}.layout.shapes.map(s => [s.x0, s.x1, s.y0, s.y1])")
-    assert outline == [[-7.5, 7.5, -7.5, 7.5]] * heads
-    geometric = page(f"return {plot}.data[0].z")
+def grid(name):
+    return f"document.getElementById('{name}').grid"
+
+
+def test_maps_of_position_follow_the_size_on_one_scale(page):
+    assert page("return document.getElementById('lattice-size').value") == "64x64"
+    scale = "return document.getElementById('lattice-bar').textContent"
+    top, first = page(scale), page(f"return {grid('lattice-0')}")
+    assert len(first) == 15
+    set_value(page, "lattice-size", "96x96")
+    geometric = page(f"return {grid('lattice-0')}")
+    assert len(geometric) == 23 and page(scale) == top  # all layers and sizes share it
+    assert "The outline encloses the offsets at 64x64" in page("return document.getElementById('lattice-note').textContent")
     set_value(page, "lattice-policy", "clip")
-    assert page(state) == "96x96 px" and page(f"return {plot}.data[0].z") != geometric
-    set_value(page, "lattice-model", "1")  # windows: nothing changes with the size
-    before = page(f"return {plot}.data[0].z")
-    set_value(page, "lattice-size", "0", "input")
-    assert page(f"return {plot}.data[0].z") == before
+    assert page(f"return {grid('lattice-0')}") != geometric
+    set_value(page, "lattice-layer", "2")
+    assert page(scale) == top and page("return document.getElementById('lattice-size').value") == "96x96"
+
+
+def test_a_layer_in_which_position_is_negligible_is_grey(browser, folder, tmp_path):
+    """By its share of the logits, whatever the logits are."""
+    for path in folder.iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    stored = json.loads(gzip.decompress((folder / "pictures.json.gz").read_bytes()))
+    assert stored["models"][0]["shares"][0] > 0.01
+    stored["models"][0]["shares"][0] = 0.009
+    (tmp_path / "pictures.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
+    look(browser, write_html(tmp_path))
+    captions = "return [...document.querySelectorAll('#lattice figcaption')].map(c => c.textContent)"
+    pixel = "return [...document.getElementById('lattice-0').getContext('2d').getImageData(1, 1, 1, 1).data]"
+    assert all("negligible" in text for text in browser.execute_script(captions))
+    assert browser.execute_script(pixel) == [158, 158, 158, 255]
+    assert "0.9 % of the logits" in browser.execute_script("return document.getElementById('lattice-note').textContent")
+    set_value(browser.execute_script, "lattice-layer", "1")
+    assert not any("negligible" in text for text in browser.execute_script(captions))
 
 
 def test_a_click_and_the_arrow_keys_move_the_query(browser, page):
     from selenium.webdriver import ActionChains, Keys
 
-    shown = "return document.getElementById('attention-with').data[0].z"
-    note = "return document.getElementById('attention-note').textContent"
+    shown, note = f"return {grid('view-with')}", "return document.getElementById('attention-note').textContent"
     before = page(shown)
     assert "Query: row 4, column 4 of 8 × 8" in page(note)
-    place = browser.find_element("css selector", "#attention-image .nsewdrag")
+    place = browser.find_element("css selector", "#view-image")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", place)
     width, height = place.size["width"], place.size["height"]
     ActionChains(browser).move_to_element_with_offset(place, round(-width * 7 / 16), round(-height * 5 / 16)).click().perform()
     until(browser, "document.getElementById('attention-note').textContent.includes('row 1, column 0 of')")
     clicked = page(shown)
     assert clicked != before
-    browser.execute_script("document.getElementById('attention-with').focus()")
+    browser.execute_script("document.getElementById('view-with').focus()")
     ActionChains(browser).send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).perform()
     until(browser, "document.getElementById('attention-note').textContent.includes('row 2, column 2 of')")
     assert page(shown) != clicked
-    maps = [
-        page(f"return document.getElementById('attention-{n}').data[0].z.flat()") for n in ("with", "without", "difference")
-    ]
-    assert maps[2] == pytest.approx([a - b for a, b in zip(*maps[:2], strict=True)]) and max(map(abs, maps[2])) > 0.01
-    total = page("const m = mapsNow().with; return m.grid.flat().reduce((a, b) => a + b, 0) + m.prefix")
-    assert total == pytest.approx(1, abs=0.05)
+    with_it, without, difference = (np.array(page(f"return {grid('view-' + n)}")) for n in ("with", "without", "difference"))
+    assert difference == pytest.approx(with_it - without) and abs(difference).max() > 0.01
 
 
 def test_windows_and_models_that_cannot_be_seen(page):
     set_value(page, "attention-model", "1")
-    grid = page("return document.getElementById('attention-with').data[0].z.flat()")
-    assert any(value is None for value in grid) and sum(value or 0 for value in grid) == pytest.approx(1, abs=0.05)
+    cells = [value for row in page(f"return {grid('view-with')}") for value in row]
+    assert any(value is None for value in cells) and sum(value or 0 for value in cells) == pytest.approx(1, abs=0.05)
     for section in ("attention", "lattice"):
         assert len(page(f"return [...document.getElementById('{section}-model').options].map(o => o.text)")) == 2
         text = page(f"return document.getElementById('{section}-others').textContent")
         assert "no attention that can be seen in resnet10t" in text
 
 
-def test_the_table_sorts_and_filters(page, folder):
-    column = "return [...document.querySelectorAll('#table tbody tr')].map(r => Number(r.cells[arguments[0]].textContent))"
-    keys = page("return [...document.querySelectorAll('#table th button')].map(b => b.dataset.key)")
-    at, rows = keys.index("top1"), len(table_of(folder))
+def test_the_table_sorts_filters_and_is_downloaded(page, browser, folder):
+    column = "return [...document.querySelectorAll('#table tbody tr')].map(r => Number(r.cells[arguments[0]].dataset.value))"
+    keys = page("return [...document.querySelectorAll('#table th button')].map(b => b.textContent)")
+    at, rows = keys.index("top-1 %"), len(table_of(folder))
+    button = f"document.querySelectorAll('#table th button')[{at}]"
     for down in (False, True):
-        page("document.querySelector('#table button[data-key=top1]').click()")
+        page(f"{button}.click()")
         values = page(column, at)
         assert len(values) == rows and values == sorted(values, reverse=down)
-    state = page("return document.querySelector('#table button[data-key=top1]').closest('th').ariaSort")
-    assert state == "descending" and page("return document.activeElement.dataset.key") == "top1"
+    assert page(f"return {button}.closest('th').ariaSort") == "descending"
+    shown = "return [...document.querySelectorAll('#table th')].filter(h => h.offsetParent).length"
+    few = page(shown)
+    page("document.getElementById('all-columns').click()")
+    assert page(shown) > few
     set_value(page, "row-filter", "swin 64x96", "input")
     assert page("return document.getElementById('row-count').textContent").startswith(f"2 of {rows} rows")
-    page("document.getElementById('all-columns').click()")
-    assert len(page("return [...document.querySelectorAll('#table th')].map(h => h.textContent)")) > len(keys)
+    lines = list(csv.DictReader(downloaded(browser, "#rows-csv").open(encoding="utf-8")))
+    assert [line["model"] for line in lines] == [SWIN] * 2 and {line["size"] for line in lines} == {"64x96"}
 
 
-def test_classes_and_translated_content(page, folder):
-    set_value(page, "class-curve", str(page(f"return DATA.curves.findIndex(c => c.label === '{SWIN}')")))
+def test_classes_and_translated_content(page, browser, folder):
+    set_value(page, "class-curve", SWIN)
     # every third image is wrong at other sizes
     labels = read_predictions(folder).labels
     counts, lost = (np.bincount(some, minlength=len(CLASSES)) for some in (labels, labels[::3]))
-    changes = sorted(-100 * int(wrong) / int(n) for wrong, n in zip(lost, counts, strict=True) if n)
-    assert page("return document.getElementById('class-plot').data[0].x") == pytest.approx(
-        [change for change in changes if change]
+    lose = sum(int(wrong) > 0 for wrong, n in zip(lost, counts, strict=True) if n)
+    until(
+        browser, f"document.getElementById('class-note').textContent.startsWith('{lose} of {(counts > 0).sum()} classes lose')"
     )
-    said = page("return document.getElementById('class-note').textContent")
-    assert said.startswith(f"{sum(change < 0 for change in changes)} of {len(changes)} classes lose")
-    (trace,) = page("return document.getElementById('translation-plot').data.map(t => [t.x, t.y])")
-    assert trace == [[0, 8], [90, 70]]
+    until(browser, f"document.querySelectorAll('#class-chart .mark-rect.role-mark path').length === {lose}")
+    said = page("return [...document.querySelectorAll('#translation-chart .mark-symbol.role-mark path')].map(p => p.ariaLabel)")
+    assert sorted(re.search(r"px\): (\d+); top-1 \(%\): (\d+)", text).groups() for text in said) == [("0", "90"), ("8", "70")]
 
 
-def test_downloads_hold_the_numbers(browser, page, folder):
-    table = table_of(folder)
-    path = downloaded(browser, "#panels figure button[aria-label^=CSV]")
-    lines = list(csv.DictReader(path.open(encoding="utf-8")))
-    assert EVIL in {line["label"] for line in lines}
-    own = [line for line in lines if line["label"] == SWIN]
-    expected = table_of(folder, SWIN, "scale")
-    assert [float(line["top1"]) for line in own] == [row["top1"] for row in expected]
-    assert [float(line["low"]) for line in own] == pytest.approx([row["low"] for row in expected])
-    assert len(list(csv.reader(downloaded(browser, "#rows-csv").open(encoding="utf-8")))) == len(table) + 1
-    heat = list(csv.DictReader(downloaded(browser, "#lattice button[aria-label^=CSV]").open(encoding="utf-8")))
-    assert len(heat) == 15 * 15 * page("return document.getElementById('lattice-plot').data.length")
-    assert downloaded(browser, "#lattice button[aria-label^=PNG]").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_figure_without_data_has_nothing_to_download(page):
-    """Its buttons are off; pressed by a script all the same, they raise nothing (the console stays empty)."""
-    set_value(page, "curve-set", "none")
-    page("document.getElementById('others').click()")
-    off = "return [...document.querySelectorAll('#panels figcaption button')].map(b => b.disabled)"
-    assert set(page(off)) == {True}
-    page("document.querySelectorAll('figcaption button').forEach(b => { if (b.disabled) b.click(); })")
-    set_value(page, "curve-set", "all")
-    assert set(page(off)) == {False}
+def test_names_captions_and_ids(page):
+    assert page("const ids = [...document.querySelectorAll('[id]')].map(e => e.id); return ids.length - new Set(ids).size") == 0
+    plots = page(
+        "return [...document.querySelectorAll('svg')].filter(s => !s.ariaHidden).map(s => s.getAttribute('aria-label'))"
+    )
+    assert len(plots) >= 4 and all(plots)
+    assert (
+        page("return [...document.querySelectorAll('table')].filter(t => t.offsetParent && !t.caption?.textContent).length")
+        == 0
+    )
 
 
 def empty_parts(browser):
-    """Ids of shown figures without anything drawn, of empty tables and sections, and of canvases."""
+    """Ids of shown charts and maps without anything drawn, and of empty tables and sections."""
     return browser.execute_script(
         "const shown = e => e.offsetParent !== null;"
-        "const plots = [...document.querySelectorAll('.plot')].filter(shown).filter(p => !p.data?.length"
-        " || p.data.every(t => (t.z ? t.z.flat().every(v => v === null) : !t.x?.length)) || p.clientHeight < 40);"
+        "const charts = [...document.querySelectorAll('.chart')].filter(shown)"
+        ".filter(c => !c.querySelector('.role-mark path'));"
+        "const maps = [...document.querySelectorAll('canvas')].filter(shown).filter(c => !c.grid || c.clientHeight < 20);"
         "const tables = [...document.querySelectorAll('table')].filter(shown).filter(t => !t.querySelector('td'));"
         "const sections = [...document.querySelectorAll('main section')].filter(shown).filter(s => s.textContent.length < 80);"
-        "return [...plots, ...tables, ...sections, ...document.querySelectorAll('canvas')].map(e => e.id || e.outerHTML);"
+        "return [...charts, ...maps, ...tables, ...sections].map(e => e.id || e.outerHTML);"
     )
 
 
@@ -403,8 +402,8 @@ def families(tmp_path_factory):
         model = trained_model(timm.create_model(name, num_classes=4, **how).eval(), name, img_size=(side, side))
         sweep = Sweep("shapes", ((side * 3 // 2,) * 2,), n=3, attention_n=0, border_leak=False, device="cpu")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vitrel.evaluate.report.html.plot_all", lambda *given: [])
-            patch.setattr("vitrel.evaluate.models.gflops", lambda model, size: 1.0)
+            patch.setattr("vitrel.evaluate.page.plot_all", lambda *given: [])
+            patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
             run_sweep([model], sweep, folder / name, name, report=True)
     return folder
 
@@ -419,7 +418,7 @@ def test_no_panel_is_empty_for_any_model(browser, families, name):
     assert ("similarity" in shown) == (name in added)
     acts = name not in {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "maxvit_rmlp_pico_rw_256"}
     assert ("lattices" in shown) == acts and ("attention" in shown) == (name != "maxvit_rmlp_pico_rw_256")
-    views = "return [...document.querySelectorAll('#attention-panels figure')].filter(f => f.offsetParent).length"
+    views = "return [...document.querySelectorAll('#attention-figures figure')].filter(f => f.offsetParent).length"
     assert browser.execute_script(views) == (4 if acts else 2 if "attention" in shown else 0)
     left_out = browser.execute_script("return document.getElementById('left-out').textContent")
     assert ("no attention that can be seen" in left_out) == (name == "maxvit_rmlp_pico_rw_256")
@@ -427,11 +426,14 @@ def test_no_panel_is_empty_for_any_model(browser, families, name):
 
 def test_a_click_moves_the_patch_that_embeddings_are_compared_with(browser, families):
     look(browser, families / "vit_tiny_patch16_224" / "report.html")
-    shown = "return document.getElementById('similarity-plot').data.map(t => t.z)"
-    before = browser.execute_script(shown)
+    grids = "return [...document.querySelectorAll('#similarity-figures canvas')].map(c => c.grid)"
+    before = browser.execute_script(grids)
     assert [(len(z), len(z[0])) for z in before] == [(4, 4), (6, 6)] and before[0][2][2] == 1
-    browser.execute_script("moveSimilarity(0.1, 0.4)")
-    assert browser.execute_script(shown)[0][0][1] == 1
+    browser.execute_script(
+        "const c = document.getElementById('similarity-0'), r = c.getBoundingClientRect();"
+        "c.dispatchEvent(new MouseEvent('click', { clientX: r.left + 0.4 * r.width, clientY: r.top + 0.1 * r.height }))"
+    )
+    assert browser.execute_script(grids)[0][0][1] == 1
 
 
 def test_on_paper_everything_is_light_and_unfolded(browser, page):
@@ -440,11 +442,8 @@ def test_on_paper_everything_is_light_and_unfolded(browser, page):
     page("dispatchEvent(new Event('beforeprint'))")
     assert page("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page("return [...document.querySelectorAll('.controls, nav')].every(e => e.offsetParent === null)")
-    assert page("return [...document.querySelectorAll('details')].every(d => d.open)")
-    assert page("return [...document.querySelectorAll('.plot')].every(p => p.clientWidth <= 700)")
+    assert page("return [...document.querySelectorAll('details:not(.vega-embed details)')].every(d => d.open)")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-    page("dispatchEvent(new Event('afterprint'))")
-    assert page("return document.documentElement.dataset.theme") == "dark"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -455,9 +454,10 @@ def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
     assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]
     dark = "getComputedStyle(document.body).backgroundColor === 'rgb(22, 24, 27)'"
     assert browser.execute_script(f"return {dark}") == (scheme == "dark")
-    assert browser.execute_script("return document.getElementById('curves-scale').layout.paper_bgcolor") == (
-        "#16181b" if scheme == "dark" else "#ffffff"
-    )
+    axis = "return document.querySelector('#curves-0 .role-axis-label text').getAttribute('fill')"
+    assert browser.execute_script(axis) == ("#e6e6e6" if scheme == "dark" else "#1a1a1a")
+    tables = "return [...document.querySelectorAll('.by-size th')].every(th => th.offsetParent)"
+    assert browser.execute_script(tables)  # a narrow screen scrolls them and drops no column
     other = "light" if scheme == "dark" else "dark"
     browser.execute_script(
         f"const t = document.getElementById('theme'); t.value = '{other}'; t.dispatchEvent(new Event('change'))"
@@ -487,7 +487,7 @@ def test_a_folder_with_results_alone(browser, tmp_path):
     browser.get_log("browser")
     look(browser, write_html(tmp_path))
     hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")
-    assert hidden == ["claims", "mistakes", "classes", "lattices", "similarity", "attention", "translation"]
+    assert hidden == ["mistakes", "classes", "lattices", "similarity", "attention", "translation"]
     said = browser.execute_script("return document.getElementById('left-out').textContent")
     assert all(name in said for name in ("pictures.json.gz", "predictions.npz", "translation.csv"))
     assert browser.get_log("browser") == []

@@ -85,7 +85,7 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     ("module", "arguments"),
     [
         ("pandas", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
-        ("plotly", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
+        ("vl_convert", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
         ("pandas", ["report", "nowhere"]),
         ("pandas", ["compare", "quickstart"]),
         ("lightning", ["compare", "quickstart"]),
@@ -221,13 +221,13 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="mine"), optional_import():
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
     require(*EXTRAS["evaluate"])
-    for name in ("lightning", "matplotlib", "plotly"):
+    for name in ("lightning", "matplotlib", "vl_convert"):
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
-    assert absent(*EXTRAS["evaluate"]) == ["matplotlib", "plotly"]
-    with pytest.raises(MissingExtra, match=r"^matplotlib, plotly are not installed: .*\[evaluate\]"):
+    assert absent(*EXTRAS["evaluate"]) == ["matplotlib", "vl_convert"]
+    with pytest.raises(MissingExtra, match=r"^matplotlib, vl_convert are not installed: .*\[evaluate\]"):
         require(*EXTRAS["evaluate"])
     with pytest.raises(MissingExtra, match=r"\[(train,evaluate|evaluate,train)\]"):
-        require("plotly", "lightning")
+        require("vl_convert", "lightning")
 
 
 def test_the_command_that_installs_an_extra_needs_no_index_with_this_package(monkeypatch, tmp_path):

@@ -40,10 +40,10 @@ def compare(tmp_path, monkeypatch, capsys):
         run.photographs.append(photographs)
 
     monkeypatch.setattr(several, "train_one", train_one)
-    monkeypatch.setattr("vitrel.evaluate.images.check_data", lambda *args: None)
+    monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args: None)
     monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
     monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
-    monkeypatch.setattr("vitrel.evaluate.results.left_out_note", lambda rows, folder: "")
+    monkeypatch.setattr("vitrel.evaluate.table.left_out_note", lambda rows, folder: "")
 
     def run(*arguments, **changes):
         trained.clear(), evaluated.clear(), photographs.clear(), capsys.readouterr()

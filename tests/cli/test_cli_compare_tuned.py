@@ -10,7 +10,7 @@ import yaml
 
 from helpers import command
 from helpers.runs import fork_processes_of, in_child, read, status
-from vitrel.evaluate import settings
+from vitrel.common import processes
 from vitrel.train import Classifier, several
 from vitrel.train.tuning import Tuning
 
@@ -152,7 +152,7 @@ def test_two_jobs_wait_for_the_source(tmp_path):
     def main(folder):
         compare(folder, "--no-report", "--jobs", "2", models=CONFIG["models"][:2], seeds=[0])
 
-    assert status(in_child(tmp_path, lambda: fork_processes_of(several, settings), main)) == 0
+    assert status(in_child(tmp_path, lambda: fork_processes_of(several, processes), main)) == 0
     source, tuned = weights(tmp_path, "absolute", 0), weights(tmp_path, "absolute-tuned", 0)
     assert all(torch.equal(source[name], tuned[name]) for name in source if not trained(name) and name != POSITION)
     assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["label"]) == {"absolute", "absolute-tuned"}

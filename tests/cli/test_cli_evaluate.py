@@ -15,7 +15,7 @@ from helpers.pictures import write_classes
 from helpers.tars import write_tars
 from vitrel.data import class_names
 from vitrel.evaluate import run
-from vitrel.evaluate.metrics import read_predictions
+from vitrel.evaluate.table import read_predictions
 
 tool = command("evaluate")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")

@@ -10,7 +10,7 @@ from PIL import Image
 from helpers import ROOT, command
 from helpers.variants import perturbed
 from vitrel.cli import plot as plot_command
-from vitrel.evaluate.models import trained_model
+from vitrel.evaluate.checkpoint import trained_model
 from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT
 

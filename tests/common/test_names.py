@@ -6,7 +6,7 @@ import timm
 
 import vitrel
 from vitrel.common.names import nearest
-from vitrel.evaluate.models import load_model
+from vitrel.evaluate.checkpoint import load_model
 from vitrel.train.tuning import check_registered
 
 ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalised")]

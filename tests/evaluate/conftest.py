@@ -6,10 +6,11 @@ import timm
 import torch
 from torch.utils.data import Dataset
 
-from vitrel.evaluate import images, measure, results, run, settings
-from vitrel.evaluate.models import Trained, encoding_of
+from vitrel.common import processes
+from vitrel.evaluate import measure, prepare, run, table
+from vitrel.evaluate.checkpoint import Trained, encoding_of
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
 
 CLASSES = ["left", "right", "above"]
 ROWS = []  # made once: they are the same for every test
@@ -43,7 +44,7 @@ def noise(monkeypatch):
         requested.append({"data": data, "split": split, "size": size, **how})
         return Noise(size, how["n"])
 
-    monkeypatch.setattr(images, "create_dataset", create)
+    monkeypatch.setattr(prepare, "create_dataset", create)
     monkeypatch.setattr(Noise, "decoded", 0)
     Noise.requested = requested
     return Noise
@@ -124,15 +125,15 @@ def pretend_world(monkeypatch):
         def on_all(work):
             found = []
             for rank in range(world):
-                for part in (settings, measure, results):
+                for part in (processes, measure, table):
                     monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
                 found.append(work())
             return found
 
         monkeypatch.setattr(run, "on_all", on_all)
         monkeypatch.setattr(measure, "on_all", on_all)
-        monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
-        for part in (settings, measure, results):
+        monkeypatch.setattr(prepare, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
+        for part in (processes, measure, table):
             monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
 
     return pretend

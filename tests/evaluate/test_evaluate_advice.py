@@ -10,10 +10,10 @@ from helpers.predictions import predicted
 from vitrel.cli.options import add_margin
 from vitrel.common.files import write_cells
 from vitrel.evaluate.advice import MARGIN, better_of, judge, pixels
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted
-from vitrel.evaluate.report import accuracy_tables, sizes_table
-from vitrel.evaluate.results import COLUMNS, Scores, line_key, read_csv, read_scores, sample_of
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import Predicted
+from vitrel.evaluate.table import COLUMNS, Scores, line_key, read_csv, read_scores, sample_of
+from vitrel.evaluate.text import accuracy_tables, sizes_table
 
 JARGON = ("bicubic", "geometric", "multiply-adds", "resampl", "offsets", "interval", "significan")
 
@@ -158,15 +158,29 @@ def test_models_are_compared_first_at_every_size():
     rows = [row(size, top1, label=label) for label, all_top1 in levels.items()
             for size, top1 in zip(("64x64", "96x96", "128x128"), all_top1, strict=True)]  # fmt: skip
     a, b, c = (one.sentences[0] for one in judge(rows).advice)
-    assert a == ("This trained model is better than every other at 96 px and worse than b at 128 px; "
-                 "no other is shown to be better at 64 px.")  # fmt: skip
-    assert b.startswith("This trained model is better than every other at 128 px and worse than a at 96 px")
-    assert "worse than" in c and "better than" not in c
+    assert a == "This trained model is better than every other at 96 px; b is better at 128 px, by 10.0 points."
+    assert b.startswith("This trained model is better than every other at 128 px; a is better at 96 px")
+    assert "is better at" in c and "better than" not in c
+    assert (
+        judge(rows).headline
+        == "a is the best at 96 px; b is the best at 128 px; no model is shown to be better than a and b at 64 px."
+    )
     pair = judge([one for one in rows if one["label"] != "c"]).advice
-    assert pair[0].sentences[0].startswith("This trained model is better than the other at 96 px and worse than b at 128 px")
-    assert "the other is not shown to be better at 64 px" in pair[0].sentences[0]
+    assert pair[0].sentences[0].startswith("This trained model is better than the other at 96 px; b is better at 128 px")
     few = judge([one | {"n": 20} for one in rows if one["label"] != "c"]).advice
     assert few[0].sentences[0] == "The other is not shown to be better at any size."
+
+
+def test_a_model_that_is_behind_at_every_size_is_told_that_the_other_is_better():
+    levels = {"good": (90.0, 89.9, 90.1), "poor": (65.0, 65.2, 64.8)}
+    rows = [row(size, top1, label=label) for label, all_top1 in levels.items()
+            for size, top1 in zip(("64x64", "96x96", "128x128"), all_top1, strict=True)]  # fmt: skip
+    judged = judge(rows)
+    assert judged.headline == "good is the best at every size."
+    good, poor = (one.sentences[0] for one in judged.advice)
+    assert good == "This trained model is better than the other at every size."
+    assert poor == "good is better at every size, by 24.7 to 25.3 points." and len(judged.advice[1].sentences) <= 3
+    assert judge(rows[:3]).headline == ""
 
 
 @pytest.mark.slow(seconds=4)
@@ -177,7 +191,7 @@ def test_equal_models_are_seldom_told_apart():
     claimed = 0
     for _ in range(100):
         made, scores = with_scores(rows, rng.normal(size=200) + 0.5 * rng.normal(size=(24, 200)) < 1.0)
-        claimed += any("worse than" in one.text for one in judge(made, scores).advice)
+        claimed += any(" is better at " in one.text for one in judge(made, scores).advice)
     assert claimed <= 5
 
 
@@ -235,7 +249,7 @@ def test_the_advice_is_about_the_first_protocol_and_the_rows_about_all():
             for name in ("canvas", "scale") for size in ("64x64", "128x128")]  # fmt: skip
     judged = judge(rows)
     assert judged.advice[0].protocol == "scale" and "safe at 128 px" in judged.advice[0].text
-    assert "In the scale protocol" in judged.basis
+    assert "in the scale protocol" in judged.basis
     assert {(one["protocol"], one["verdict"]) for one in judged.rows} == {
         ("scale", ""), ("scale", "safe"), ("canvas", ""), ("canvas", "loses"),
     }  # fmt: skip
@@ -274,7 +288,7 @@ def test_the_quickstart_as_a_reader_checks_it():
     found = {one.label.removeprefix("vitrel_"): one.text for one in judged.advice}
     assert "safe at every other size" in found["vit_n8_absolute"] and "highest at 96 px" in found["vit_n8_absolute"]
     assert "loses at every other size: fine-tune it there, or try --rescue" in found["vit_n8_rope_mixed"]
-    assert "worse than vitrel_vit_n8_absolute" in found["vit_n8_rope_mixed"]
+    assert "vitrel_vit_n8_absolute is better at" in found["vit_n8_rope_mixed"]
     used = {(one["label"], one["img_size"]): one["policy"] for one in judged.rows if one["used"] and one["protocol"] == "scale"}
     # at 96 px bicubic has 99.2 %, geometric 91.5
     assert used["vitrel_vit_n8_table", "96x96"] == used["vitrel_vit_n8_table", "128x128"] == "bicubic"
@@ -285,7 +299,7 @@ def test_of_equal_models_the_first_is_named():
     labels = [f"m{index}" for index in range(8)]
     rows = [row(size, 90.0, label=label) for label in labels for size in ("64x64", "96x96")]
     rows += [row(size, 50.0, label="low") for size in ("64x64", "96x96")]
-    assert "worse than m0 at every size" in judge(rows).advice[-1].text
+    assert "m0 is better at every size, by 40.0 points." in judge(rows).advice[-1].text
 
 
 def test_a_position_encoding_that_does_nothing_is_said_first():
@@ -294,7 +308,9 @@ def test_a_position_encoding_that_does_nothing_is_said_first():
     assert only(*(one | {"position_share": 0.5} for one in rows)).sentences == only(*rows).sentences
     found = only(*(one | {"position_share": 0.004} for one in rows))
     assert (
-        "does nothing" in found.sentences[0] and "0.4 %" in found.sentences[0] and found.sentences[1:] == only(*rows).sentences
+        "does nothing" in found.sentences[0]
+        and "0.4 %" in found.sentences[0]
+        and found.sentences[1:] == only(*rows).sentences[:1]
     )
     judged = judge([one | {"position_share": 0.004, "resized": "table clip", "resized_params": 8100} for one in rows])
     assert "8,100" not in sizes_table(judged) and "8,100" not in accuracy_tables(judged.rows)

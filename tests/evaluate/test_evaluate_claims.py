@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from vitrel.evaluate.claims import judge_claims, read_claim
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import Predicted
-from vitrel.evaluate.results import Scores, line_key
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import Predicted
 from vitrel.evaluate.statistics import estimate_of_means, wilson
+from vitrel.evaluate.table import Scores, line_key
 
 
 def claim_rows(label, top1, img_size="128x128", policy="none", n=400, **more):

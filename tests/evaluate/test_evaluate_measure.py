@@ -11,11 +11,12 @@ from torch import nn
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import format_size
 from vitrel.cpu import optimize
-from vitrel.evaluate import images, measure
-from vitrel.evaluate.measure import Runner, peak_mb, reset_peak, tasks_of, translate
-from vitrel.evaluate.results import COLUMNS
+from vitrel.evaluate import measure, prepare
+from vitrel.evaluate.predict import Runner, peak_mb, reset_peak, translate
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import COLUMNS
+from vitrel.evaluate.tasks import tasks_of
 from vitrel.inspect.attention import attention_statistics_of, position_shares
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -147,7 +148,12 @@ def test_memory_for_content_that_is_translated_halves_the_batch(trained, noise, 
 
 
 def test_attention_that_lacks_memory_for_its_images_is_left_empty(trained, noise, monkeypatch, rows_of):
-    monkeypatch.setattr(images.Images, "first", lambda *_: (_ for _ in ()).throw(MemoryError))
+
+    def lacking(*_):
+        raise MemoryError
+        yield
+
+    monkeypatch.setattr(prepare.Images, "first", lacking)
     [row] = rows_of([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",), attention_n=2))
     assert math.isnan(row["attention_entropy"]) and row["n"] == 12
 

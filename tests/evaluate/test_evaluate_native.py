@@ -13,13 +13,13 @@ from torch.utils.data import Dataset
 
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, measure, models, run
-from vitrel.evaluate.images import Images
-from vitrel.evaluate.measure import tasks_of
-from vitrel.evaluate.models import trained_model
-from vitrel.evaluate.results import aggregate, read_csv
+from vitrel.evaluate import at_sizes, measure, policies, run, score
+from vitrel.evaluate.checkpoint import trained_model
+from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.run import describe_tasks, run_sweep
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import aggregate, read_csv
+from vitrel.evaluate.tasks import tasks_of
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (40, 41), (16, 80)]  # (h, w) in pixels
@@ -73,13 +73,13 @@ def by_hand(trained, folder, budget, patch):
 @pytest.fixture
 def logits(monkeypatch):
     """All logits of an evaluation, in the order of its batches."""
-    seen, update = [], measure.Tally.update
+    seen, update = [], score.Tally.update
 
     def record(self, given, *rest):
         seen.append(given)
         return update(self, given, *rest)
 
-    monkeypatch.setattr(measure.Tally, "update", record)
+    monkeypatch.setattr(score.Tally, "update", record)
     return lambda: torch.cat(seen)
 
 
@@ -112,7 +112,7 @@ def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
     assert sorted(order) == list(range(len(FILES)))
     with torch.no_grad():
         for index, found in zip(order, logits()[-len(FILES) :], strict=True):
-            ready = models.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy)
+            ready = policies.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy)
             torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=1e-5, rtol=1e-5)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
     assert one.row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
@@ -173,7 +173,7 @@ def test_crops_make_no_further_rows(trained, folder):
 
 
 def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
-    monkeypatch.setattr(models, "gflops", lambda model, size: math.prod(size) / 1000)
+    monkeypatch.setattr(policies, "gflops", lambda model, size: math.prod(size) / 1000)
     model = trained("vitrel_vit_n8_table")
     settings = sweep(folder, Budget(30), translations=(2,), attention_n=3, policies=("geometric",))
     training, other = [one.row for one in run.evaluate_rows([model], settings)]
@@ -183,9 +183,9 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     assert other["retention"] == pytest.approx(other["top1"] / training["top1"], abs=1e-4) and training["retention"] == 1
     assert other["unseen"] == pytest.approx(max(model.model.unseen(size) for size in sizes), abs=1e-4)
     assert other["resized"] != "nothing" and other["attention_entropy"] > 0
-    costs = {size: models.gflops(model.model, size) for size in set(sizes)}
+    costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
     assert min(costs.values()) < other["gflops"] < max(costs.values())
-    reported = models.sample_shapes(Counter(sizes))
+    reported = policies.sample_shapes(Counter(sizes))
     assert {min(sizes, key=lambda s: s[0] / s[1]), max(sizes, key=lambda s: s[0] / s[1])} <= set(reported)
     shown = Counter(sizes)
     mean = sum(costs[size] * shown[size] for size in reported) / sum(shown[size] for size in reported)

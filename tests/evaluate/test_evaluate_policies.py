@@ -7,7 +7,7 @@ import timm
 import torch
 
 from vitrel import resolution_report
-from vitrel.evaluate.models import (
+from vitrel.evaluate.policies import (
     WINDOW_POLICIES,
     gflops,
     policies_at,

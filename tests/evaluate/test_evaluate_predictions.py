@@ -10,19 +10,11 @@ import pytest
 from helpers import ROOT
 from helpers.predictions import predicted
 from vitrel.cli import report
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import (
-    LEFT_OUT,
-    NO_CLASS,
-    PREDICTIONS,
-    Predicted,
-    check_same_images,
-    read_predictions,
-    write_predictions,
-)
-from vitrel.evaluate.report import compare_folders
-from vitrel.evaluate.results import line_key, read_csv, write_csv
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import LEFT_OUT, NO_CLASS, Predicted, check_same_images
 from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.table import PREDICTIONS, line_key, read_csv, read_predictions, write_csv, write_predictions
+from vitrel.evaluate.text import compare_folders
 
 LABELS = (0, 1, 1, LEFT_OUT)
 

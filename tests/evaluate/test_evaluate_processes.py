@@ -17,15 +17,16 @@ from PIL import Image
 from helpers.runs import in_child, on_two
 from helpers.runs import status as status_of
 from vitrel import cli
+from vitrel.common import processes
 from vitrel.data import Reading
-from vitrel.evaluate import measure, run, settings
-from vitrel.evaluate.metrics import Tally
-from vitrel.evaluate.results import COLUMNS, row_key
+from vitrel.evaluate import measure, run
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.score import Tally
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import COLUMNS, row_key
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
-MEASURED = {"infer_samples_per_sec", "peak_memory_mb", "device"}  # what processes may change
+MEASURED = {"infer_samples_per_sec", "infer_samples_per_sec_half", "peak_memory_mb", "device"}  # what processes may change
 
 
 def sweep(**given):
@@ -92,7 +93,8 @@ def test_measurements_of_processes_are_combined(trained, noise, pretend_world, m
         tally.update(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([0, part["label"]]))
         columns = {
             "left_out": 1, "state_hash_before": "a", "state_hash_after": "a", "unchanged": part["oom"] == 0,
-            "infer_samples_per_sec": part["speed"], "peak_memory_mb": part["peak"], "memory_kind": "process resident",
+            "infer_samples_per_sec": part["speed"], "infer_samples_per_sec_half": part["speed"] / 10,
+            "peak_memory_mb": part["peak"], "memory_kind": "process resident",
             "batch_size": part["batch"], "oom": part["oom"],
         }  # fmt: skip
         answers = [np.array([0, part["label"]]), np.array([0, 0]), np.array([0.5, 0.5]), np.array([True, True])]
@@ -114,7 +116,7 @@ def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noi
     model, sizes = trained("vitrel_vit_n8_none"), []
 
     def fail(module, inputs):
-        rank = settings.rank_and_world()[0]
+        rank = processes.rank_and_world()[0]
         if rank == 1 and len(inputs[0]) > 2:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         sizes.append((rank, len(inputs[0])))
@@ -182,27 +184,27 @@ def gathered(monkeypatch, text):
             raise RuntimeError("Connection closed by peer")
         found[:] = [own, ("theirs", text)]
 
-    monkeypatch.setattr(settings, "rank_and_world", lambda: (0, 2))
-    monkeypatch.setattr(settings.dist, "all_gather_object", gather)
+    monkeypatch.setattr(processes, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(processes.dist, "all_gather_object", gather)
 
 
 def test_one_failure_ends_all(monkeypatch):
     def fail():
         raise OSError("no space left")
 
-    assert settings.on_all(lambda: 1) == [1]
+    assert processes.on_all(lambda: 1) == [1]
     gathered(monkeypatch, "")
-    assert settings.on_all(lambda: "ours") == ["ours", "theirs"]
+    assert processes.on_all(lambda: "ours") == ["ours", "theirs"]
     gathered(monkeypatch, "ValueError: val/a.png is damaged")
-    with pytest.raises(settings.OtherProcessError, match=r"process 1 of 2: ValueError: val/a\.png is damaged"):
-        settings.on_all(lambda: 1)
+    with pytest.raises(processes.OtherProcessError, match=r"process 1 of 2: ValueError: val/a\.png is damaged"):
+        processes.on_all(lambda: 1)
     with pytest.raises(OSError, match="no space left"):
-        settings.on_all(fail)
+        processes.on_all(fail)
     gathered(monkeypatch, None)
-    with pytest.raises(settings.OtherProcessError, match="another process ended before its work was done"):
-        settings.on_all(lambda: 1)
+    with pytest.raises(processes.OtherProcessError, match="another process ended before its work was done"):
+        processes.on_all(lambda: 1)
     with pytest.raises(OSError, match="no space left"):
-        settings.on_all(fail)
+        processes.on_all(fail)
 
 
 def test_more_processes_than_gpus_are_told(monkeypatch):
@@ -211,13 +213,13 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", requested.append)
     for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(settings.dist, name, lambda *args, **how: None)
-    monkeypatch.setattr(settings.Peers, "of_group", lambda: settings.Peers({}))
+        monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
+    monkeypatch.setattr(processes.Peers, "of_group", lambda: processes.Peers({}))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
         monkeypatch.setenv("LOCAL_RANK", rank)
         requested.clear()
-        with settings.joined():
+        with processes.joined():
             assert requested == device
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match=r"no device cuda:3 .*2 GPUs.*start at most 2 processes"):
@@ -326,14 +328,14 @@ class Exits:
 
 
 def tell(word):
-    settings.on_all(lambda: (settings.rank_and_world(), torch.get_num_threads(), word))
+    processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), word))
 
 
 def fail():
     def work():
         raise ValueError("no images")
 
-    settings.on_all(work)
+    processes.on_all(work)
 
 
 def stop():
@@ -345,8 +347,8 @@ def stop():
 def quick_to_start(monkeypatch):
     """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.settings"])
-    monkeypatch.setattr(settings.multiprocessing, "get_context", lambda method: server)
+    server.set_forkserver_preload(["vitrel.common.processes"])
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
 
 
 @pytest.mark.slow
@@ -354,14 +356,14 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with settings.shared_with(1, tell, "theirs"):
-            found = settings.on_all(lambda: (settings.rank_and_world(), torch.get_num_threads(), "own"))
+        with processes.shared_with(1, tell, "theirs"):
+            found = processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), "own"))
         assert found == [((0, 2), 1, "own"), ((1, 2), 1, "theirs")]
-        assert settings.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
+        assert processes.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-    with settings.shared_with(0, fail):
-        assert settings.on_all(lambda: 3) == [3]
+    with processes.shared_with(0, fail):
+        assert processes.on_all(lambda: 3) == [3]
 
 
 @pytest.mark.slow
@@ -374,19 +376,19 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
     ],
 )
 def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, arguments, reported):
-    with pytest.raises(settings.OtherProcessError, match=reported), settings.shared_with(1, work, *arguments):
-        settings.on_all(lambda: 1)
-    assert settings.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+    with pytest.raises(processes.OtherProcessError, match=reported), processes.shared_with(1, work, *arguments):
+        processes.on_all(lambda: 1)
+    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
 
 
 @pytest.mark.slow
 def test_a_process_of_this_machine_that_is_stopped_is_told(quick_to_start, monkeypatch):
-    monkeypatch.setattr(settings.Peers.__init__, "__defaults__", (2.0,))
-    monkeypatch.setattr(settings.Peers.of_group.__func__, "__defaults__", (2.0,))
+    monkeypatch.setattr(processes.Peers.__init__, "__defaults__", (2.0,))
+    monkeypatch.setattr(processes.Peers.of_group.__func__, "__defaults__", (2.0,))
     text = "process 1 of 2 was stopped by a signal and did not go on for 2 s"
-    with pytest.raises(settings.OtherProcessError, match=text), settings.shared_with(1, stop):
-        settings.on_all(lambda: 1)
-    assert settings.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+    with pytest.raises(processes.OtherProcessError, match=text), processes.shared_with(1, stop):
+        processes.on_all(lambda: 1)
+    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
 
 
 @pytest.mark.slow
@@ -394,7 +396,7 @@ def test_a_process_that_dies_while_all_connect_is_told(quick_to_start, monkeypat
     def peer_is_gone(*arguments, **options):
         raise RuntimeError("Gloo connectFullMesh failed: Connection closed by peer")
 
-    monkeypatch.setattr(settings.dist, "init_process_group", peer_is_gone)  # in this process alone: the other one is new
-    with pytest.raises(settings.OtherProcessError, match="another process ended"), settings.shared_with(1, tell, "theirs"):
+    monkeypatch.setattr(processes.dist, "init_process_group", peer_is_gone)  # in this process alone: the other one is new
+    with pytest.raises(processes.OtherProcessError, match="another process ended"), processes.shared_with(1, tell, "theirs"):
         pytest.fail("the block runs only where all processes are connected")
-    assert settings.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()

@@ -11,9 +11,10 @@ from torch.utils.data import TensorDataset
 
 import vitrel
 from vitrel.evaluate import rescue as module
-from vitrel.evaluate.images import Images
-from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import load_checkpoint, trained_model, with_policy
+from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
+from vitrel.evaluate.policies import with_policy
+from vitrel.evaluate.predict import state_hash
+from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.rescue import (
     SCALING,
     TEMPERATURES,
@@ -29,7 +30,8 @@ from vitrel.evaluate.rescue import (
     steps_at,
     write_rescue,
 )
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import read_rescue
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 ROPE = "vitrel_vit_n8_rope_axial"
@@ -133,14 +135,14 @@ def test_rows_lines_and_files(tmp_path):
     model, sweep = model_of(), sweep_of((64, 64), (32, 48), (16, 16))
     before = state_hash(model)
     text = write_rescue([trained_model(model, label="mine")], sweep, images_of(sweep), tmp_path)
-    rows = module.read_rescue(tmp_path)
+    rows = read_rescue(tmp_path)
     assert state_hash(model) == before and [row["img_size"] for row in rows] == ["64x64", "32x48", "16x16"]
     for row in rows:
         assert int(row["tuned_n"]) == int(row["judged_n"]) == 12 and 1 < int(row["tried"]) <= module.MOST
         assert row["top1_trained_set"] == row["top1_trained"]
         assert float(row["difference_low"]) <= float(row["difference"]) <= float(row["difference_high"])
     assert "64x64" in text and text == (tmp_path / "rescue.md").read_text()
-    assert {row["label"] for row in rows} == {"mine"} and module.read_rescue(tmp_path / "none") == []
+    assert {row["label"] for row in rows} == {"mine"} and read_rescue(tmp_path / "none") == []
 
 
 def test_labels_are_for_judging_alone():
@@ -162,7 +164,7 @@ def test_a_setting_that_restores_the_prediction_is_found(monkeypatch):
     def predicted(place, settings, which, sweep, images):
         if place.size == size:
             return own(place, settings, which, sweep, images)
-        found, _ = own(place._replace(size=size), [hidden] * len(settings), which | True, sweep, images)
+        found, _ = own(dataclasses.replace(place, size=size), [hidden] * len(settings), which | True, sweep, images)
         return [one[which] for one in found], found[0].argmax(1)
 
     monkeypatch.setattr(module, "_predicted", predicted)

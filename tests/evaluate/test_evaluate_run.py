@@ -20,23 +20,23 @@ from helpers.locks import locked
 from vitrel.common import lock
 from vitrel.common.files import guarded
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, results, run
+from vitrel.evaluate import at_sizes, run, table
 from vitrel.evaluate.advice import judge
-from vitrel.evaluate.metrics import read_predictions
-from vitrel.evaluate.models import trained_model
-from vitrel.evaluate.report import details_table, summary
-from vitrel.evaluate.results import (
+from vitrel.evaluate.checkpoint import trained_model
+from vitrel.evaluate.run import HEAD, describe_tasks, evaluate_rows, run_sweep
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import (
     COLUMNS,
     line_key,
     read_csv,
     read_folder,
+    read_predictions,
     read_scores,
     read_translation,
     row_key,
     write_folder,
 )
-from vitrel.evaluate.run import HEAD, describe_tasks, evaluate_rows, run_sweep
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.text import details_table, summary
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
@@ -327,7 +327,7 @@ def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, noise,
         return read(self, index)
 
     monkeypatch.setattr(noise, "item", item)
-    monkeypatch.setattr(results, "WRITE_PAUSE", 1e9)
+    monkeypatch.setattr(table, "WRITE_PAUSE", 1e9)
     kind = MemoryError if isinstance(error, RuntimeError) else type(error)
     with pytest.raises(kind) as caught:
         run_sweep([model], sweep(48, 64, 24, batch_size=1), tmp_path)
@@ -347,7 +347,7 @@ def test_a_full_disk_names_the_file_and_keeps_the_rows_before(model, noise, tmp_
         return write(self, path, **how)
 
     monkeypatch.setattr(pd.DataFrame, "to_csv", full)
-    monkeypatch.setattr(results, "WRITE_PAUSE", 0.0)
+    monkeypatch.setattr(table, "WRITE_PAUSE", 0.0)
     with pytest.raises(OSError, match=r"No space left on device: '.*\.csv'") as caught:
         run_sweep([model], sweep(48, 64, 24), tmp_path)
     assert str(tmp_path) in caught.value.filename and "2 rows saved" in caught.value.__notes__[0]
@@ -395,7 +395,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_pat
     assert len(kept) == 2 + 3
     monkeypatch.undo()
     before = noise.decoded
-    monkeypatch.setattr("vitrel.evaluate.images.create_dataset", lambda data, split, size, **how: noise(size))
+    monkeypatch.setattr("vitrel.evaluate.prepare.create_dataset", lambda data, split, size, **how: noise(size))
     rows = run_sweep(models, sweep, tmp_path, "noise")
     assert noise.decoded - before == 12 and len(rows) == 8
     assert [row["nll"] for row in rows[:5]] == [row["nll"] for row in kept]

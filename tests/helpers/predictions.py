@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import NO_CLASS, Predicted
+from vitrel.evaluate.prepare import ImageList
+from vitrel.evaluate.score import NO_CLASS, Predicted
 
 
 def predicted(classes, hits, n=10):

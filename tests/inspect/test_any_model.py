@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitrel import resolution_report
-from vitrel.evaluate.metrics import state_hash
+from vitrel.evaluate.predict import state_hash
 from vitrel.inspect.any_model import StageWindows, at_size, trace
 
 SWIN = "swin_tiny_patch4_window7_224"

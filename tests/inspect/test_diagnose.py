@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrel
-from vitrel.evaluate.metrics import state_hash
+from vitrel.evaluate.predict import state_hash
 from vitrel.inspect.any_model import at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.position_changes import own_bias_changes, timm_bias_changes

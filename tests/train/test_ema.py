@@ -8,7 +8,7 @@ from timm.utils import ModelEmaV3
 from torch.nn import functional as F
 
 from helpers.small_runs import Tensors, fit, small
-from vitrel.evaluate.models import load_checkpoint
+from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.objective import Mixing
 

@@ -11,8 +11,8 @@ import vitrel.train.command
 import vitrel.train.datamodule
 from helpers.runs import run
 from vitrel.cli import doctor
-from vitrel.evaluate.measure import Runner, peak_mb, reset_peak
-from vitrel.evaluate.results import device_name
+from vitrel.evaluate.predict import Runner, peak_mb, reset_peak
+from vitrel.evaluate.table import device_name
 from vitrel.train.faults import FiniteLoss
 from vitrel.train.progress import peak_memory
 from vitrel.train.summary import _hardware

@@ -12,7 +12,7 @@ from helpers.runs import read, rows
 from helpers.small_runs import Tensors, fit
 from vitrel import POSITIONS
 from vitrel.cli.train import expanded
-from vitrel.evaluate.models import load_checkpoint
+from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import Classifier, Mixing, Optimisation, Tuning, run
 
 NAMES = timm.list_models("vitrel*")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from vitrel.evaluate.report import markdown
 from vitrel.evaluate.statistics import TAIL, estimate, holm
+from vitrel.evaluate.text import markdown
 
 IMAGES, SEEDS = 500, (1, 2, 3, 5, 10)
 DIFFICULTY, NOISE = 1.0, 0.7  # standard deviations

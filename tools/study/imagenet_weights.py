@@ -38,16 +38,16 @@ from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side
 from vitrel.cli.options import packaged
 from vitrel.common.exits import reported, terminable
 from vitrel.common.files import atomic_write
+from vitrel.common.processes import shared_with
 from vitrel.common.sizes import format_size
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
+from vitrel.evaluate.checkpoint import Trained
 from vitrel.evaluate.compare import load_comparison, trained_models
-from vitrel.evaluate.metrics import read_predictions
-from vitrel.evaluate.models import Trained
-from vitrel.evaluate.report import markdown
-from vitrel.evaluate.results import Sample, Scores, aggregate, contrast, read_csv, read_scores, sample_of
 from vitrel.evaluate.run import evaluate_rows, run_sweep
-from vitrel.evaluate.settings import Sweep, shared_with
+from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import Sample, Scores, aggregate, contrast, read_csv, read_predictions, read_scores, sample_of
+from vitrel.evaluate.text import markdown
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with

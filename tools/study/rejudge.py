@@ -12,8 +12,8 @@ from tools.study.pages import ROOT
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.evaluate.advice import judge
 from vitrel.evaluate.claims import Claim, judge_claims, read_claim
-from vitrel.evaluate.report import table_page
-from vitrel.evaluate.results import read_csv, read_scores, read_translation
+from vitrel.evaluate.table import read_csv, read_scores, read_translation
+from vitrel.evaluate.text import table_page
 
 TABLES = {  # titles of table.md
     "quickstart": "quickstart",

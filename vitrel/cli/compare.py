@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train and evaluate the models of the configuration, one data set after another."""
-    require(*TRAINING, "pandas", "matplotlib", *(["plotly"] if args.report else []))
+    require(*TRAINING, "pandas", "vl_convert")
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
         raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(packaged())}")
     from vitrel.evaluate.compare import load_comparison
-    from vitrel.evaluate.images import check_data
+    from vitrel.evaluate.prepare import check_data
 
     comparisons = load_comparison(config, args.data)
     for comparison in comparisons:  # before the first is trained
@@ -102,9 +102,10 @@ def check_models(comparison: "Comparison", folder: Path) -> None:
     source. OSError where such weights are missing; an entry whose runs all have a checkpoint in `folder` no longer needs them
     and is read from there. Sizes and policies of the evaluation are those of `tasks_of`.
     """
+    from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
     from vitrel.evaluate.compare import variant
-    from vitrel.evaluate.measure import tasks_of
-    from vitrel.evaluate.models import at_size_with, load_checkpoint, trained_model
+    from vitrel.evaluate.policies import at_size_with
+    from vitrel.evaluate.tasks import tasks_of
 
     models = []
     for entry in comparison.entries:
@@ -198,10 +199,10 @@ def compare(
 
 
 def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, images: bool, margin: float) -> None:
+    from vitrel.common.processes import shared_with
     from vitrel.evaluate.compare import evaluate_share, trained_models
-    from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import run_sweep
-    from vitrel.evaluate.settings import shared_with
+    from vitrel.evaluate.table import left_out_note
     from vitrel.train.several import train_all
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -23,8 +23,8 @@ from vitrel.common.machine import installed_version, processor_name
 
 PACKAGES = (
     "vitrel", "torch", "torchvision", "timm", "numpy", "triton", "safetensors", "huggingface_hub", "pillow", "lightning",
-    "jsonargparse", "torchmetrics", "albumentations", "opencv-python-headless", "pandas", "matplotlib", "plotly",
-    "onnx", "onnxruntime", "onnxscript", "transformers",
+    "jsonargparse", "torchmetrics", "albumentations", "opencv-python-headless", "pandas", "matplotlib", "jinja2",
+    "vl-convert-python", "onnx", "onnxruntime", "onnxscript", "transformers",
 )  # fmt: skip
 GRID, WINDOW, HEADS, DIM = (14, 14), 7, 6, 64  # of ViT-S/16 at 224 px, in Swin's windows
 
@@ -57,7 +57,7 @@ def _check_gpu(args: argparse.Namespace) -> None:
     import torch
 
     from vitrel.cli.gpu_check import check_gpu
-    from vitrel.evaluate.settings import checked_device
+    from vitrel.common.processes import checked_device
 
     device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
     if device == "cpu" and not args.quick:

@@ -31,7 +31,7 @@ from vitrel.common.exits import one_line
 from vitrel.common.extras import require
 
 if TYPE_CHECKING:
-    from vitrel.evaluate.models import Trained
+    from vitrel.evaluate.checkpoint import Trained
 
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
@@ -87,13 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate as the options say, in this process or as one of several."""
-    require("pandas", "matplotlib", *(["plotly"] if args.report else []))
+    require("pandas", "vl_convert")
     check_data(args.data)
     check_models(args)
     check_files(args.class_indices)
     if args.rescue and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--rescue runs in one process: leave it out, or start without torchrun")
-    from vitrel.evaluate.settings import OtherProcessError, joined
+    from vitrel.common.processes import OtherProcessError, joined
 
     try:
         with joined():
@@ -103,14 +103,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep, rank_and_world
+    from vitrel.common.processes import rank_and_world
+    from vitrel.evaluate.sweep import DEFAULT_PROTOCOLS, Sweep
 
     sizes, protocols = tuple(args.size), tuple(args.protocols or DEFAULT_PROTOCOLS)
     policies = tuple(args.policies) if args.policies else None
     sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})  # checks them
-    from vitrel.evaluate.models import read_class_indices
-    from vitrel.evaluate.results import left_out_note
+    from vitrel.evaluate.checkpoint import read_class_indices
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
+    from vitrel.evaluate.table import left_out_note
 
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

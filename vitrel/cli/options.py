@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vitrel.common.sizes import Size, parse_size, parse_size_or_budget
 
 if TYPE_CHECKING:
-    from vitrel.evaluate.models import Trained
+    from vitrel.evaluate.checkpoint import Trained
 
 LOCAL = "local-dir:"  # prefix of a folder that timm reads
 MODEL = f"a checkpoint, the folder of its run, {LOCAL}FOLDER, or a name of timm.list_models()"
@@ -93,12 +93,12 @@ def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: boo
 def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["Trained"]:
     """Load the models of the command line (`add_models`), in eval mode on the CPU.
 
-    random: as for `add_weights`. about: arguments of `vitrel.evaluate.models.trained_model` for models by name; `restrict` is
-    for all. ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name
-    without weights.
+    random: as for `add_weights`. about: arguments of `vitrel.evaluate.checkpoint.trained_model` for models by name; `restrict`
+    is for all. ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a
+    name without weights.
     """
     check_models(args, random)
-    from vitrel.evaluate.models import load_checkpoint, load_model, random_model
+    from vitrel.evaluate.checkpoint import load_checkpoint, load_model, random_model
 
     weights, loaded = [*args.weights], []
     with arguments_given("--model-args", args.model_args):

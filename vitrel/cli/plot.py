@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrel.common.sizes import Size
-    from vitrel.evaluate.models import Trained
+    from vitrel.evaluate.checkpoint import Trained
     from vitrel.inspect.attention import Layer
 
 SCENES = 8  # images of the built-in data set, where no image is given

@@ -32,16 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the report and print its path, or with two folders write and print the comparison."""
-    require("pandas", *(["matplotlib", "plotly"] if args.other is None else []))
+    require("pandas", *(["vl_convert"] if args.other is None else []))
     if args.other is None and args.out is not None:
         raise ValueError("--out is for the comparison of two evaluations: give a second folder, or leave --out out")
     tables = [folder / "results.csv" for folder in (args.folder, args.other) if folder is not None]
     check_files(*tables, fix="give the folder of an evaluation, such as runs/quickstart")
     if args.other is not None:
-        from vitrel.evaluate.report import write_comparison
+        from vitrel.evaluate.text import write_comparison
 
         print(write_comparison(args.folder, args.other, args.out or args.folder, args.margin))
         return
-    from vitrel.evaluate.report.html import write_html
+    from vitrel.evaluate.page import write_html
 
     print(write_html(args.folder, args.title, args.images, args.margin))

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         args.usage_error("--size is of a MODEL; without one, usual shapes are measured")
     check_folders(args.out, args.json)
     check_models(args, random=True)
-    from vitrel.evaluate.settings import checked_device
+    from vitrel.common.processes import checked_device
 
     device = checked_device(args.device)
     import vitrel.models  # noqa: F401  registers our names with timm

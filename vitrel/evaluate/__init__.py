@@ -1,11 +1,21 @@
 """Evaluation of trained classifiers at many image sizes: accuracy, cost, and which parameters were resampled.
 
-`vitrel.evaluate.at_sizes` does it in one call. Each module imports only modules listed before it: settings (the options of an
-evaluation, and its processes), models (loading trained models, policies for other sizes), images, statistics (estimates over
-seeds and images), metrics (and predictions), measure (tasks, and one task measured as a row), results (the output folder and
-its rows), rescue (settings that help at other sizes, found without labels), advice (verdicts on rows), claims (verdicts on
-claims), report (tables, pictures, report.html), run (a whole evaluation), compare (training and evaluating several models and
-seeds).
+`vitrel.evaluate.at_sizes` does it in one call. An evaluation is a pipe, and a stage a module that imports only those before it:
+
+    sweep         the options
+    checkpoint    path or model -> Trained (model, preprocessing, classes)
+    prepare       data, preprocessing, size -> batches of images
+    policies      model, size -> the model for that size, and what is resampled for it
+    predict       model, batches -> logits, time, memory, attention
+    score         logits, labels -> metrics and the prediction of every image, for classification
+    tasks         models, sweep -> the list of rows to make
+    measure       task -> row, through prepare, predict and score
+    table         rows <-> the files of a folder
+    advice        rows -> verdicts, and at most three sentences a model
+    text, page    rows -> Markdown, report.html
+
+`statistics` has the estimates over seeds and images, `rescue` the search for settings that help without training, `claims` the
+verdicts on claims, `run` a whole evaluation, `compare` the configuration of training and evaluating several models and seeds.
 """
 
 from typing import Any

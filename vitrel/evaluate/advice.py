@@ -1,4 +1,4 @@
-"""Which sizes are safe for a model, and which model is better at which size: a verdict for every row, three sentences a model.
+"""Which model is better at which size, and which sizes are safe for it: a verdict for every row, three sentences a model.
 
 All comparisons are of top-1, by `vitrel.evaluate.statistics`, image by image where predictions are stored. A statement is made
 only where it is shown; the rest is said to be unknown, with the number of images or seeds that would tell.
@@ -21,15 +21,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.rescue import read_rescue
-from vitrel.evaluate.results import (
+from vitrel.evaluate.statistics import Estimate, holm, needed, p_values
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.table import (
     NO_SCORES,
     Sample,
     Scores,
@@ -40,11 +41,10 @@ from vitrel.evaluate.results import (
     known_number,
     merged,
     protocol_order,
+    read_rescue,
     sample_of,
     table_order,
 )
-from vitrel.evaluate.settings import Row
-from vitrel.evaluate.statistics import Estimate, holm, needed, p_values
 from vitrel.position import POSITIONS, select_options
 
 MARGIN = 2.0  # points of top-1
@@ -61,8 +61,8 @@ COLUMNS = {  # of judged rows, besides those of `aggregate`
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice on one model, about its first protocol ("scale" where there is one): at most three sentences, after one that
-    says so if its position encoding does nothing.
+    """The advice on one model, about its first protocol ("scale" where there is one): at most three sentences. The first says
+    how it compares with the other models.
     """
 
     label: str
@@ -76,11 +76,15 @@ class Advice:
 
 @dataclass(frozen=True)
 class Judged:
-    """The aggregated rows of an evaluation with the columns COLUMNS, and the advice on every model; margin: in points."""
+    """The aggregated rows of an evaluation with the columns COLUMNS, and the advice on every model; margin: in points.
+
+    headline: one sentence, which model is the best at which size; "" with one model.
+    """
 
     rows: list[Row]
     advice: list[Advice]
     margin: float = MARGIN
+    headline: str = ""
 
     @property
     def by_size(self) -> list[Row]:
@@ -93,11 +97,11 @@ class Judged:
 
     @property
     def basis(self) -> str:
-        """One sentence that explains the words of the advice, and names its protocol."""
+        """A few words that explain those of the advice, and name its protocol."""
         protocols = " and ".join(dict.fromkeys(one.protocol for one in self.advice))
         return (
-            f"In the {protocols} protocol. Safe: shown to be less than {self.margin:g} points of top-1 below the training "
-            "size. Loses: shown to be below it."
+            f"Safe: shown to be less than {self.margin:g} points of top-1 below the training size. Loses: shown to be below "
+            f"it. Cannot tell: neither. Sizes are compared in the {protocols} protocol."
         )
 
 
@@ -137,7 +141,8 @@ def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGI
         for label, protocol in first.items()
     ]
     places = [place for sizes in models.values() for policies in sizes.values() for place in policies.values()]
-    return Judged(table_order([place.row for place in places]), advice, margin)
+    headline = _headline(compared, {label: used[label][first[label]] for label in used})
+    return Judged(table_order([place.row for place in places]), advice, margin, headline)
 
 
 def better_of(low: float, high: float, margin: float = MARGIN) -> str:
@@ -262,10 +267,12 @@ def _rounded(number: int) -> int:
 
 
 class Standing(NamedTuple):
-    """A model among the others, by size: better than all others; worse than some, with the best of these; neither shown."""
+    """A model among the others, by size: better than all others; worse than some: {the best of these: {size: points}}; neither
+    shown.
+    """
 
     ahead: list[str]
-    behind: dict[str, list[str]]
+    behind: dict[str, dict[str, float]]
     undecided: list[str]
     others: int
 
@@ -292,15 +299,36 @@ def _compared(used: Mapping[str, Used], protocol: Mapping[str, str]) -> dict[str
             better[label, size] |= {other} if is_worse <= level else set()
     standings, order = {}, {label: index for index, label in enumerate(used)}
     for label, sizes in used.items():
-        standing = Standing([], defaultdict(list), [], len({other for size in sizes for other in met[label, size]}))
+        standing = Standing([], defaultdict(dict), [], len({other for size in sizes for other in met[label, size]}))
         for size in sizes:
             if shown := better[label, size]:
                 best = max((_top1(used[other][size]), -order[other], other) for other in shown)[2]  # of equal ones the first
-                standing.behind[best].append(size)
+                standing.behind[best][size] = _top1(used[best][size]) - _top1(sizes[size])
             elif met[label, size]:
                 (standing.ahead if worse[label, size] == met[label, size] else standing.undecided).append(size)
         standings[label] = standing
     return standings
+
+
+def _headline(standings: Mapping[str, Standing], used: Mapping[str, Used]) -> str:
+    """Which model is shown to be better than all others at which sizes, the most sizes first."""
+    if not any(standing.others for standing in standings.values()):
+        return ""
+    every = [*dict.fromkeys(size for sizes in used.values() for size in sorted(sizes, key=by_area))]
+    best = {label: standing.ahead for label, standing in standings.items() if standing.ahead}
+    parts = []
+    for label in sorted(best, key=lambda label: -len(best[label])):
+        where = "every size" if len(best[label]) == len(every) else pixels(*best[label])
+        parts.append(f"{label} is the best at {where}")
+    open_sizes = [size for size in sorted(every, key=by_area) if not any(size in sizes for sizes in best.values())]
+    if open_sizes:
+        where = "any size" if len(open_sizes) == len(every) else pixels(*open_sizes)
+        beaten = {label: {size for by in standing.behind.values() for size in by} for label, standing in standings.items()}
+        leading = [label for label in standings if not beaten[label] & {*open_sizes}]
+        than = f"than {_list(leading)}" if len(leading) in (1, 2) else "than all others"
+        parts.append(f"no model is shown to be better {than} at {where}")
+    text = "; ".join(parts)
+    return f"{text[:1].upper() if text.startswith('no ') else text[:1]}{text[1:]}."
 
 
 def _comparable(ours: Place, theirs: Place) -> bool:
@@ -327,8 +355,15 @@ def _sentences(used: Used, standing: Standing, rescued: Mapping[tuple[str, str, 
         )
     comparison, subject = _comparison(standing, used), _words(used)[0]
     named = any(text.startswith(subject) for text in comparison)  # "it" in the next sentence
-    sentences = [*_no_position(anchor), *comparison, _sizes_sentence(used, rescued, named), _best_size(used, margin)]
-    return tuple(f"{text[:1].upper()}{text[1:]}." for text in sentences)
+    sizes, nothing = _sizes_sentence(used, rescued, named), _no_position(anchor)
+    sentences = [*comparison, *nothing, sizes] if nothing else [*comparison, sizes, _best_size(used, margin)]
+    first, *rest = [f"{text}." for text in sentences]
+    is_name = any(first.startswith(other) for other in standing.behind)  # the name of a model stays as it is
+    return (first if is_name else _capital(first), *map(_capital, rest))
+
+
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _no_position(anchor: Row) -> list[str]:
@@ -343,18 +378,24 @@ def _comparison(standing: Standing, used: Used) -> list[str]:
     """How the model compares with the others; [] where there are none."""
     if not standing.others:
         return []
-    several = standing.others > 1
-    shown = [f"better than {'every' if several else 'the'} other at {_where(standing.ahead, used)}"] if standing.ahead else []
-    if len(standing.behind) <= 2:
-        shown += [f"worse than {other} at {_where(sizes, used)}" for other, sizes in standing.behind.items()]
-    else:
-        shown.append(f"worse than another at {_where([*chain(*standing.behind.values())], used)}")
-    rest = ""
-    if standing.undecided:
-        rest = f"no other is shown to be better at {_where(standing.undecided, used, 'any size')}"
-        rest = rest if several else rest.replace("no other is", "the other is not")
-    subject, be, *_ = _words(used)
-    return ["; ".join(filter(None, (f"{subject} {be} {_list(shown)}" if shown else "", rest)))]
+    several, (subject, be, *_) = standing.others > 1, _words(used)
+    behind = standing.behind
+    if len(behind) > 2:  # named together
+        behind = {"another": {size: points for others in behind.values() for size, points in others.items()}}
+    parts = []
+    if standing.ahead:
+        parts.append(f"{subject} {be} better than {'every' if several else 'the'} other at {_where(standing.ahead, used)}")
+    parts += [f"{other} is better at {_where([*by], used)}, by {_points([*by.values()])}" for other, by in behind.items()]
+    if standing.undecided and not standing.behind:
+        which = "no other is" if several else "the other is not"
+        parts.append(f"{which} shown to be better at {_where(standing.undecided, used, 'any size')}")
+    return ["; ".join(parts)]
+
+
+def _points(differences: Sequence[float]) -> str:
+    """Differences in words: "9.9 points", "19.8 to 25.1 points"."""
+    ends = dict.fromkeys(f"{end:.1f}" for end in (min(differences), max(differences)))
+    return f"{' to '.join(ends)} points"
 
 
 def _sizes_sentence(used: Used, rescued: Mapping[tuple[str, str, str], str], named: bool) -> str:
@@ -376,8 +417,8 @@ def _sizes_sentence(used: Used, rescued: Mapping[tuple[str, str, str], str], nam
         parts.append(f"{who} {loses} at {_with_policies(sizes, used)}: {_remedy(sizes, used, rescued)}")
     if sizes := by_verdict[UNKNOWN]:
         more = {used[size].row["more"] for size in sizes}
-        hint = f"{more.pop()} would" if len(more) == 1 else "the table says how many more images or seeds would"
-        parts.append(f"at {_where(sizes, used)} the data cannot tell: {hint}")
+        hint = f" ({more.pop()} would tell)" if len(more) == 1 else ""
+        parts.append(f"the data cannot tell at {_where(sizes, used)}{hint}")
     return "; ".join(parts)
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrel.common.sizes import format_size, parse_size
-from vitrel.evaluate.results import NO_SCORES, Scores, contrast, sample_of
-from vitrel.evaluate.settings import Row
 from vitrel.evaluate.statistics import holm
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.table import NO_SCORES, Scores, contrast, sample_of
 
 METRICS = ("top1", "top1_among")  # those that claims may be about
 

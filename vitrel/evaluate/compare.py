@@ -17,10 +17,10 @@ from vitrel.common.names import nearest
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.data import SHAPES
+from vitrel.evaluate.checkpoint import Trained, encoding_of, load_checkpoint
 from vitrel.evaluate.claims import Claim, read_claim
-from vitrel.evaluate.models import Trained, encoding_of, load_checkpoint
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.sweep import Sweep
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)
@@ -200,7 +200,7 @@ def variant(source: nn.Module, name: str, entry: Entry) -> nn.Module:
 
 
 def evaluate_share(comparison: Comparison, folder: Path) -> None:
-    """Evaluate the share of a process with rank 1 or higher; see `vitrel.evaluate.settings.shared_with`."""
+    """Evaluate the share of a process with rank 1 or higher; see `vitrel.common.processes.shared_with`."""
     for _ in evaluate_rows(trained_models(comparison, folder), comparison.sweep):
         pass  # process 0 writes the rows
 

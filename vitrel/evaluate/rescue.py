@@ -13,11 +13,10 @@ value of each. Its cost is then the sum and not the product of the numbers of va
 protocol.
 """
 
-import csv
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -32,11 +31,14 @@ from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Size, format_size
 from vitrel.convert import from_timm
 from vitrel.cpu.optimize import optimize, restore
-from vitrel.evaluate.images import Images
-from vitrel.evaluate.measure import Runner, Task, classes_of, line_columns, sizes_of
-from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, policies_at, with_policy
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.policies import WINDOW_POLICIES, at_size_with, policies_at, with_policy
+from vitrel.evaluate.predict import Runner
+from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.tasks import Task, classes_of, line_columns, sizes_of
+from vitrel.evaluate.text import markdown
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding
@@ -91,6 +93,11 @@ COLUMNS = {
     "regained": "difference / lost, percent; empty where no points are lost",
     "code": "Python code that applies the setting",
 }
+
+
+HEAD = (
+    "model", "size", "protocol", "at training size", "as it is", "with setting", "difference", "regained", "setting",
+)  # fmt: skip
 
 
 class Setting(NamedTuple):
@@ -230,7 +237,7 @@ def rescue(models: Sequence[Trained], sweep: Sweep, images: Images) -> Rescued:
     with progress(count, "combinations searched", work=work) as advance:
         for places in by_model:
             if places:
-                rescued.rows.extend(_rescued(places, sweep, images, advance))
+                rescued.rows.extend(_rescued(places, sweep, images, advance, {id(trained.model) for trained in models}))
     return rescued
 
 
@@ -247,16 +254,25 @@ def write_rescue(models: Sequence[Trained], sweep: Sweep, images: Images, folder
 
 def rescue_text(rescued: Rescued) -> str:
     """Return the results as Markdown (rescue.md): a table, notes, and the code that applies each setting."""
-    head = "| model | size | protocol | at training size | as it is | with setting | difference | regained | setting |"
+
+    def of_top1(row: Row, name: str) -> str:
+        return f"{row[name]:.1f} ({row[f'{name}_low']:.1f} to {row[f'{name}_high']:.1f})"
+
     lines = [
-        f"| {row['label']} | {row['img_size']} | {row['protocol']} | {row['top1_trained']:.1f} | "
-        f"{row['top1']:.1f} ({row['top1_low']:.1f} to {row['top1_high']:.1f}) | "
-        f"{row['top1_set']:.1f} ({row['top1_set_low']:.1f} to {row['top1_set_high']:.1f}) | "
-        f"{row['difference']:+.1f} ({row['difference_low']:+.1f} to {row['difference_high']:+.1f}) | "
-        f"{'-' if row['regained'] == '' else format(row['regained'], '.0f') + ' %'} | {row['setting']} |"
+        [
+            row["label"],
+            row["img_size"],
+            row["protocol"],
+            f"{row['top1_trained']:.1f}",
+            of_top1(row, "top1"),
+            of_top1(row, "top1_set"),
+            f"{row['difference']:+.1f} ({row['difference_low']:+.1f} to {row['difference_high']:+.1f})",
+            "-" if row["regained"] == "" else f"{row['regained']:.0f} %",
+            row["setting"],
+        ]
         for row in rescued.rows
     ]
-    table = "\n".join([head, "|" + " --- |" * 9, *lines]) + "\n" if lines else ""
+    table = markdown(HEAD, lines) if lines else ""
     codes = dict.fromkeys(f"# {row['label']}: {row['setting']}\n{row['code']}" for row in rescued.rows if row["code"])
     applied = "\nTo apply a setting:\n\n```python\n" + "\n".join(codes) + "\n```\n" if codes else ""
     intro = (
@@ -268,15 +284,6 @@ def rescue_text(rescued: Rescued) -> str:
     )
     notes = "".join(f"{note}\n" for note in rescued.notes)
     return f"# Rescue without training\n\n{intro}{table}{notes}{applied}"
-
-
-def read_rescue(folder: str | Path) -> list[dict[str, str]]:
-    """Read the rows of rescue.csv in `folder` as text; [] without the file."""
-    path = Path(folder) / FILES[0]
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [*csv.DictReader(file)]
 
 
 def in_words(setting: Setting, start: Setting) -> str:
@@ -312,7 +319,7 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     options: dict[str, Any] = dict(setting.options)
     first = "model = vitrel.from_timm(model); " if converted else ""
     if setting.policy.partition("+")[0] in WINDOW_POLICIES:
-        return f"{first}model = vitrel.evaluate.models.with_policy(model, {tuple(size)}, {setting.policy!r}, {options})"
+        return f"{first}model = vitrel.evaluate.policies.with_policy(model, {tuple(size)}, {setting.policy!r}, {options})"
     if setting.policy != start.policy:
         options["resize"] = setting.policy
     if trained.path.is_file():
@@ -322,38 +329,15 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     return f"{first}model.set_position_options({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
-class _Place(NamedTuple):
-    """A model, size, protocol and crop for which a setting is searched. converted: the model was timm's."""
-
-    trained: Trained
-    size: Size
-    protocol: str
-    crop_pct: float
-    converted: bool
-
-    @property
-    def preprocessing(self) -> Any:
-        return self.task.preprocessing
-
-    @property
-    def task(self) -> Task:
-        return Task(self.trained, self.size, self.protocol, "none", self.crop_pct)
-
-    def at_training_size(self) -> "_Place":
-        """The same model, protocol and crop at the training size."""
-        return self._replace(size=self.trained.img_size)
-
-
-def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[_Place]:
-    """One place for each size and protocol with settings to try, at the first crop; not the training size or "native".
+def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[Task]:
+    """One task for each size and protocol with settings to try, at the first crop; not the training size or "native".
 
     Appends a sentence to `notes` where there is nothing to try. A timm model is replaced by its conversion. ValueError for a
     size that the model does not support.
     """
     sizes = [size for size in dict.fromkeys(sizes_of(trained, sweep)) if size != trained.img_size]
     protocols = [protocol for protocol in sweep.protocols if protocol != "native"]  # native has many image shapes at once
-    converted = not isinstance(trained.model, Backbone)
-    if converted:
+    if not isinstance(trained.model, Backbone):
         try:
             trained = replace(trained, model=from_timm(trained.model).eval())
         except ValueError as error:
@@ -367,15 +351,18 @@ def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[_Place]:
             continue
         for protocol in protocols:
             if f"{format_size(size)} {protocol}" not in sweep.skip:
-                places.append(_Place(trained, size, protocol, (sweep.crop_pct or (trained.crop_pct,))[0], converted))
+                places.append(Task(trained, size, protocol, "none", (sweep.crop_pct or (trained.crop_pct,))[0]))
     if idle:
         notes.append(f"{trained.label}: nothing to try at {', '.join(idle)}: none of the options changes this model there")
     return places
 
 
-def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Advance) -> Iterator[Row]:
-    """Search a setting for each place of one model and measure top-1; yield a row per place, all at the end."""
-    native = places[0].at_training_size()
+def _rescued(places: Sequence[Task], sweep: Sweep, images: Images, advance: Advance, given: Collection[int]) -> Iterator[Row]:
+    """Search a setting for each task of one model and measure top-1; yield a row per task, all at the end.
+
+    given: ids of the user's models, to tell a model that was converted.
+    """
+    native = replace(places[0], size=places[0].trained.img_size)
     start = as_it_is(native.trained.model, native.size)
     everything = torch.ones(len(images.dataset(native.preprocessing)), dtype=torch.bool)
     (probabilities,), labels = _predicted(native, [start], everything, sweep, images)
@@ -387,9 +374,9 @@ def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Ad
         began, current = time.perf_counter(), as_it_is(place.trained.model, place.size)
         steps = steps_at(place.trained.model, place.size)
 
-        def scores(settings: Sequence[Setting], place: _Place = place) -> list[Tensor]:
+        def scores(settings: Sequence[Setting], place: Task = place) -> list[Tensor]:
             log_probabilities, _ = _predicted(place, settings, tuned, sweep, images)
-            advance(len(settings) / MOST, place.task.name, math.prod(place.size))
+            advance(len(settings) / MOST, place.name, math.prod(place.size))
             return [agreement(values, reference[tuned]) for values in log_probabilities]
 
         tried = search(current, steps, scores)
@@ -399,8 +386,8 @@ def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Ad
         log_probabilities, _ = _predicted(place, compared, judged, sweep, images)
         right = [values.argmax(1) == labels[judged] for values in log_probabilities]
         passes = len(tried) * int(tuned.sum()) + len(compared) * int(judged.sum())
-        advance(1 - len(tried) / MOST, place.task.name, math.prod(place.size))
-        row = line_columns(place.task) | {
+        advance(1 - len(tried) / MOST, place.name, math.prod(place.size))
+        row = line_columns(place) | {
             "data": shown(sweep.data),
             "train_size": format_size(place.trained.img_size),
             "setting": in_words(setting, current),
@@ -414,7 +401,7 @@ def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Ad
             "score": round(tried[best].mean().item(), 4),
             "z": round(z, 2),
             "z_needed": round(needed, 2),
-            "code": code_of(place.trained, setting, current, place.size, place.converted),
+            "code": code_of(place.trained, setting, current, place.size, id(place.trained.model) not in given),
         }
         results.append((row | _accuracy_columns(right[0], right[-1], right_trained[judged]), setting))
     yield from _with_training_size(native, results, judged, labels, sweep, images)
@@ -442,11 +429,11 @@ def _accuracy_columns(as_is: Tensor, changed: Tensor, trained: Tensor) -> Row:
 
 
 def _with_training_size(
-    native: _Place, results: list[tuple[Row, Setting]], judged: Tensor, labels: Tensor, sweep: Sweep, images: Images
+    native: Task, results: list[tuple[Row, Setting]], judged: Tensor, labels: Tensor, sweep: Sweep, images: Images
 ) -> Iterator[Row]:
     """Yield the rows with top1_trained_set added, top-1 at the training size with the row's setting, and only COLUMNS.
 
-    native: the place at the training size, not of the native protocol. results: (row, its chosen setting). judged: bool [n],
+    native: the task at the training size, not of the native protocol. results: (row, its chosen setting). judged: bool [n],
     images for top-1. labels: int [n], see `_predicted`.
     """
     settings = [*dict.fromkeys(setting for _, setting in results)]
@@ -460,7 +447,7 @@ def _with_training_size(
 
 
 def _predicted(
-    place: _Place, settings: Sequence[Setting], mask: Tensor, sweep: Sweep, images: Images
+    place: Task, settings: Sequence[Setting], mask: Tensor, sweep: Sweep, images: Images
 ) -> tuple[list[Tensor], Tensor]:
     """Log probabilities [m, K] with every setting, of the m images of `mask`, bool [n], and the labels of all images [n].
 
@@ -468,7 +455,7 @@ def _predicted(
     be read, whose log probabilities are meaningless. The model is on the CPU and not optimised afterwards.
     """
     trained, size, device = place.trained, place.size, sweep.torch_device
-    _, outputs = classes_of(place.task, sweep, images)
+    _, outputs = classes_of(place, sweep, images)
     output_of = torch.arange(len(outputs)) if trained.restrict else torch.tensor(outputs)
     by_setting: list[list[Tensor]] = [[] for _ in settings]
     labels, start = [], 0
@@ -487,7 +474,7 @@ def _predicted(
                     logits = runner(pixels)
                     logits = logits[:, torch.tensor(outputs)] if trained.restrict else logits
                     if not logits[read[selected]].isfinite().all():
-                        raise FloatingPointError(f"{place.task.name}: the logits hold NaN or infinity")
+                        raise FloatingPointError(f"{place.name}: the logits hold NaN or infinity")
                     parts.append(log_softmax(logits, 1))
     finally:
         restore(trained.model).cpu()

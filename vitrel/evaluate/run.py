@@ -18,18 +18,21 @@ from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.lock import only_writer
 from vitrel.common.modules import evaluating
+from vitrel.common.processes import on_all, rank_and_world
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.evaluate.advice import MARGIN, Judged, judge
+from vitrel.evaluate.checkpoint import Trained, load_checkpoint, trained_model
 from vitrel.evaluate.claims import Claim, judge_claims
-from vitrel.evaluate.images import Images, Source, check_data, source_of
-from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
-from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import Trained, class_map, gflops, load_checkpoint, trained_model
-from vitrel.evaluate.report import markdown, summary, table_page
+from vitrel.evaluate.measure import Evaluated, measure
+from vitrel.evaluate.policies import gflops
+from vitrel.evaluate.predict import state_hash
+from vitrel.evaluate.prepare import Images, Source, check_data, source_of
 from vitrel.evaluate.rescue import write_rescue
-from vitrel.evaluate.results import (
+from vitrel.evaluate.score import class_map
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.table import (
     COLUMNS,
     Scores,
     Tables,
@@ -45,7 +48,8 @@ from vitrel.evaluate.results import (
     settings_columns,
     with_curves,
 )
-from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
+from vitrel.evaluate.tasks import Task, check_tasks, class_names_of, sizes_of, static_columns_of, tasks_of
+from vitrel.evaluate.text import markdown, summary, table_page
 
 with optional_import():
     import pandas as pd
@@ -168,9 +172,8 @@ def run_sweep(
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
-                # imported here, because the page needs plotly
-                from vitrel.evaluate.report.html import write_html
-                from vitrel.evaluate.report.pictures import collect_pictures
+                from vitrel.evaluate.page import write_html
+                from vitrel.evaluate.page.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
                 write_html(folder, shown(title), photographs, margin)
@@ -386,7 +389,7 @@ def _show(judged: Judged, folder: Path, title: str) -> None:
     with atomic_write(folder / "table.md") as part:
         part.write_text(table_page(judged, title or shown(folder.name)), "utf-8")
     print(f"\n{summary(judged)}", flush=True)
-    from vitrel.evaluate.report.html import plot_all  # brings matplotlib: only where a folder is written
+    from vitrel.evaluate.page import plot_all  # only where a folder is written
 
     plot_all(judged.rows, folder / "plots", title)
 

@@ -15,10 +15,10 @@ from tools.study import imagenet_weights as study
 from tools.study.imagenet_weights import FIXED, SCALED, SEVERAL, SIZES, Evaluated, logistic_regression, prepare, table_of
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.sizes import format_size, parse_size
-from vitrel.evaluate.models import trained_model
+from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.run import run_sweep
-from vitrel.evaluate.settings import Sweep
 from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.sweep import Sweep
 
 
 def pictures(folder, names):

@@ -1,0 +1,603 @@
+"""Trained models as an evaluation takes them: checkpoints of the trainer, timm's names with weights, classes and outputs."""
+
+import argparse
+import math
+import os
+import re
+import socket
+import traceback
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+from torch.utils.data import Dataset
+
+import vitrel
+from helpers import shared
+from vitrel.evaluate.checkpoint import _label_of, encoding_of, load_checkpoint, load_model, read_class_indices, trained_model
+from vitrel.evaluate.run import evaluate_rows
+from vitrel.evaluate.score import NO_CLASS, class_map, class_outputs
+from vitrel.evaluate.sweep import Sweep
+
+
+def test_a_checkpoint_becomes_its_model_again(checkpoint):
+    path = checkpoint()
+    trained = load_checkpoint(path)
+    assert (trained.name, trained.label, trained.encoding) == ("vitrel_vit_n8_table", "vitrel_vit_n8_table", "table")
+    assert (trained.img_size, trained.seed, trained.classes) == ((32, 48), 7, ("left", "right", "above"))
+    stored = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
+    assert not trained.model.training
+    assert load_checkpoint(path, label="mine", seed=3).label == "mine"
+
+
+def test_a_tuned_model_has_the_name_of_its_run(tmp_path):
+    assert _label_of("vitrel_vit_s16_cpb", tmp_path / "mine" / "checkpoints" / "last.ckpt") == "vitrel_vit_s16_cpb"
+    assert _label_of("vitrel_vit", tmp_path / "flowers" / "checkpoints" / "last.ckpt") == "flowers"
+    assert _label_of("vitrel_swin", tmp_path / "mine.ckpt") == "mine"
+
+
+def test_model_arguments_are_used():
+    model = timm.create_model("vitrel_vit_n8_none", position="absolute+rope_mixed")
+    assert encoding_of(model) == "absolute+rope_mixed"
+    assert encoding_of(timm.create_model("vitrel_vit_n8_none")) == "none"
+
+
+def test_position_of_a_checkpoint_is_that_of_its_arguments(checkpoint):
+    def as_rope(stored):
+        model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=(32, 48), position="rope_axial")
+        stored["state_dict"] = {f"model.{key}": value for key, value in model.state_dict().items()}
+
+    assert load_checkpoint(checkpoint(edit=as_rope, model_args={"position": "rope_axial"})).encoding == "rope_axial"
+
+
+def test_missing_empty_and_cut_off_files_are_named_with_their_size(checkpoint, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt$"):
+        load_checkpoint(tmp_path / "none.ckpt")
+    with pytest.raises(FileNotFoundError, match="it is a folder"):
+        load_checkpoint(tmp_path)
+    empty = tmp_path / "empty.ckpt"
+    empty.touch()
+    with pytest.raises(ValueError, match=r"empty\.ckpt \(0 bytes\) is no readable checkpoint: it is empty, the disk"):
+        load_checkpoint(empty)
+    whole = checkpoint().read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        ValueError, match=rf"cut\.ckpt \({len(whole) // 2:,} bytes\) is no .* checkpoint: .*; train or copy it again"
+    ):
+        load_checkpoint(cut)
+
+
+def test_files_that_hold_something_else_are_refused(tmp_path):
+    torch.save({"state_dict": {}, "optimizer": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"is not a checkpoint of vitrel train.* it holds optimizer, state_dict"):
+        load_checkpoint(tmp_path / "other.ckpt")
+    torch.save({"state_dict": {}, "vitrel": "model"}, tmp_path / "text.ckpt")
+    with pytest.raises(ValueError, match=r"is not a checkpoint of vitrel train"):
+        load_checkpoint(tmp_path / "text.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="it holds list"):
+        load_checkpoint(tmp_path / "list.ckpt")
+    torch.save({"vitrel": re.compile("x")}, tmp_path / "object.ckpt")
+    with pytest.raises(ValueError, match="was refused: it holds more than tensors and plain values"):
+        load_checkpoint(tmp_path / "object.ckpt")
+
+
+def test_damage_inside_a_tensor_is_noticed(checkpoint):
+    path = checkpoint()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'last/data/\d+'"):
+        load_checkpoint(path)
+
+
+def test_weights_that_do_not_fit_are_listed(checkpoint):
+    def shrink(stored):
+        stored["state_dict"]["model.head.weight"] = torch.zeros(2, 96)
+        stored["state_dict"]["model.extra"] = torch.zeros(1)
+        del stored["state_dict"]["model.cls_token"]
+
+    with pytest.raises(ValueError, match="does not fit its model") as caught:
+        load_checkpoint(checkpoint(edit=shrink))
+    text = str(caught.value)
+    assert "of another shape: head.weight: (2, 96) in the file, (3, 96) in the model" in text and "number of classes" in text
+    assert "not in the file: cls_token." in text and "not in the model: extra." in text
+
+    def grow(stored):
+        stored["state_dict"]["model.blocks.0.position.relative_position_bias_table"] = torch.zeros(15 * 15 + 3, 3)
+
+    with pytest.raises(ValueError, match=r"does not fit its model: blocks\.0\.position\..* is of another grid \(8x8 -> 4x6"):
+        load_checkpoint(checkpoint(edit=grow))
+
+
+def test_not_a_number_in_the_weights_is_refused(checkpoint):
+    with pytest.raises(ValueError, match=r"hold NaN or infinity in head\.bias"):
+        load_checkpoint(checkpoint(edit=lambda stored: stored["state_dict"]["model.head.bias"].fill_(float("nan"))))
+
+
+def test_models_that_cannot_be_asked_or_built_are_refused(checkpoint):
+    with pytest.raises(ValueError, match=r"last\.ckpt does not fit its model: .*\n.*Missing key") as caught:
+        load_checkpoint(checkpoint(model="vit_tiny_patch16_224"))
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(ValueError, match=r"is of a model 'vitrel_vit_n9', which cannot be built"):
+        load_checkpoint(checkpoint(model="vitrel_vit_n9"))
+    with pytest.raises(ValueError, match=r"is of a model vitrel_vit_n8_table with .*'depht': 2.* cannot be built: .*depht"):
+        load_checkpoint(checkpoint(model_args={"depht": 2}))
+
+
+@pytest.fixture
+def nothing_else_read(monkeypatch):
+    """Fails where the network is asked, or a second file is read for a model."""
+
+    def fail(*args, **how):
+        raise AssertionError(f"tried to reach {args[-1]!r}")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    for name in ("load_checkpoint", "load_model_config_from_path", "load_model_config_from_hf"):
+        monkeypatch.setattr(f"timm.models._factory.{name}", fail)
+
+
+@pytest.mark.parametrize("name", ["hf-hub:any/model", "hf_hub:any/model", "local-dir:/tmp", "hf-hub:any/vitrel_vit_n8_table"])
+def test_a_checkpoint_names_a_model_and_no_place(checkpoint, nothing_else_read, name):
+    with pytest.raises(ValueError, match=f"last.ckpt is of a model '{name}', which cannot be built"):
+        load_checkpoint(checkpoint(model=name))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"checkpoint_path": "other.pth"},
+        {"pretrained": True, "pretrained_cfg": {"url": "file:other.pth"}},
+        {"pretrained": True, "pretrained_cfg_overlay": {"hf_hub_id": "any/model"}, "cache_dir": "here"},
+        {"pretrained": True, "pretrained_cfg_overlay": {"file": "other.pth"}},
+    ],
+)
+def test_a_checkpoint_has_no_other_weights_loaded(checkpoint, nothing_else_read, args):
+    path = checkpoint(model_args=args)
+    stored = torch.load(path, weights_only=True)["state_dict"]
+    trained = load_checkpoint(path)
+    assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", 3),
+        ("model_args", [1]),
+        ("classes", "abc"),
+        ("classes", None),
+        ("img_size", 32),
+        ("img_size", ["32", "48"]),
+        ("mean", None),
+        ("std", "abc"),
+        ("crop_pct", "1"),
+        ("interpolation", None),
+        ("crop_mode", None),
+    ],
+)
+def test_a_damaged_entry_is_named(checkpoint, name, value):
+    with pytest.raises(ValueError, match=rf"last.ckpt is damaged: {name} in its 'vitrel' is .*; train or copy it again"):
+        load_checkpoint(checkpoint(**{name: value}))
+
+
+@pytest.mark.parametrize("record", [[1], {"blocks.0.position": 3}, {"blocks.0.position": {"x": 1}}])
+def test_a_damaged_record_of_positions_is_named(checkpoint, record):
+    with pytest.raises(ValueError, match=r"last.ckpt is damaged: its weights or its record of positions"):
+        load_checkpoint(checkpoint(position=record))
+
+
+def test_classes_that_the_model_knows_are_matched_by_name(trained):
+    model = trained("vitrel_vit_n8_none")
+    for names, outputs, reported in [
+        (["left", "right", "above"], (0, 1, 2), "order"),
+        (["above", "left"], (2, 0), "names"),
+        (["right", "left", "above"], (1, 0, 2), "names"),
+    ]:
+        assert class_outputs(model, names, "here") == outputs and class_map(model, names) == reported
+    assert class_map(replace(model, restrict=True), ["above"]) == "names, restricted"
+    with pytest.raises(ValueError, match=r"last\.ckpt was trained on 3 classes \(left, .*lack 1 of the 2 .* here: below\."):
+        class_outputs(model, ["left", "below"], "here")
+    ambiguous = replace(model, classes=("left", "right", "left"))
+    assert class_outputs(ambiguous, ["left", "right", "left"], "here") == (0, 1, 2)
+    with pytest.raises(ValueError, match="several outputs named left"):
+        class_outputs(ambiguous, ["right"], "here")
+
+
+class Few(Dataset):
+    """Random images of two of the model's three classes, which it lists in another order."""
+
+    classes = ("above", "left")
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index)), index % 2
+
+
+@pytest.mark.parametrize("restrict", [False, True])
+def test_a_model_of_more_classes_than_the_data_is_evaluated_at_the_outputs_of_these(trained, restrict):
+    model, few, outputs = trained("vitrel_vit_n8_none", restrict=restrict), Few(), torch.tensor([2, 0])
+    with torch.no_grad():
+        logits = model.model(torch.stack([few[i][0] for i in range(len(few))]))
+        model.model.head.bias.sub_(logits.mean(0))  # else all images are of one class
+        logits = logits - logits.mean(0)
+    best = outputs[logits[:, outputs].argmax(1)] if restrict else logits.argmax(1)
+    right = best == outputs[torch.arange(len(few)) % 2]
+    sweep = Sweep("few", ((32, 32),), ("scale",), device="cpu", attention_n=0)
+    [one] = evaluate_rows([model], sweep, source=lambda size, **how: few)
+    assert 0 < right.sum() < len(few) and one.row["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
+    assert one.row["class_map"] == ("names, restricted" if restrict else "names")
+    predicted = [{2: 0, 0: 1}.get(output, NO_CLASS) for output in best.tolist()]
+    assert one.predicted.predicted.tolist() == predicted and (NO_CLASS in predicted) != restrict
+    assert [counts.sum() for counts in one.predicted.class_counts()] == [len(few), right.sum()]
+
+
+def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):
+    how = dict(embed_dim=48, depth=1, num_heads=3, patch_size=8)
+    torch.manual_seed(1)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=(32, 48), **how)
+
+    def put(stored, factor=1.0):
+        stored["state_dict"] = {f"model.{name}": factor * value for name, value in model.state_dict().items()}
+
+    trained = load_checkpoint(checkpoint("vit_tiny_patch16_224", put, model_args=how))
+    assert (trained.encoding, trained.img_size, trained.classes) == ("timm", (32, 48), ("left", "right", "above"))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in trained.model.state_dict().items())
+    with pytest.raises(ValueError, match="does not fit its model: the weights hold NaN or infinity in cls_token"):
+        load_checkpoint(checkpoint("vit_tiny_patch16_224", lambda stored: put(stored, float("nan")), model_args=how))
+
+
+SMALL = dict(embed_dim=48, depth=1, num_heads=3, img_size=32, patch_size=8)  # of timm's ViT, to be quick
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """weights(file, change=None): a small timm ViT of 3 classes, saved as `file`; `change` edits what is stored."""
+
+    def write(file, change=None):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL)
+        stored, path = model.state_dict(), tmp_path / file
+        stored = change(stored) if change else stored
+        save_file(stored, path) if file.endswith("safetensors") else torch.save(stored, path)
+        return model.eval(), path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("a.safetensors", None),
+        ("a.pth", None),
+        ("a.bin", lambda state: {"state_dict": {f"module.{name}": value for name, value in state.items()}}),
+        (
+            "last.pth.tar",  # of timm's train.py
+            lambda state: {
+                "arch": "vit_tiny_patch16_224", "epoch": 3, "args": argparse.Namespace(lr=0.1), "state_dict_ema": state,
+                "state_dict": {name: value + 1 for name, value in state.items()},
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_weights_are_read_as_timm_saves_them(weights, file, change):
+    model, path = weights(file, change)
+    trained = load_model("vit_tiny_patch16_224", path, SMALL, preprocessing={"crop_pct": 1.0})
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(trained.model(images), model(images)) and not trained.model.training
+    assert (trained.img_size, trained.encoding, trained.crop_pct, trained.mean) == ((32, 32), "timm", 1.0, (0.5,) * 3)
+    assert trained.model.num_classes == 3 and trained.path == path
+
+
+def test_a_local_folder_brings_its_own_weights(tmp_path):
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
+    save_for_hf(model, tmp_path, model_args={"img_size": 32})
+    trained = load_model(f"local-dir:{tmp_path}", label="folder")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in trained.model.state_dict().items())
+    assert (trained.img_size, trained.encoding, trained.label, trained.path) == ((32, 32), "table", "folder", tmp_path)
+    with pytest.raises(FileNotFoundError, match="none"):
+        load_model(f"local-dir:{tmp_path / 'none'}")
+
+
+def _empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+DAMAGES = {
+    "config cut off": lambda folder: (folder / "config.json").write_text('{"architecture": "vitrel_vit_n8_ta'),
+    "config empty": lambda folder: (folder / "config.json").write_text(""),
+    "config a list": lambda folder: (folder / "config.json").write_text("[1]"),
+    "no architecture": lambda folder: (folder / "config.json").write_text('{"num_classes": 3}'),
+    "unknown architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_none"}'),
+    "weights cut off": lambda folder: (folder / "model.safetensors").write_bytes(b"12345678abc"),
+    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "other weights": lambda folder: save_file({"a": torch.zeros(1)}, folder / "model.safetensors"),
+    "no weights": lambda folder: [path.unlink() for path in folder.glob("*.*") if path.name != "config.json"],
+    "nothing": _empty,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_local_folder_is_named(tmp_path, damage):
+    save_for_hf(timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32), tmp_path, model_args={"img_size": 32})
+    DAMAGES[damage](tmp_path)
+    with pytest.raises(ValueError, match="no model can be built from") as caught:
+        load_model(f"local-dir:{tmp_path}")
+    text = str(caught.value)
+    assert str(tmp_path) in text and "Copy the folder again" in text and len(text) < 1000
+    assert "contains nothing" in text if damage == "nothing" else "bytes" in text
+
+
+def test_a_tag_brings_its_preprocessing(weights):
+    _, path = weights("a.pth")
+    trained = load_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", path, SMALL)
+    assert (trained.mean, trained.crop_pct) == ((0.5,) * 3, 0.9)
+
+
+def test_old_layouts_are_renamed_as_timm_does(tmp_path):
+    how = dict(embed_dim=16, depths=(2,), num_heads=(1,), img_size=32, patch_size=4, window_size=4, num_classes=3)
+    model = timm.create_model("swin_tiny_patch4_window7_224", **how)
+    old = model.state_dict() | {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(16, 16)}
+    torch.save({"model": old}, tmp_path / "a.pth")
+    trained = load_model("swin_tiny_patch4_window7_224", tmp_path / "a.pth", how)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in trained.model.state_dict().items())
+
+
+def test_our_own_are_read_by_our_loader(weights):
+    model, path = weights("a.pth")
+    arguments = {**SMALL, "position": "absolute"}
+    trained = load_model("vitrel_vit_ti16_absolute", path, arguments, label="ours")
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(trained.model(images), model(images))
+    assert (trained.encoding, trained.label, trained.img_size) == ("absolute", "ours", (32, 32))
+
+
+def test_a_convolutional_network_is_built_for_no_size(tmp_path):
+    torch.save(timm.create_model("resnet10t", num_classes=3).state_dict(), tmp_path / "a.pth")
+    trained = load_model("resnet10t", tmp_path / "a.pth", img_size=(48, 64))
+    assert trained.img_size == (48, 64) and trained.interpolation == "bicubic"
+    assert load_model("resnet10t", tmp_path / "a.pth").img_size == (176, 176)  # of its pretrained_cfg
+
+
+def test_what_cannot_be_loaded_says_why(weights, tmp_path):
+    _, path = weights("a.pth")
+    with pytest.raises(ValueError, match="unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16_224"):
+        load_model("vit_tini_patch16_224", path)
+    with pytest.raises(ValueError, match="unknown model 'hf-hub:some/one'; nearest"):
+        load_model("hf-hub:some/one", path)
+    with pytest.raises(ValueError, match=r"vit_tiny_patch16_224 has no weights: give a file .*, or --pretrained"):
+        load_model("vit_tiny_patch16_224")
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*none"):
+        load_model("vit_tiny_patch16_224", tmp_path / "none.pth")
+    with pytest.raises(ValueError, match=r"a\.pth does not fit resnet10t: .*\n.*Missing key"):
+        load_model("resnet10t", path)
+    (tmp_path / "empty.pth").touch()
+    with pytest.raises(ValueError, match=r"empty\.pth \(0 bytes\) is no readable checkpoint: "):
+        load_model("vit_tiny_patch16_224", tmp_path / "empty.pth")
+    _, path = weights("b.pth", lambda state: state | {"head.bias": state["head.bias"] * float("nan")})
+    with pytest.raises(ValueError, match=r"the weights of vit_tiny_patch16_224 hold NaN or infinity in head\.bias"):
+        load_model("vit_tiny_patch16_224", path, SMALL)
+    _, path = weights(
+        "c.pth", lambda state: {f"model.{name}": value for name, value in state.items()} | {"scale": torch.ones(1)}
+    )
+    with pytest.raises(ValueError, match=r"c\.pth holds scale beside the weights of a model"):
+        load_model("vit_tiny_patch16_224", path, SMALL)
+    with pytest.raises(ValueError, match="is not a classifier: its num_classes"):
+        trained_model(timm.create_model("vitrel_vit_n8_none", num_classes=0))
+    model = timm.create_model("vitrel_vit_n8_none", num_classes=3)
+    with pytest.raises(ValueError, match=r"mean must be three numbers, for red, green and blue, got \[0\.5\]"):
+        trained_model(model, preprocessing={"mean": [0.5]})
+    with pytest.raises(ValueError, match=r"std must be three numbers above 0, for red, green and blue, got \[1, 1, 0\]"):
+        trained_model(model, preprocessing={"std": [1, 1, 0]})
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def refused(path, *names):
+    """The errors of loading `names` from `path`, which must not tell how to run code, nor run it."""
+    for name in names:
+        with pytest.raises(ValueError, match=r"was refused: it holds more than tensors and plain values") as caught:
+            load_model(name, None if name.startswith("local-dir:") else path, SMALL)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert not re.search("will likely succeed|retry with weights_only|is trusted|allow_pickle=False", shown), shown
+        yield str(caught.value)
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, monkeypatch):
+    """By each way that a file comes in, and without timm's and torch's advice how to load it nevertheless."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "run": Bomb()}, tmp_path / "a.pth")
+    for said in refused(tmp_path / "a.pth", "vit_tiny_patch16_224", "vitrel_vit_ti16_absolute"):
+        assert re.search(r"a\.pth \([\d,]+ bytes\) was refused: .*\(posix\.mkdir\)", said)
+    save_for_hf(timm.create_model("vit_tiny_patch16_224", **SMALL), tmp_path / "folder", model_args=SMALL)
+    for file in (tmp_path / "folder").glob("*model*"):
+        file.unlink()
+    torch.save({"run": Bomb()}, tmp_path / "folder" / "pytorch_model.bin")
+    [said] = refused(None, f"local-dir:{tmp_path}/folder")
+    assert "pytorch_model.bin" in said and "posix.mkdir" in said
+    np.savez(tmp_path / "a.npz", **{"embedding/kernel": np.array([Bomb()], dtype=object)})
+    [said] = refused(tmp_path / "a.npz", "vit_tiny_patch16_224")
+    assert "a.npz" in said
+    given = SMALL | {"checkpoint_path": str(tmp_path / "a.pth")}
+    torch.save(timm.create_model("vit_tiny_patch16_224", **SMALL).state_dict(), tmp_path / "good.pth")
+    with pytest.raises(ValueError, match=r"a\.pth .*was refused: .*posix\.mkdir") as caught:
+        load_model("vit_tiny_patch16_224", tmp_path / "good.pth", given)
+    assert "weights_only=False" not in "".join(traceback.format_exception(caught.value))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_file_is_refused_by_each_way(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL)
+    where = model.state_dict()["blocks.0.mlp.fc1.weight"].numpy().tobytes()
+
+    def damage(path):
+        content = bytearray(path.read_bytes())
+        at = content.index(where) + 500
+        content[at : at + 100] = bytes(100)
+        path.write_bytes(content)
+
+    torch.save({"state_dict": model.state_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pth")
+    damage(tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"a\.pth \([\d,]+ bytes\) is damaged: its record 'a/data/\d+'"):
+        load_model("vit_tiny_patch16_224", tmp_path / "a.pth", SMALL)
+    np.savez(tmp_path / "a.npz", kernel=model.state_dict()["blocks.0.mlp.fc1.weight"].numpy())
+    damage(tmp_path / "a.npz")
+    with pytest.raises(ValueError, match=r"a\.npz \([\d,]+ bytes\) is damaged: its record 'kernel\.npy'"):
+        load_model("vit_tiny_patch16_224", tmp_path / "a.npz", SMALL)
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*none\.npz"):
+        load_model("vit_tiny_patch16_224", tmp_path / "none.npz", SMALL)
+    save_for_hf(model, tmp_path / "folder", model_args=SMALL | {"num_classes": 3})
+    for file in (tmp_path / "folder").glob("*model*"):
+        file.unlink()
+    torch.save(model.state_dict(), tmp_path / "folder" / "pytorch_model.bin")
+    load_model(f"local-dir:{tmp_path}/folder")
+    damage(tmp_path / "folder" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin .*is damaged: its record"):
+        load_model(f"local-dir:{tmp_path}/folder")
+
+
+def test_class_indices_are_read_with_a_heading_and_further_columns(tmp_path):
+    path = tmp_path / "index.tsv"
+    path.write_text("wnid\timagenet1k_index\tname\nn01440764\t0\ttench\n\nn02102040 217 English_springer\n")
+    assert read_class_indices(path) == {"n01440764": 0, "n02102040": 217}
+    for text, message in [
+        ("a 0\nb\n", r"index\.tsv, line 2: 'b' is not a class and the index of its output, such as 'n01440764 0'"),
+        ("a 0\nb x\n", "line 2: 'b x' is not"),
+        ("a 0\na 1\n", "line 2: 'a 1' is not"),
+        ("a -1\nb 2\nc -2", "line 3: 'c -2' is not"),
+        ("", "contains no class"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_class_indices(path)
+
+
+def test_outputs_of_the_classes_of_the_data():
+    model = trained_model(timm.create_model("resnet10t", num_classes=4), "small")
+    assert class_outputs(model, ["a", "b", "c", "d"], "here") == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match=r"small has 4 outputs, but here has 2 classes: .*--class-indices FILE"):
+        class_outputs(model, ["a", "b"], "here")
+    model = replace(model, outputs={"a": 3, "b": 1, "z": 9})
+    assert class_outputs(model, ["a", "b"], "here") == (3, 1)
+    with pytest.raises(ValueError, match="the class indices of small lack c, classes of here"):
+        class_outputs(model, ["a", "c"], "here")
+    with pytest.raises(ValueError, match="small has outputs 0 to 3, but its class indices map z to output 9"):
+        class_outputs(model, ["z"], "here")
+    imagenet = trained_model(timm.create_model("resnet10t"))
+    assert class_outputs(imagenet, ["n01440764", "n02102040"], "here") == (0, 217)  # by WordNet's numbers
+
+
+def test_rows_say_how_classes_found_their_outputs(noise, monkeypatch):
+    head = timm.create_model("resnet10t").eval()  # of ImageNet's 1000 classes
+    wordnet = ["n01440764", "n02102040", "n03000684"]
+    monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=3, classes=wordnet))
+    sweep = Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0)
+    [one] = evaluate_rows([trained_model(head, "resnet", img_size=(32, 32))], sweep)
+    assert one.row["class_map"] == "wordnet"
+    small = trained_model(timm.create_model("resnet10t", num_classes=3).eval())
+    for given, names, reported in [
+        (small, wordnet, "order"),
+        (small, ["a", "b", "c"], "order"),
+        (replace(small, restrict=True), ["a", "b", "c"], "order, restricted"),
+        (trained_model(head, restrict=True), wordnet, "wordnet, restricted"),
+        (trained_model(head), ["n01440764", "n99999999"], "order"),
+    ]:
+        assert class_map(given, names) == reported
+    by_file = [class_map(replace(small, outputs={"a": at}), ["a"]) for at in (0, 1)]
+    assert by_file[0] != by_file[1] and all(reported.startswith("file ") for reported in by_file)
+
+
+def test_classes_are_counted_at_their_outputs(noise):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **SMALL).eval()
+    model.head.bias.data = torch.tensor([0.0, 0.0, 50.0, 0.0, 0.0])  # always output 2, which is "right"
+    trained = trained_model(model, outputs={"left": 4, "right": 2, "above": 0})
+    [one] = evaluate_rows([trained], Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0))
+    assert one.row["top1"] == pytest.approx(100 / 3, abs=1e-3)
+    assert one.predicted.predicted.tolist() == [1] * 12
+    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[4, 4, 4], [0, 4, 0]]
+
+
+def test_only_the_classes_of_the_data_compete_where_asked(noise):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=9, **SMALL).eval()
+    model.head.bias.data[8] = 100  # no class of the data
+    outputs, sweep = {"left": 5, "right": 0, "above": 7}, Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0)
+    images = torch.stack([noise((32, 32))[i][0] for i in range(12)])
+    with torch.no_grad():
+        logits = model(images)
+    rows = {}
+    for restrict in (False, True):
+        [one] = evaluate_rows([trained_model(model, outputs=outputs, restrict=restrict)], sweep)
+        rows[restrict] = one.row
+        assert one.predicted.right.sum() == round(12 * one.row["top1"] / 100)
+        assert (one.predicted.predicted == NO_CLASS).all() != restrict
+    assert rows[False]["top1"] == 0
+    hits = (logits[:, [5, 0, 7]].argmax(1) == torch.arange(12) % 3).double().mean()
+    assert rows[True]["top1"] == pytest.approx(100 * hits.item(), abs=1e-3) and hits > 0
+    assert rows[True]["top1"] == rows[False]["top1_among"] and math.isnan(rows[True]["top1_among"])
+    assert rows[True]["class_map"] == f"{rows[False]['class_map']}, restricted"
+
+
+def test_rows_of_a_timm_model_tell_what_timm_changed(noise):
+    torch.manual_seed(0)
+    sweep = Sweep("noise", ((48, 64),), ("scale",), device="cpu", attention_n=2)
+    models = [
+        trained_model(timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL).eval(), "fixed"),
+        trained_model(
+            timm.create_model("vit_tiny_patch16_224", num_classes=3, dynamic_img_size=True, **SMALL).eval(), "dynamic"
+        ),
+    ]
+    before = {name: value.clone() for name, value in models[0].model.state_dict().items()}
+    rows = {(one.row["model"], one.row["img_size"]): one.row for one in evaluate_rows(models, sweep)}
+    for name in ("fixed", "dynamic"):
+        at, new = rows[name, "32x32"], rows[name, "48x64"]
+        assert (at["resized"], at["unchanged"], at["policy"]) == ("nothing", True, "none")
+        assert (new["resized"], new["resized_params"], new["tokens"]) == ("pos_embed bicubic", 16 * 48, 48)
+        assert new["unchanged"] is (name == "dynamic")  # which resamples in forward
+        assert new["attention_entropy"] > 0 and new["unseen"] != new["unseen"]
+    assert all(torch.equal(value, before[name]) for name, value in models[0].model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_imagenet_weights_on_imagenet_images():
+    """Published: 75.5 % on the whole validation set; these 10 classes, squashed to 224 px, are another sample of it."""
+    trained = load_model(
+        "vit_tiny_patch16_224",
+        shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth"),
+        preprocessing={"crop_pct": 1.0},
+    )
+    data = shared("data/ilsvrc-val-nette224")
+    by_name = Sweep(str(data), ((224, 224),), ("scale",), n=60, device="cpu", attention_n=0)
+    [one] = evaluate_rows([trained], by_name)
+    assert 60 < one.row["top1"] < 80 and one.row["top5"] > 85
+    by_file = replace(trained, outputs=read_class_indices(data / "imagenet_index.tsv"), restrict=True)
+    [closed] = evaluate_rows([by_file], by_name)
+    assert closed.row["top1"] > one.row["top1"] + 10
+
+
+def test_a_file_that_save_wrote_brings_its_classes_and_preprocessing(checkpoint, tmp_path):
+    path = checkpoint()
+    trained = load_checkpoint(path)
+    vitrel.save(vitrel.load(path), tmp_path / "kept.safetensors")
+    again = load_checkpoint(tmp_path / "kept.safetensors")
+    for name in ("encoding", "img_size", "classes", "mean", "std", "crop_pct", "crop_mode", "interpolation"):
+        assert getattr(again, name) == getattr(trained, name), name
+    assert again.label == "kept" and not again.model.training
+    image = torch.randn(1, 3, 40, 56)
+    assert torch.equal(again.model(image), trained.model(image))

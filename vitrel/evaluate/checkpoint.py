@@ -1,0 +1,288 @@
+"""Trained models: checkpoints of vitrel, timm names with weights from a file, and models in memory."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from timm.models import load_checkpoint as load_timm_checkpoint
+from torch import nn
+
+from vitrel.common.files import shown
+from vitrel.common.sizes import Budget, Size, native_size, token_count
+from vitrel.convert.saving import load, not_finite, read_checkpoint
+from vitrel.inspect.any_model import model_name, trained_size
+from vitrel.models.backbone import Backbone
+from vitrel.models.config import TRUNKS, preprocessing_of
+from vitrel.models.create import check_model_name, create_sized
+from vitrel.position import POSITIONS, key_of
+from vitrel.weights.load import apply_plan, model_for, read_file
+from vitrel.weights.read import ARRAYS, check_file, guarding
+from vitrel.weights.unwrap import unwrap
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model with its preprocessing and classes.
+
+    name: timm name. label: name in tables and plots. encoding: keys of its position encodings, see `encoding_of`. img_size:
+    training size (h, w) in pixels. classes: names in the order of the outputs, () where unknown. mean, std, crop_pct,
+    crop_mode, interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs:
+    {class of the data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes.
+    model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
+    """
+
+    model: nn.Module
+    name: str
+    label: str
+    encoding: str
+    img_size: tuple[int, int]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+    interpolation: str
+    seed: int | None
+    path: Path
+    outputs: Mapping[str, int] | None = None
+    restrict: bool = False
+    model_args: str = ""
+    crop_mode: str = "center"
+
+    def __post_init__(self) -> None:
+        for name in ("name", "label"):  # may contain a file's path, with characters that need escaping
+            object.__setattr__(self, name, shown(getattr(self, name)))
+
+    @property
+    def patch(self) -> Size | None:
+        """(height, width) of a patch in pixels; None for a model that does not cut images into patches."""
+        patch_size = getattr(getattr(self.model, "patch_embed", None), "patch_size", None)
+        return None if patch_size is None else to_2tuple(patch_size)
+
+    def size_of(self, size: Size | Budget) -> Size:
+        """Return (height, width) in pixels; for a token budget, the largest square of whole patches within it."""
+        return size if not isinstance(size, Budget) else native_size(1, 1, size.tokens, self._patch_for(str(size)))
+
+    def budget_of(self, size: Size | Budget) -> int:
+        """Return the number of patch tokens of a token budget or of a size in pixels."""
+        return size.tokens if isinstance(size, Budget) else token_count(size, self._patch_for("the protocol native"))
+
+    def _patch_for(self, what: str) -> Size:
+        """The patch size; ValueError, saying `what` needs it, where the model has none."""
+        if self.patch is None:
+            raise ValueError(
+                f"{what} counts patch tokens, but {self.label} has no patch embedding with a patch_size: give sizes in pixels "
+                "and --protocols scale canvas"
+            )
+        return self.patch
+
+
+def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
+    """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
+
+    Only this file is read: paths inside a checkpoint are not followed. label: default the file's name without suffix for
+    .safetensors; else the model's name, or for a generic one (vitrel_vit) that of the run's folder or the file. seed:
+    default that of the checkpoint, None for .safetensors.
+    Raises FileNotFoundError for a missing file and ValueError for a file that is empty, truncated, damaged, not of vitrel, does
+    not fit its model, or contains NaN; messages name the path and the problem.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        model = load(path)
+        classes = tuple(model.pretrained_cfg.get("label_names") or ())
+        return replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
+    model, about = read_checkpoint(path)
+    return Trained(
+        model=model,
+        name=about["model"],
+        label=label or _label_of(about["model"], path),
+        encoding=encoding_of(model),
+        img_size=tuple(about["img_size"]),
+        classes=tuple(about["classes"]),
+        mean=tuple(about["mean"]),
+        std=tuple(about["std"]),
+        crop_pct=float(about["crop_pct"]),
+        crop_mode=about["crop_mode"],
+        interpolation=about["interpolation"],
+        seed=seed if seed is not None else about.get("seed"),
+        path=path,
+    )
+
+
+def _label_of(name: str, path: Path) -> str:
+    """The label of a checkpoint: the model's name, or for a generic name (vitrel_vit) that of the run's folder or the file."""
+    if name not in TRUNKS:
+        return name
+    return path.resolve().parent.parent.name if path.resolve().parent.name == "checkpoints" else path.stem
+
+
+def load_model(
+    name: str,
+    weights: str | Path | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    pretrained: bool = False,
+    **about: Any,
+) -> Trained:
+    """Build the model `name` and load weights from a file, in eval mode on the CPU; it has the file's number of classes.
+
+    name: a model of timm's registry, or "local-dir:FOLDER" for a folder of timm's save_for_hf or vitrel export, which contains
+    the weights. weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's
+    train.py (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
+    pretrained: instead of a file, use timm's weights for the name, from its cache or the network. model_args: arguments of
+    timm.create_model. about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one.
+    Raises ValueError for an unknown name (listing similar ones), missing weights, a damaged folder, and weights that do not fit
+    or contain NaN or objects other than tensors; FileNotFoundError for a missing file or folder.
+    """
+    arguments = _arguments(model_args, about)
+    if name.startswith("local-dir:"):
+        model = _create(name, arguments | {"pretrained": True})
+    else:
+        check_model_name(name)
+        if weights is not None:
+            model = _build_from_weights(name, Path(weights), arguments)
+        elif pretrained:
+            model = _create(name, arguments | {"pretrained": True})
+        else:
+            raise ValueError(f"{name} has no weights: give a file (--weights), or --pretrained for timm's weights")
+    if bad := not_finite(model):
+        raise ValueError(f"the weights of {name} hold NaN or infinity in {bad}")
+    trained = trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
+    return replace(trained, model_args=json.dumps(model_args, sort_keys=True, default=str)) if model_args else trained
+
+
+def random_model(name: str, model_args: Mapping[str, Any] | None = None, **about: Any) -> Trained:
+    """Build the model `name` with random weights (seed 0), in eval mode on the CPU; arguments as in `load_model`."""
+    arguments = _arguments(model_args, about)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = _create(name, arguments)
+        except RuntimeError as error:
+            raise ValueError(f"{name} cannot be built: {error}") from error
+    return trained_model(model.eval(), name, **about)
+
+
+def trained_model(
+    model: nn.Module,
+    name: str = "",
+    *,
+    label: str = "",
+    img_size: Size | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, int] | None = None,
+    restrict: bool = False,
+    path: Path = Path(),
+) -> Trained:
+    """Wrap a model in memory as `Trained`, with preprocessing from its `pretrained_cfg` where none is given.
+
+    img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
+    restrict: see `Trained`. ValueError for a model without `num_classes`, or an invalid mean or std.
+    """
+    name = name or model_name(model)
+    if not getattr(model, "num_classes", 0):
+        raise ValueError(f"{name} is not a classifier: its num_classes is missing or 0")
+    known = preprocessing_of(model) | dict(preprocessing or {})
+    for key in ("mean", "std"):
+        if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
+            above = " above 0" if key == "std" else ""
+            raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
+    return Trained(
+        model=model,
+        name=name,
+        label=label or name,
+        encoding=encoding_of(model),
+        img_size=to_2tuple(img_size or trained_size(model)),
+        classes=(),
+        mean=tuple(known["mean"]),
+        std=tuple(known["std"]),
+        crop_pct=float(known["crop_pct"]),
+        crop_mode=known["crop_mode"],
+        interpolation=known["interpolation"],
+        seed=None,
+        path=path,
+        outputs=outputs,
+        restrict=restrict,
+    )
+
+
+def encoding_of(model: nn.Module) -> str:
+    """Return the keys of a model's position encodings joined by '+'; "none" without any, "timm" for another library's model."""
+    if not isinstance(model, Backbone):
+        return "timm"
+    classes = set(POSITIONS.values())
+    keys = dict.fromkeys(key_of(module) for module in model.modules() if type(module) in classes)
+    return "+".join(key for key in keys if key != "none") or "none"
+
+
+def read_class_indices(path: str | Path) -> dict[str, int]:
+    """Read {class: output index} from a text file with a class name (as in the data) and an index on every line.
+
+    Further columns and a heading line are ignored. FileNotFoundError, or ValueError naming an invalid line.
+    """
+    indices: dict[str, int] = {}
+    # surrogateescape: Python decodes folder names that are not UTF-8 in the same way
+    for number, line in enumerate(Path(path).read_text("utf-8", "surrogateescape").splitlines(), 1):
+        words = line.split()
+        if not words or (number == 1 and len(words) > 1 and not words[1].isdigit()):
+            continue
+        if len(words) < 2 or not words[1].isdigit() or indices.setdefault(words[0], int(words[1])) != int(words[1]):
+            raise ValueError(
+                f"{path}, line {number}: {line!r} is not a class and the index of its output, such as 'n01440764 0', or gives "
+                "a class a second index"
+            )
+    if not indices:
+        raise ValueError(f"{path} contains no class")
+    return indices
+
+
+def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
+    """The model with all of the file's weights, and as many outputs as the file's classifier."""
+    try:
+        if name.startswith("vitrel_"):
+            model, plan = model_for(name, arguments, read_file(weights))
+            return apply_plan(model, plan)
+        if weights.suffix in ARRAYS:  # JAX checkpoints, which timm's model code reads
+            check_file(weights)
+            model = _create(name, arguments)
+            with guarding(str(weights)):
+                load_timm_checkpoint(model, str(weights))
+            return model
+        state = _read_state(weights)
+        head = state.get(f"{timm.get_pretrained_cfg(name).classifier}.weight")
+        if isinstance(head, torch.Tensor):
+            arguments = {"num_classes": len(head)} | arguments
+        model = _create(name, arguments)
+        rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # converts old checkpoint keys
+        model.load_state_dict(state if rename is None else rename(state, model))
+        return model
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
+
+
+def _arguments(model_args: Mapping[str, Any] | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments to build the model with: `model_args`, and img_size where only `about` has it."""
+    default = {"img_size": about["img_size"]} if about.get("img_size") else {}
+    return default | dict(model_args or {})
+
+
+def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """Create the model, without img_size where the architecture does not take it."""
+    with guarding(name, arguments):
+        return create_sized(name, **arguments)
+
+
+def _read_state(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in a file of timm or of its train.py, averaged weights where it has them; see `vitrel.weights.unwrap`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""))
+    loaded = read_file(path, allowed=(argparse.Namespace,))  # checkpoints of timm's train.py contain their options
+    unwrapped = unwrap(loaded, str(path))
+    if unwrapped.beside:
+        raise ValueError(f"{path} holds {', '.join(unwrapped.beside[:5])} beside the weights of a model")
+    return unwrapped.state

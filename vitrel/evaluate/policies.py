@@ -1,0 +1,300 @@
+"""Bringing a model to an image size under a policy, and the columns of results.csv that need no images.
+
+Policies are rules for windows and for the resampling of position encodings at image sizes other than the training size.
+A policy is written as in the column `policy` of results.csv: "none" where no policy changes anything; else the window policy,
+where window policies differ, and one resize policy for each kind of encoding, joined by "+": "clip", "geometric+keep",
+"divisor", "rescale+geometric".
+
+Window policies choose the windows of a windowed model at a new size. fixed: windows stay as trained, and grids that they do not
+divide are padded and masked. divisor: in every stage and along each axis, the largest window up to the trained one that divides
+the grid; the bias is the matching part of the table, without resampling, and nothing is padded. rescale: the window scales with
+the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
+its resize policy.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import to_2tuple
+from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrel.common.sizes import Size, token_count
+from vitrel.evaluate.sweep import Row
+from vitrel.grid import Grid
+from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
+from vitrel.inspect.footprint import border_leak
+from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
+from vitrel.layers import Attention
+from vitrel.models.backbone import LARGE, Backbone, resizable_parts
+from vitrel.ops import BACKENDS
+from vitrel.ops.dispatch import Call, choose
+from vitrel.position import PositionEncoding
+
+WINDOW_POLICIES = ("fixed", "divisor", "rescale")
+
+
+MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, about a second each
+
+
+def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
+
+    wanted: only these policies; encodings and windows for which none is named keep their current policy. Encodings that share a
+    policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
+    "none".
+    """
+    if not isinstance(model, Backbone):
+        return ("none",)
+    windows = window_policies_at(model, size)
+    if not windows:
+        return _resize_policies_at(model, size, wanted)
+    joined = []
+    for window in [name for name in windows if wanted is None or name in wanted] or windows[:1]:
+        windowed = with_policy(model, size, window)
+        joined += [join_policy(window, policy) for policy in _resize_policies_at(windowed, size, wanted)]
+    return tuple(joined)
+
+
+def policies_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of all policies that a model has, window policies first; () for a model of another library."""
+    if not isinstance(model, Backbone):
+        return ()
+    if not any(isinstance(part, Attention) and part.window is not None for part in model.modules()):
+        return model.resize_policies
+    parts = (part for part in model.modules() if isinstance(part, PositionEncoding))
+    return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
+
+
+def with_policy(model: nn.Module, size: tuple[int, int], policy: str, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return a model for images of `size` (h, w) pixels under `policy`, one of `policies_at(model, size)`.
+
+    It is a copy that shares parameters and buffers, or the model itself where nothing changes. Encodings resample their
+    parameters for another window. options: of `Backbone.set_position_options`, set on the copy.
+
+    For a model of another library `policy` is ignored; the result is a copy where its size is fixed, and whether it takes
+    the size is not checked. ValueError for a policy or an option that the model does not have.
+    """
+    if not isinstance(model, Backbone):
+        return model_at_size(model, size, share_weights=True)
+    window, _, resize = policy.partition("+")
+    window, resize = (window, resize or "none") if window in WINDOW_POLICIES else ("fixed", policy)
+    if (window, resize) == ("fixed", "none") and not options:
+        return model
+    changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    if options:
+        changed.set_position_options(**options)
+    if window != "fixed":  # before `resize`: which resize policies a model has depends on its windows
+        for attn, grid in _windowed(changed, size):
+            attn.window = _window_at(changed, attn, grid, size, window)
+            if any(attn.shift):
+                attn.shift = attn.window[0] // 2, attn.window[1] // 2
+    if resize != "none":
+        changed.set_resize_policy(resize)
+    return changed
+
+
+def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
+    """Return the window policies that differ at `size` (h, w) pixels, "fixed" first; () where all give the same windows."""
+    layers = list(_windowed(model, size))
+    divided = any(
+        min(m, n) != d
+        for attn, grid in layers
+        for m, n, d in zip(attn.window, grid, _window_at(model, attn, grid, size, "divisor"), strict=True)
+    )
+    rescaled = any(tuple(attn.window) != _window_at(model, attn, grid, size, "rescale") for attn, grid in layers)
+    different = [name for name, differs in (("divisor", divided), ("rescale", rescaled)) if differs]
+    return ("fixed", *different) if different else ()
+
+
+def join_policy(window: str, resize: str) -> str:
+    """Join a window and a resize policy: ("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
+    return window if resize == "none" else f"{window}+{resize}"
+
+
+def policy_parts(policy: str) -> frozenset[str]:
+    """Split a policy into its names: "rescale+geometric" -> {"rescale", "geometric"}, "none" -> {}."""
+    return frozenset(policy.split("+")) - {"none"}
+
+
+class ModelWithPolicy(NamedTuple):
+    """A model for images of one size, and what is resampled for it.
+
+    model: see `with_policy`. resized: number of parameter values resampled, by rule. unseen, saturated: shares of offsets, see
+    `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages: grid,
+    window and padding of every stage at this size.
+    """
+
+    model: nn.Module
+    resized: dict[str, int]
+    unseen: float
+    saturated: float
+    tokens: float
+    stages: tuple[StageReport, ...] | tuple[StageWindows, ...]
+
+
+def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
+    """Return the model for `size` (h, w) pixels under `policy` (see `with_policy`), and what is resampled for it.
+
+    ValueError for a size that the model does not support.
+    """
+    if not isinstance(model, Backbone):
+        resized = at_size(model, size, share_weights=True)
+        unknown = float("nan")
+        h, w = resized.windows[0].grid if resized.windows else (unknown, 1)
+        return ModelWithPolicy(resized.model, resized.resized, unknown, unknown, h * w, resized.windows)
+    changed, grid = with_policy(model, size, policy), model.token_grid(size)
+    report = resolution_report(changed, size)
+    return ModelWithPolicy(changed, report.resized, report.unseen, report.saturated, grid.h * grid.w, report.stages)
+
+
+def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
+    """Return the columns of results.csv that need no images: tokens, windows, resampling, backend, gflops, border_leak.
+
+    leak: run the border-leak test (else NaN). batch: the batch size that the attention backend is chosen for.
+    """
+    ready = at_size_with(model, size, policy)
+    windows = any(stage.window is not None for stage in ready.stages)
+    leaked = border_leak(ready.model, size) if leak and windows else None
+    share = float("nan") if leaked is None else round(leaked, 4)
+    backend = _vitrel_backend(ready.model, size, batch) if isinstance(ready.model, Backbone) else _timm_backend(ready.model)
+    return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
+
+
+def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
+    """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
+
+    shapes: number of images of each size (h, w) in pixels. patch: (h, w) in pixels. tokens is the mean over all images. The
+    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resized names all
+    rules, and resized_params, unseen and saturated are the largest values.
+    """
+    sampled, columns, costs = sample_shapes(shapes), [], []
+    for size in sampled:
+        ready = at_size_with(model, size, policy)
+        columns.append(_geometry(ready) | {"rules": ready.resized})
+        costs.append(gflops(ready.model, size) * shapes[size])
+    count = sum(shapes[size] for size in sampled)
+    pads = [
+        [float(share) * shapes[size] for share in row["pad_fraction"].split()]
+        for size, row in zip(sampled, columns, strict=True)
+    ]
+    same_stages = len({len(stages) for stages in pads}) == 1  # not so in every model of another library
+    rules = dict.fromkeys(rule for row in columns for rule in row["rules"])
+    return {
+        "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / shapes.total(), 2),
+        "pad_fraction": " ".join(f"{sum(stage) / count:.2g}" for stage in zip(*pads, strict=True)) if same_stages else "",
+        "gflops": round(sum(costs) / count, 4),
+        "resized": " + ".join(rules) or "nothing",
+        **{name: max(row[name] for row in columns) for name in ("resized_params", "unseen", "saturated")},
+    }
+
+
+def sample_shapes(shapes: Counter[Size]) -> list[Size]:
+    """Return the MOST_SHAPES most frequent image sizes (h, w), and those with the smallest and the largest h / w.
+
+    shapes: number of images of each size.
+    """
+    extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
+    return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
+
+
+def gflops(model: nn.Module, size: Size) -> float:
+    """Return 10^9 multiply-adds of one image's forward pass, counting matrix products and convolutions (timm's GMACs)."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes = {name: torch.empty_like(tensor, device="meta", requires_grad=False) for name, tensor in named}
+    pixels = torch.empty(1, getattr(model, "in_chans", 3), *size, device="meta", dtype=next(model.parameters()).dtype)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        functional_call(model, shapes, pixels)
+    return counter.get_total_flops() / 2e9  # the counter counts a multiply-add as two operations
+
+
+def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """The resize policies that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings have
+    different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
+    """
+    affected = [part.policies for part, grid in resizable_parts(model, size) if _is_resized(part, grid)]
+    options = []
+    for group in _policy_groups(model):
+        if any(set(group) & set(policies) for policies in affected):
+            chosen = [policy for policy in group if wanted is None or policy in wanted]
+            options.append(chosen or [next(part.resize for part, _ in resizable_parts(model, size) if part.resize in group)])
+    return tuple("+".join(names) for names in product(*options)) if options else ("none",)
+
+
+def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
+    """Policies of the encodings that are resized at a large size; those of encodings that share a name form one group."""
+    groups: list[tuple[str, ...]] = []
+    for policies in dict.fromkeys(part.policies for part, grid in resizable_parts(model, LARGE) if _is_resized(part, grid)):
+        overlapping = [group for group in groups if set(group) & set(policies)]
+        merged = tuple(dict.fromkeys(name for group in (*overlapping, policies) for name in group))
+        groups = [group for group in groups if group not in overlapping] + [merged]
+    return groups
+
+
+def _is_resized(part: PositionEncoding, grid: Grid) -> bool:
+    """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
+    trial = copy.copy(part)  # shares the parameters; the model keeps its policy
+    rules = []
+    for policy in part.policies:
+        trial.resize = policy
+        rules.append(trial.resized(grid))
+    return any(rules)
+
+
+def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
+    """The window (h, w) in tokens of a layer with `grid` tokens under the policy "divisor" or "rescale"."""
+    if policy == "divisor":
+        h, w = (max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
+    else:
+        trained = to_2tuple(model.patch_embed.img_size)
+        h, w = (max(1, m * r // at) for m, r, at in zip(attn.window, size, trained, strict=True))
+    return h, w
+
+
+def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attention, tuple[int, int]]]:
+    """Every windowed attention layer of a vitrel model with its grid (h, w) at `size`; none for other models."""
+    if not isinstance(model, Backbone):
+        return
+    for blocks, grid, _ in stages(model, model.token_grid(size)):
+        yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)  # type: ignore[misc]
+
+
+def _geometry(ready: ModelWithPolicy) -> Row:
+    """Columns on tokens, windows, padding and resampling."""
+    windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in ready.stages]
+    return {
+        "tokens": ready.tokens,
+        "window": " ".join(windows),
+        "pad_fraction": " ".join(f"{stage.padded_share:.2g}" for stage in ready.stages),
+        "resized": " + ".join(ready.resized) or "nothing",
+        "resized_params": sum(ready.resized.values()),
+        "unseen": round(ready.unseen, 4),
+        "saturated": round(ready.saturated, 4),
+    }
+
+
+def _vitrel_backend(model: Backbone, size: Size, batch: int) -> str:
+    """The attention backends that vitrel.ops chooses for the layers at this image and batch size, joined by "+"."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    names, weight, grid = {layer.backend for layer in layers}, layers[0].proj.weight, model.token_grid(size)
+    if "auto" in names:
+        heads, window = layers[0].num_heads, layers[0].window
+        how: dict = dict(
+            entry="attention" if window is None else "window_attention", window=window, grid=grid, queries=grid.tokens,
+            heads=heads, width=len(weight) // heads, dtype=weight.dtype, device=weight.device, grad=False, batch=batch,
+        )  # fmt: skip
+        with torch.no_grad():
+            terms = [encoding(part) for encoding, part in model.encodings(size) if encoding.site == "attention"]
+            modules = [choose("auto", Call(terms=term, **how)) for term in terms]
+        names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
+    return "+".join(sorted(names))
+
+
+def _timm_backend(model: nn.Module) -> str:
+    fused = {module.fused_attn for module in model.modules() if isinstance(getattr(module, "fused_attn", None), bool)}
+    return "+".join(sorted("timm fused" if flag else "timm" for flag in fused))
