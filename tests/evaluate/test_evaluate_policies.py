@@ -9,6 +9,7 @@ import torch
 from vitrel import resolution_report
 from vitrel.evaluate.policies import (
     WINDOW_POLICIES,
+    at_size_with,
     gflops,
     policies_at,
     policies_of,
@@ -268,3 +269,13 @@ def test_the_backend_is_the_one_that_serves():
         return static_columns(timm.create_model("vitrel_vit_n8_none", **how), (64, 64), "none")["backend"]
 
     assert backend(position="table") == "sdpa" and backend(position="xpos") == "reference"
+
+
+def test_a_rescaled_window_may_be_the_trained_one_at_another_shape():
+    """Images of the native protocol have many shapes; at some of them a policy of the size changes nothing."""
+    model = timm.create_model("vitrel_swin_n", num_classes=4, img_size=64).eval()
+    policy = "rescale+geometric"
+    assert policy in policies_at(model, (96, 64))
+    assert at_size_with(model, (64, 64), policy).resized == {} and at_size_with(model, (96, 96), policy).resized
+    with pytest.raises(ValueError, match="no resize policy"):
+        with_policy(model, (96, 96), "rescale+nearest")

@@ -94,7 +94,8 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str, options: M
             attn.window = _window_at(changed, attn, grid, size, window)
             if any(attn.shift):
                 attn.shift = attn.window[0] // 2, attn.window[1] // 2
-    if resize != "none":
+    # at some of the native protocol's shapes the rescaled window is the trained one, and nothing is resized
+    if resize != "none" and (window != "rescale" or changed.resize_policies):
         changed.set_resize_policy(resize)
     return changed
 
