@@ -95,7 +95,7 @@ def test_what_is_done_is_not_done_again(again, monkeypatch):
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
     assert re.search(
-        r"vitrel_vit_n8_absolute \| scale +\| 64x96 \| bicubic \|.*\| absolute bicubic: 2,048 of [\d,]+ values \|", printed
+        r"vitrel_vit_n8_absolute \| scale +\| 64x96 \| bicubic \|.*\| 2,048 of [\d,]+ values \(absolute bicubic\) \|", printed
     )
 
 

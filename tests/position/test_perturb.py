@@ -164,7 +164,7 @@ def test_compiled_without_a_graph_per_step(key):
     assert counter.frame_count == 1
     for grid in (Grid(5, 7, 1), Grid(8, 3, 1), Grid(9, 12, 1)):
         read(compiled, grid)
-    assert counter.frame_count == 2  # one more, for all other sizes
+    assert counter.frame_count <= 2  # at most one more, for all other sizes
 
 
 def test_exported_for_evaluation_without_a_draw():
