@@ -21,6 +21,7 @@ TABLES = {  # titles of table.md
     "shapes_encodings": "shapes_encodings",
     "study/flowers256": "study_small/flowers256",
     "study/imagenette224": "study_small/imagenette224",
+    "study/finetune": "study_finetune",
     "study/imagenet": "study_imagenet",
     "study/imagenet_flowers": "Flowers, linear classifiers",
     "study/imagenet_untrained": "ilsvrc-val",
