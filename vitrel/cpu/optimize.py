@@ -100,7 +100,8 @@ def onednn_is_faster(model: nn.Module) -> bool:
 
 def _replaced(model: nn.Module, old: type[nn.Linear], new: type[nn.Linear]) -> nn.Module:
     """Replace layers of the class `old` by layers of the class `new` with the same parameters, in place if they are parts."""
-    made = {layer: _as(layer, new) for layer in model.modules() if type(layer) is old and not _is_hooked(layer)}
+    found = [layer for layer in model.modules() if type(layer) is old and not _is_hooked(layer)]
+    made: dict[nn.Module, nn.Module] = {layer: _as(layer, new) for layer in found}
     for module in [*model.modules()]:
         for name, part in [*module._modules.items()]:  # named_children leaves out a second name of a part
             if part in made:

@@ -8,6 +8,7 @@ blends with the fill colour.
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 # set before the import, or albumentations would look up its newest version on the network
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
@@ -161,7 +162,7 @@ def operate(
     """
     if name in MATRICES:
         matrix = np.array(MATRICES[name](argument, *image.shape[:2]), np.float64)
-        border = {"borderMode": cv2.BORDER_CONSTANT, "borderValue": fill}
+        border: dict[str, Any] = {"borderMode": cv2.BORDER_CONSTANT, "borderValue": fill}
         return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=flag | cv2.WARP_INVERSE_MAP, **border)
     if name in TABLES:
         return cv2.LUT(image, _grey_levels(TABLES[name](argument)))

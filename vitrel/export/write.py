@@ -155,7 +155,7 @@ def _reduction(model: Backbone) -> int:
 
 def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
-    image = torch.randn(batch, model.in_chans, *size, generator=torch.Generator().manual_seed(0))
+    image = torch.randn((batch, model.in_chans, *size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(image)
     try:
@@ -173,7 +173,7 @@ def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, 
 
 
 def _trace(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
-    free, image = torch.export.Dim.DYNAMIC, torch.randn(2, model.in_chans, *size)
+    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, model.in_chans, *size))
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
         # Keeps sizes dynamic even if one is 1 or equal to another in this example.

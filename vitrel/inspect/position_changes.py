@@ -200,7 +200,7 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
     for first, second in zip(a.tables, b.tables, strict=True):
         pairs = [(x, y) for x, y in zip(first[1:], second[1:], strict=True) if x is not None]
         pairs = [(x[-1], y[-1]) if isinstance(x, tuple) else (x, y) for x, y in pairs]  # gated: (weights, rows)
-        pairs = [(x[..., None], y[..., None]) if x.dim() == 2 else (x, y) for x, y in pairs]  # biases: [H, R]
+        pairs = [(x.unsqueeze(-1), y.unsqueeze(-1)) if x.dim() == 2 else (x, y) for x, y in pairs]  # biases: [H, R]
         rows = ((rows_by_offset(x, first.axis, old), rows_by_offset(y, first.axis, new)) for x, y in pairs)
         yield BiasChange("bias", 1, max(_relative_change(x, y) for x, y in rows))
     if a.rotary is not None:

@@ -58,7 +58,7 @@ class AveragedWeights(WeightAveraging):
     def _average(self, averages: Sequence[Tensor], weights: Sequence[Tensor], n: Tensor) -> None:
         if averages[0].is_floating_point():
             n = self._average_model.n_averaged  # on the CPU, unlike the argument: reading that would wait for a GPU
-            torch._foreach_lerp_(averages, weights, 1 - self.settings.decay_at(int(n)))
+            torch._foreach_lerp_([*averages], [*weights], 1 - self.settings.decay_at(int(n)))
         else:
             torch._foreach_copy_(averages, weights)  # counters
 

@@ -3,17 +3,18 @@
 A specification has no data: it draws the data set "values", points as `points_of` returns them.
 """
 
+import base64
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrel.common.extras import optional_import
+from vitrel.common.extras import require
 from vitrel.common.files import atomic_write
 from vitrel.common.sizes import parse_size
-
-with optional_import():
-    import vl_convert
 
 Item = dict[str, Any]
 # Okabe and Ito's palette, safe for colour-blind readers; shapes and dashes distinguish curves without colour
@@ -189,17 +190,42 @@ def draw_plots(points: Sequence[Item], trained: Sequence[str], folder: Path, tit
         "throughput": (panel("infer_samples_per_sec", protocols[0]) | {"title": title}, first),
         "tradeoff": (against_speed(first, title) | size | {"title": title}, first),
     }
-    paths = []
-    for name, (spec, values) in charts.items():
-        paths.append(folder / f"{name}.png")
-        with atomic_write(paths[-1]) as part:
-            part.write_bytes(vl_convert.vegalite_to_png(spec | {"datasets": {"values": [*values]}}, scale=1.5))
+    specs = [spec | {"datasets": {"values": [*values]}} for spec, values in charts.values()]
+    paths = [folder / f"{name}.png" for name in charts]
+    for path, content in zip(
+        paths, _convert("vegalite_to_png", [{"vl_spec": spec, "scale": 1.5} for spec in specs]), strict=True
+    ):
+        with atomic_write(path) as part:
+            part.write_bytes(content)
     return paths
 
 
 def library() -> str:
     """Return the JavaScript of Vega, Vega-Lite and vega-embed, which sets window.vegaEmbed."""
-    return vl_convert.javascript_bundle(None)
+    return _convert("javascript_bundle", [{}])[0].decode()
+
+
+def _convert(function: str, calls: Sequence[Item]) -> list[bytes]:
+    """Call a function of vl_convert with each of the keyword arguments, in a process of its own.
+
+    It starts a JavaScript engine, which would stop any process that is forked from this one and draws.
+    """
+    require("vl_convert")
+    done = subprocess.run(
+        [sys.executable, "-c", _CONVERT], input=json.dumps([function, calls]), capture_output=True, text=True, encoding="utf-8"
+    )
+    if done.returncode:
+        raise RuntimeError(f"vl-convert-python could not run {function}: {done.stderr.strip()}")
+    return [base64.b64decode(text) for text in json.loads(done.stdout)]
+
+
+_CONVERT = """
+import base64, json, sys
+import vl_convert
+function, calls = json.load(sys.stdin)
+made = [getattr(vl_convert, function)(**call) for call in calls]
+print(json.dumps([base64.b64encode(one.encode() if isinstance(one, str) else one).decode() for one in made]))
+"""
 
 
 def _spec(title: str, layers: Sequence[Item], *filters: str) -> Item:

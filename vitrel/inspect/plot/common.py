@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import matplotlib
 import torch
@@ -90,7 +91,7 @@ def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tupl
     return [(_path(name), encoding, grid) for name, encoding in encodings.items() for _, _, grid in encodings_of(encoding)]
 
 
-def sheet(rows: int, columns: int, width: float, height: float, title: str, **how: object) -> tuple[Figure, list[list[Axes]]]:
+def sheet(rows: int, columns: int, width: float, height: float, title: str, **how: Any) -> tuple[Figure, list[list[Axes]]]:
     """A figure and its rows x columns panels of width x height inches, under a title whose lines are wrapped."""
     across = columns * width + 1.1
     lines = [part for line in title.split("\n") for part in textwrap.wrap(line, int(across / 0.078))]

@@ -8,7 +8,7 @@ it has no backward pass and runs uncompiled with all scores [B, H, N, N] in memo
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ def _score_mod(lookups: list[_Lookup], mask: Tensor | None, prefix: int) -> Call
     return score_mod
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, **options: Callable | float) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention  # imported here, since it takes half a second
 
     if torch.compiler.is_compiling():

@@ -38,7 +38,7 @@ Larger windows read D more (the output) and 12 bytes of statistics; in cache, fo
 """
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -500,7 +500,7 @@ def window_backward(
     programs = min(BACKWARD_PROGRAMS, max(1, _SCRATCH // (4 * floats))) if several else BACKWARD_PROGRAMS
     per = windows_per_program(windows, num_heads, programs)
     sums = (triton.cdiv(windows, per), num_heads)
-    float32 = {"dtype": torch.float32, "device": qkv.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": qkv.device}
     grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     table = torch.empty(*sums, tokens, line, **float32) if line else None
     angle_sums = torch.empty(*sums, of_angles // width, tokens, width, **float32) if learned else None
