@@ -153,6 +153,7 @@ def test_half_precision_perturbs_in_float32(key):
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["absolute", "rope_mixed"])  # sampled rows, and coordinates, which all rotations share
 def test_compiled_without_a_graph_per_step(key):
+    torch._dynamo.reset()  # all encodings share `forward`, whose sizes another test may have made dynamic already
     encoding, counter = make(key, Grid(4, 6, 1), dim=16, **ALL), CompileCounter()
     compiled = torch.compile(encoding, backend=counter, fullgraph=True)
     for step in range(4):
@@ -164,7 +165,7 @@ def test_compiled_without_a_graph_per_step(key):
     assert counter.frame_count == 1
     for grid in (Grid(5, 7, 1), Grid(8, 3, 1), Grid(9, 12, 1)):
         read(compiled, grid)
-    assert counter.frame_count <= 2  # at most one more, for all other sizes
+    assert counter.frame_count == 2  # one more, for all other sizes
 
 
 def test_exported_for_evaluation_without_a_draw():
