@@ -5,7 +5,7 @@
     python examples/detection.py --model vitrel_swin_t --size 800 1333 --channels 256
 
 torchvision pads a batch with zeros, at the bottom and on the right, to its largest image and then to a multiple of 32 (1333
-columns become 1344). After normalisation zeros are the mean colour, which a backbone treats as image content: our windows mask
+columns become 1344). After normalization zeros are the mean color, which a backbone treats as image content: our windows mask
 only the padding that they add themselves. torchvision needs the multiple because its anchors use image size // map size as the
 stride, 7 instead of 8 for a map of 167 columns and 1333 px. Here the anchors receive the strides, so images stay unpadded
 (size_divisible=1).
@@ -23,7 +23,7 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastL
 
 import vitrel  # noqa: F401  registers the models with timm
 
-COLOURS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # colours of classes 1, 2 and 3
+COLORS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # colors of classes 1, 2 and 3
 
 
 class Pyramid(nn.Module):
@@ -56,7 +56,7 @@ class Pyramid(nn.Module):
 
 
 class Anchors(AnchorGenerator):
-    """RetinaNet's nine anchors per cell; those of cell (i, j) have their centre at the pixel (i * stride, j * stride)."""
+    """RetinaNet's nine anchors per cell; those of cell (i, j) have their center at the pixel (i * stride, j * stride)."""
 
     def __init__(self, strides: list[int]):
         sizes = tuple(tuple(4 * s * 2 ** (octave / 3) for octave in range(3)) for s in strides)
@@ -75,19 +75,19 @@ def detector(name: str, size: tuple[int, int], channels: int) -> RetinaNet:
     pyramid = Pyramid(name, channels)
     data = timm.data.resolve_model_data_config(pyramid.body)
     options = dict(anchor_generator=Anchors(pyramid.strides), image_mean=data["mean"], image_std=data["std"], size_divisible=1)
-    return RetinaNet(pyramid, len(COLOURS) + 1, min(size), max(size), **options)
+    return RetinaNet(pyramid, len(COLORS) + 1, min(size), max(size), **options)
 
 
 def scene(size: tuple[int, int], count: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return an image [3, h, w] of noise in 0..1 with coloured rectangles, and its boxes [count, 4] (x1, y1, x2, y2) and
+    """Return an image [3, h, w] of noise in 0..1 with colored rectangles, and its boxes [count, 4] (x1, y1, x2, y2) and
     labels.
     """
     image, boxes = torch.rand(3, *size) * 0.3, []
-    labels = torch.arange(count) % len(COLOURS) + 1
+    labels = torch.arange(count) % len(COLORS) + 1
     for label in labels.tolist():
         box_h, box_w = (int(n * (0.2 + 0.3 * torch.rand(()))) for n in size)
         y, x = (int(torch.randint(n - side, ())) for n, side in zip(size, (box_h, box_w), strict=True))
-        image[:, y : y + box_h, x : x + box_w] = COLOURS[label - 1, :, None, None]
+        image[:, y : y + box_h, x : x + box_w] = COLORS[label - 1, :, None, None]
         boxes.append([x, y, x + box_w, y + box_h])
     return image, {"boxes": torch.tensor(boxes, dtype=torch.float32), "labels": labels}
 

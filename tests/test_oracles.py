@@ -72,10 +72,10 @@ def test_third_term_of_deberta_uses_the_offset_of_j_from_i():
 def test_prefix_rows_of_the_tables():
     q, k, v = np.zeros((3, 1, 4, 4))
     table = np.arange(3.0 + 3)[:, None]
-    factorised = {"table_h": np.array([[0.0], [3], [4], [5]]), "table_w": np.array([[0.0], [1], [2]])}
+    factorized = {"table_h": np.array([[0.0], [3], [4], [5]]), "table_w": np.array([[0.0], [1], [2]])}
     expected = [[5, 5, 3, 3], [5, 5, 3, 3], [4, 4, 1, 0], [4, 4, 2, 1]]
     assert_allclose(oracles.table(q, k, v, 1, 2, 2, relative_position_bias_table=table)[0][0], expected)
-    assert_allclose(oracles.factorised(q, k, v, 1, 2, 2, **factorised)[0][0], expected)
+    assert_allclose(oracles.factorized(q, k, v, 1, 2, 2, **factorized)[0][0], expected)
 
 
 def test_sincos_by_hand():

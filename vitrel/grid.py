@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant, is_known
+from vitrel.geometry import cached_geometry, is_known
 
 AXES = ("hw", "h", "w", "h+w")
 
@@ -62,7 +62,7 @@ class Grid(NamedTuple):
         return _index(self.h, self.w, self.prefix, _checked(axis), device=device)
 
 
-@constant
+@cached_geometry
 def _offsets(h: int, w: int, axis: str, device: torch.device) -> Tensor:
     if axis != "hw":
         n = Grid(h, w).places(axis)
@@ -72,14 +72,14 @@ def _offsets(h: int, w: int, axis: str, device: torch.device) -> Tensor:
     return torch.stack((dy[:, None].expand(shape), dx[None].expand(shape)), -1).flatten(0, 1)  # [R, 2]
 
 
-@constant
+@cached_geometry
 def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
     index = torch.arange(h * w, device=device)
     y = index // w
     return torch.stack((y, index - y * w), -1)
 
 
-@constant
+@cached_geometry
 def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tensor:
     y, x = _coordinates(h, w, device=device).unbind(-1)
     row = y[:, None] - y[None] + h - 1

@@ -1,4 +1,4 @@
-"""explorer.html in a real browser: keyboard, pointer, address, screens, colours."""
+"""explorer.html in a real browser: keyboard, pointer, address, screens, colors."""
 
 import json
 import math
@@ -9,25 +9,25 @@ from helpers.explorer_page import LAPTOP, LIVE, NEEDS_BROWSER, PHONE, cells, loo
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = NEEDS_BROWSER
-# every text whose colour stands out less than 4.5 from what lies behind it: contrast, colour, background, text
+# every text whose color stands out less than 4.5 from what lies behind it: contrast, color, background, text
 CONTRAST = """
-const parts = (colour) => (colour.match(/[0-9.]+/g) || [0, 0, 0, 0]).map(Number);
-const light = (colour) => parts(colour).slice(0, 3).map((v) => v / 255)
+const parts = (color) => (color.match(/[0-9.]+/g) || [0, 0, 0, 0]).map(Number);
+const light = (color) => parts(color).slice(0, 3).map((v) => v / 255)
   .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
   .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
 const behind = (element) => {
   for (let at = element; at; at = at.parentElement) {
-    const colour = getComputedStyle(at).backgroundColor;
-    if (parts(colour)[3] !== 0) return colour;
+    const color = getComputedStyle(at).backgroundColor;
+    if (parts(color)[3] !== 0) return color;
   }
   return 'rgb(255, 255, 255)';
 };
 const texts = [...document.body.querySelectorAll('*')].filter((e) => !e.closest('script, style, noscript') && !e.disabled
   && [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
 return [texts.length, texts.map((e) => {
-  const style = getComputedStyle(e), colour = e.closest('svg') ? style.fill : style.color, back = behind(e);
-  const [low, high] = [light(colour), light(back)].sort((a, b) => a - b);
-  return [(high + 0.05) / (low + 0.05), colour, back, e.textContent.trim().slice(0, 30)];
+  const style = getComputedStyle(e), color = e.closest('svg') ? style.fill : style.color, back = behind(e);
+  const [low, high] = [light(color), light(back)].sort((a, b) => a - b);
+  return [(high + 0.05) / (low + 0.05), color, back, e.textContent.trim().slice(0, 30)];
 }).filter(([contrast]) => contrast < 4.5)];
 """
 
@@ -219,9 +219,9 @@ def test_all_controls_have_names_and_are_reached_by_tab(browser, explorer):
 
 
 def test_motion_is_only_for_those_who_want_it(browser, explorer):
-    for wish, behaviour in (("reduce", "auto"), ("no-preference", "smooth")):
+    for wish, behavior in (("reduce", "auto"), ("no-preference", "smooth")):
         explorer()
         features = [{"name": "prefers-reduced-motion", "value": wish}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        assert browser.execute_script("return getComputedStyle(document.documentElement).scrollBehavior") == behaviour
+        assert browser.execute_script("return getComputedStyle(document.documentElement).scrollBehavior") == behavior
     assert browser.execute_script("return document.getAnimations().length") == 0

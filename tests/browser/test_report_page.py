@@ -19,7 +19,7 @@ from helpers import ROOT
 from helpers.explorer_page import driven, until
 from vitrel.data import Shapes, create_shapes
 from vitrel.evaluate.advice import judge
-from vitrel.evaluate.checkpoint import Trained, trained_model
+from vitrel.evaluate.checkpoint import TrainedModel, trained_model
 from vitrel.evaluate.page import contents, write_html
 from vitrel.evaluate.page.pictures import collect_pictures
 from vitrel.evaluate.prepare import ImageList
@@ -49,7 +49,7 @@ def model_of(name, label, **how):
         for key, parameter in model.named_parameters():
             if "table" in key or "qkv" in key:
                 parameter.normal_(std=0.1 if "qkv" in key else 1.0)
-    return Trained(
+    return TrainedModel(
         model=model, name=name, label=label, encoding="", img_size=(64, 64), classes=tuple(Shapes(1).classes), mean=(0.5,) * 3,
         std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic", seed=0, path=Path("last.ckpt"),
     )  # fmt: skip
@@ -263,7 +263,7 @@ def test_maps_of_position_follow_the_size_on_one_scale(page):
     assert page(scale) == top and page("return document.getElementById('lattice-size').value") == "96x96"
 
 
-def test_a_layer_in_which_position_is_negligible_is_grey(browser, folder, tmp_path):
+def test_a_layer_in_which_position_is_negligible_is_gray(browser, folder, tmp_path):
     """By its share of the logits, whatever the logits are."""
     for path in folder.iterdir():
         if path.is_file():

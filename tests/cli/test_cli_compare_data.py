@@ -27,7 +27,7 @@ CONFIG = {
         "data": {"size": 32, "batch_size": 8},
         "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5, "position_lr_scale": 2}},
     },
-    "evaluate": {"data": "labelled", "sizes": [32, 64], "protocols": ["scale"], "device": "cpu"},
+    "evaluate": {"data": "labeled", "sizes": [32, 64], "protocols": ["scale"], "device": "cpu"},
 }
 
 
@@ -41,7 +41,7 @@ def compare(tmp_path, monkeypatch):
     monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
     for split in ("train", "val"):
         write_classes(tmp_path / "photographs" / split, ["ant", "bee", "cat", "dog"], FILES, (32, 32))
-    write_classes(tmp_path / "labelled" / "val", ["bee", "dog"], FILES, (32, 32))
+    write_classes(tmp_path / "labeled" / "val", ["bee", "dog"], FILES, (32, 32))
 
     def run(**changes):
         (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | changes))
@@ -54,12 +54,12 @@ def compare(tmp_path, monkeypatch):
 def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tmp_path, capsys):
     compare()
     printed = capsys.readouterr().out
-    assert "trained on photographs, evaluated on labelled" in printed and "[3/3] plain-seed1" in printed
+    assert "trained on photographs, evaluated on labeled" in printed and "[3/3] plain-seed1" in printed
     folder = tmp_path / "runs" / "trial"
     assert sorted(path.parent.name for path in folder.glob("*/checkpoints")) == ["plain-seed0", "plain-seed1", "roped-seed0"]
     rows = pd.read_csv(folder / "results.csv")
     assert set(zip(rows["label"], rows["seed"], strict=True)) == {("aid", 0), ("roped", 0), ("plain", 0), ("plain", 1)}
-    assert set(rows["class_map"]) == {"names"} and set(rows["data"]) == {"labelled"} and set(rows["n"]) == {8}
+    assert set(rows["class_map"]) == {"names"} and set(rows["data"]) == {"labeled"} and set(rows["n"]) == {8}
     [comparison] = load_comparison(tmp_path / "trial.yaml")
     aid, roped, *_ = trained_models(comparison, folder)
     assert aid.model.arguments["position_args"] == {"base": 5.0, "scaling": "ntk"} and aid.encoding == "absolute+rope_mixed"

@@ -20,7 +20,7 @@ SIZES = [(1, (32, 48)), (3, (32, 48)), (2, (57, 41)), (1, (16, 80))]
 
 
 def small(name="vitrel_vit_n8_table", **keywords):
-    """A model whose parameters are far from their initialisation."""
+    """A model whose parameters are far from their initialization."""
     model = timm.create_model(name, **(dict(num_classes=3, img_size=(32, 48)) | SMALL | keywords)).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -87,9 +87,9 @@ def test_bad_input_ends_with_a_message(arguments, message, tmp_path):
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
-def test_images_of_16_bits_keep_their_grey(tmp_path):
-    Image.fromarray(np.full((40, 60), 128 << 8, np.uint16)).save(tmp_path / "grey.png")
-    _, shown = plot_command._images(SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3), (16, 24), tmp_path / "grey.png")
+def test_images_of_16_bits_keep_their_gray(tmp_path):
+    Image.fromarray(np.full((40, 60), 128 << 8, np.uint16)).save(tmp_path / "gray.png")
+    _, shown = plot_command._images(SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3), (16, 24), tmp_path / "gray.png")
     torch.testing.assert_close(shown, torch.full((1, 3, 16, 24), 128 / 255))
 
 

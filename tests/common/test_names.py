@@ -9,13 +9,13 @@ from vitrel.common.names import nearest
 from vitrel.evaluate.checkpoint import load_model
 from vitrel.train.tuning import check_registered
 
-ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalised")]
+ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalized")]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("rope", ["rope_axial", "rope_mixed", "rope_normalised"]),
+        ("rope", ["rope_axial", "rope_mixed", "rope_normalized"]),
         ("log", ["log_decay"]),
         ("mixed", ["rope_mixed"]),
         ("tabel", ["table"]),

@@ -11,7 +11,7 @@ from torch import nn
 from helpers import shared
 from vitrel import Grid, create_position, load_pretrained
 from vitrel.convert.absolute_to_relative import absolute_to_relative
-from vitrel.convert.fit import attended, change_basis, fit_attention, minimise, refit_linear
+from vitrel.convert.fit import attended, change_basis, fit_attention, minimize, refit_linear
 from vitrel.convert.observe import observe
 from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
@@ -129,9 +129,9 @@ def test_the_change_of_basis_leaves_the_logits_and_orders_the_channels():
 
 def test_a_minimum_that_is_not_found_changes_nothing():
     values = [torch.tensor([3.0]), torch.tensor([2.0])]
-    assert minimise(values, lambda: (values[0] - 1).square().sum(), 20) == pytest.approx(0, abs=1e-10)
+    assert minimize(values, lambda: (values[0] - 1).square().sum(), 20) == pytest.approx(0, abs=1e-10)
     assert values[0].item() == pytest.approx(1) and values[1].item() == 2 and not values[0].requires_grad
-    minimise(values, lambda: values[0].sum() * float("nan"), 5)
+    minimize(values, lambda: values[0].sum() * float("nan"), 5)
     assert values[0].item() == pytest.approx(1)
 
 
@@ -339,7 +339,7 @@ def test_refusals():
         (images[:, :1], r"got \(2, 1, 32, 48\)"),
         (images[:0], r"got \(0, 3, 32, 48\)"),
         (images[..., :4], "images of 32x4 pixels are smaller than one patch of 8x8"),
-        (images.int(), "finite floating-point numbers, normalised as in training, got torch.int32"),
+        (images.int(), "finite floating-point numbers, normalized as in training, got torch.int32"),
         (images / 0, "finite floating-point"),
     ]:
         with pytest.raises(ValueError, match=text):

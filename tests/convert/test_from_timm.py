@@ -259,7 +259,7 @@ REFUSED = {  # {name: (builder, words of the reason)}
     "vit_dpwee_patch16_reg1_gap_256": (None, "DiffParallelScalingBlock"),
     "vit_dwee_patch16_reg1_gap_256": (None, "DiffAttention"),
     "test_vit4": (lambda: "test_vit4", "RmsNorm|RMSNorm"),
-    "aimv2_large_patch14_224": (None, "normalises"),
+    "aimv2_large_patch14_224": (None, "normalizes"),
     "vit_pe_core_tiny_patch16_384": (None, "counts positions from 1"),
     "samvit_base_patch16": (None, "neck"),
     "vit_5b_patch16_sapiens2": (None, "RmsNorm"),
@@ -277,7 +277,7 @@ REFUSED = {  # {name: (builder, words of the reason)}
     "one activation": (lambda: changed(VIT, lambda m: setattr(m.blocks[1].mlp, "act", nn.GELU("tanh"))),
         "block 1 differs from block 0"),
     "one norm": (lambda: changed(VIT, lambda m: setattr(m.blocks[1], "norm1", nn.Identity())), "Identity"),
-    "quantised": (lambda: torch.ao.quantization.quantize_dynamic(peer(VIT), {nn.Linear}), "head is Linear"),
+    "quantized": (lambda: torch.ao.quantization.quantize_dynamic(peer(VIT), {nn.Linear}), "head is Linear"),
 }  # fmt: skip
 
 
@@ -327,7 +327,7 @@ def test_with_an_encoding_in_one_call():
         ("nextvit_small", "pooled keys and values"),
         ("pvt_v2_b0", r"its attention \(Attention\) is that of timm.models.pvt_v2"),
         ("convit_tiny", r"its attention \(GPSA, MHSA\)"),
-        ("resnet18", "no attention was recognised"),
+        ("resnet18", "no attention was recognized"),
     ],
 )
 def test_another_family_is_refused_by_what_it_has(name, reason):

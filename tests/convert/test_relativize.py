@@ -13,14 +13,14 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental import _config as fx_config
 
-from helpers.relativize_models import MODELS, TINY, build, image, position_parameters, randomise
+from helpers.relativize_models import MODELS, TINY, build, image, position_parameters, randomize
 from vitrel.convert import absolute_scale, drop_absolute, relativize
 from vitrel.layers import Fade
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS
 
 ROPE = ("eva02", "cat", "mixed", "dinov3", "attention_rope")
-SILENT = ("table", "factorised", "clipped", "t5", "shaw", "decomposed", "transformer_xl")
+SILENT = ("table", "factorized", "clipped", "t5", "shaw", "decomposed", "transformer_xl")
 
 
 def _table(block):
@@ -49,7 +49,7 @@ def test_nothing_changes_but_position(name):
     result = relativize(model)
     assert type(result) is ViT and result is not model
     torch.testing.assert_close(result(x), before, atol=1e-5, rtol=1e-5)
-    randomise(result)
+    randomize(result)
     assert (result(x) - before).abs().max() > 1e-4
     after = model.state_dict()
     assert after.keys() == state.keys() and all(torch.equal(after[k], v) for k, v in state.items())
@@ -71,7 +71,7 @@ def test_table_is_a_mask_of_the_original(name):
     """A random table on a non-square grid, next to the model's own rope, against timm's attention with the bias as its mask."""
     options = dict(img_size=(24, 40), dynamic_img_size=True) if name != "deit" else dict(img_size=(24, 40))
     original = build(name, **options)
-    model, x = randomise(relativize(copy.deepcopy(original))), image(24, 40)
+    model, x = randomize(relativize(copy.deepcopy(original))), image(24, 40)
     table = _table(model.blocks[0]).relative_position_bias_table.detach()
     for block in model.blocks:
         _table(block).relative_position_bias_table.data.copy_(table)
@@ -82,7 +82,7 @@ def test_table_is_a_mask_of_the_original(name):
 
 @pytest.mark.parametrize("name", ["reg", "vitrel"])
 def test_attention_against_a_double_loop(name):
-    model = randomise(relativize(build(name, img_size=(24, 40), qkv_bias=True)))
+    model = randomize(relativize(build(name, img_size=(24, 40), qkv_bias=True)))
     seen, attn = {}, model.blocks[1].attn
     attn.register_forward_hook(lambda module, args, out: seen.update(x=args[0][0], out=out[0]))
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_rope_is_kept_dropped_or_replaced(name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("absolute", ["keep", "drop"])
 def test_any_size(name, absolute):
-    model = randomise(relativize(build(name), absolute=absolute))
+    model = randomize(relativize(build(name), absolute=absolute))
     if name not in ("vitrel", "deit", "dinov3"):
         peer = build(name, dynamic_img_size=True, dynamic_img_pad=True)
         if absolute == "drop":
@@ -137,7 +137,7 @@ def test_permuting_patches_matters_only_through_position():
     patches = image().unfold(2, 8, 8).unfold(3, 8, 8)  # [B, 3, 4, 4, 8, 8]
     mixed = patches.flatten(2, 3)[:, :, torch.randperm(16)].unflatten(2, (4, 4)).permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
     torch.testing.assert_close(model(mixed), model(image()), atol=1e-5, rtol=1e-5)
-    randomise(model)
+    randomize(model)
     assert (model(mixed) - model(image())).abs().max() > 1e-3
 
 
@@ -159,7 +159,7 @@ def test_timm_knows_that_any_size_goes():
 @pytest.mark.parametrize("name", ["deit", "map", "reg", "cat"])
 def test_interface_of_timm(name):
     """Of the parts that the trunk has for timm's families; tests/models asks the same of every registered model."""
-    model, x = randomise(relativize(build(name))), image(40, 24)
+    model, x = randomize(relativize(build(name))), image(40, 24)
     features = model.forward_features(x)
     assert torch.equal(model.forward_head(features), model(x))
     last, found = model.forward_intermediates(x, indices=2, output_fmt="NCHW")
@@ -204,7 +204,7 @@ def test_mode_and_type_of_the_model_are_taken_over():
 @pytest.mark.parametrize("name", ["reg", "deit", "map", "mixed"])
 def test_graph_features(name):
     """fx, traced at one size, run at others; the graph notes its own grids and counts its own steps."""
-    model = randomise(relativize(build(name), absolute="fade", fade_steps=4))
+    model = randomize(relativize(build(name), absolute="fade", fade_steps=4))
     extractor = create_feature_extractor(model, ["norm"])
     for size in [(32, 32), (24, 40), (40, 24)]:
         torch.testing.assert_close(extractor(image(*size))["norm"], model.forward_features(image(*size)), atol=0, rtol=0)
@@ -214,7 +214,7 @@ def test_graph_features(name):
 
 
 def test_copies_are_independent():
-    model = randomise(relativize(build("reg"), absolute="fade", fade_steps=4)).train()
+    model = randomize(relativize(build("reg"), absolute="fade", fade_steps=4)).train()
     other = copy.deepcopy(model)
     model(image(24, 40)), other(image(40, 8)), other(image())
     assert (absolute_scale(model), absolute_scale(other)) == (0.75, 0.5)
@@ -222,7 +222,7 @@ def test_copies_are_independent():
 
 @pytest.mark.parametrize("name", ["reg", "deit", "map", "cat"])
 def test_half_precision(name):
-    model = randomise(relativize(build(name)), 0.1)
+    model = randomize(relativize(build(name)), 0.1)
     expected = model(image())
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(image()).float(), expected, atol=0.05, rtol=0.05)
@@ -231,7 +231,7 @@ def test_half_precision(name):
 
 @pytest.mark.slow
 def test_compile():
-    model, counter = randomise(relativize(build("mixed", depth=1), absolute="fade", fade_steps=3)), CompileCounter()
+    model, counter = randomize(relativize(build("mixed", depth=1), absolute="fade", fade_steps=3)), CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_compile():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["map", "dinov3"])
 def test_export(name):
-    model, dynamic = randomise(relativize(build(name, depth=1))), torch.export.Dim.DYNAMIC
+    model, dynamic = randomize(relativize(build(name, depth=1))), torch.export.Dim.DYNAMIC
     with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
         program = torch.export.export(model, (image(40, 56),), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
     for size in [(40, 56), (32, 32), (24, 61)]:

@@ -32,7 +32,7 @@ OPTIONS = [(key, options) for key, options in VARIANTS if options or POSITIONS[k
 
 
 def scatter(model):
-    """Every parameter far from its initialisation."""
+    """Every parameter far from its initialization."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
@@ -362,9 +362,9 @@ LOST = {  # what a file would not give back: (model, words)
         16)), SITE), r"blocks\.0"),
     "block": (lambda: altered(lambda m: void(m.blocks.append(m.blocks[0]))), r"blocks"),
     "parameter": (lambda: altered(lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1)))), "gain"),
-    "parametrised": (lambda: altered(lambda m: void(nn.utils.parametrizations.weight_norm(m.blocks[0].attn.proj))),
+    "parametrized": (lambda: altered(lambda m: void(nn.utils.parametrizations.weight_norm(m.blocks[0].attn.proj))),
         r"blocks\.0\.attn\.proj"),
-    "quantised": (lambda: torch.ao.quantization.quantize_dynamic(ours(), {nn.Linear}), r"attn|head|mlp"),
+    "quantized": (lambda: torch.ao.quantization.quantize_dynamic(ours(), {nn.Linear}), r"attn|head|mlp"),
     "compiled": (lambda: torch.compile(ours()), "OptimizedModule"), "parallel": (lambda: nn.DataParallel(ours()),
         "DataParallel"),
     "of timm": (lambda: small_peer(TI, num_heads=1), "VisionTransformer.*from_timm"), "no model": (lambda: nn.Linear(2,
@@ -441,7 +441,7 @@ DAMAGES = {
     "another name": (with_metadata(lambda a: a["model"].update(architecture="resnet18")), ""),
     "unknown name": (with_metadata(lambda a: a["model"].update(architecture="vitrel_x")), ""),
     "a name elsewhere": (with_metadata(lambda a: a["model"].update(architecture="hf-hub:x/y")), ""),
-    "unknown argument": (with_metadata(lambda a: a["model"]["arguments"].update(colour=3)), ""),
+    "unknown argument": (with_metadata(lambda a: a["model"]["arguments"].update(color=3)), ""),
     "text for a number": (with_metadata(lambda a: a["model"]["arguments"].update(depth="two")), ""),
     "impossible": (with_metadata(lambda a: a["model"]["arguments"].update(num_heads=7)), ""),
     "other depth": (with_metadata(lambda a: a["model"]["arguments"].update(depth=3)), ""),

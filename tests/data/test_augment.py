@@ -33,7 +33,7 @@ def ramp(h=48, w=48):
 
 
 def levels(out):
-    """Back to grey levels."""
+    """Back to gray levels."""
     return (out * 0.5 + 0.5) * 255
 
 
@@ -106,7 +106,7 @@ def test_the_global_state_is_put_back_after_an_error():
 
 
 def test_transforms_draw_independently():
-    """albumentations hands one seed to every transform: mirroring, greying and crop would then move together."""
+    """albumentations hands one seed to every transform: mirroring, graying and crop would then move together."""
     image = ramp().clone()
     image[2] //= 2
     augment = augmenter(**PLAIN | {"flip": True}, gray_prob=0.5, erase=0.5)
@@ -132,7 +132,7 @@ def test_vertical_mirroring():
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_shrinking_is_antialiased(interpolation):
-    """16 pixels make one: black and white noise turns grey, where sampling 2 by 2 of them would keep half its deviation."""
+    """16 pixels make one: black and white noise turns gray, where sampling 2 by 2 of them would keep half its deviation."""
     image = (noise(128, 128) > 127).to(torch.uint8) * 255
     for crop in ("random_resized", "simple", "center"):
         out = augmenter(**PLAIN | {"crop": crop, "interpolation": interpolation})(image, 0, 0)
@@ -198,21 +198,21 @@ def test_erasing(mode):
         out = augment(white, 0, index)
         gone = (out != 1).all(0)
         shares.append(float(gone.float().mean()))
-        colours = out[:, gone]
+        colors = out[:, gone]
         if mode == "const":
-            assert (colours == 0).all()  # the mean colour
+            assert (colors == 0).all()  # the mean color
         elif mode == "rand":
-            assert (colours == colours[:, :1]).all() and len(colours[:, 0].unique()) == 3
+            assert (colors == colors[:, :1]).all() and len(colors[:, 0].unique()) == 3
         else:
-            assert len(colours.unique()) > 0.9 * colours.numel()
+            assert len(colors.unique()) > 0.9 * colors.numel()
     assert min(shares) > 0.01 and max(shares) < 0.36 and max(shares) > 2 * min(shares)
 
 
 def test_several_rectangles_are_erased():
     augment = augmenter((64, 64), **PLAIN, erase=1.0, erase_mode="rand", erase_count=3)
     white = torch.full((3, 64, 64), 255, dtype=torch.uint8)
-    colours = [len(augment(white, 0, index)[0].unique()) - 1 for index in range(30)]
-    assert min(colours) == 1 and max(colours) == 3
+    colors = [len(augment(white, 0, index)[0].unique()) - 1 for index in range(30)]
+    assert min(colors) == 1 and max(colors) == 3
 
 
 def test_probabilities_are_kept():
@@ -229,12 +229,12 @@ def test_probabilities_are_kept():
 
 
 def test_jitter_of_each_kind():
-    grey = torch.full((3, 32, 32), 100, dtype=torch.uint8)
+    gray = torch.full((3, 32, 32), 100, dtype=torch.uint8)
     brightness = augmenter(**PLAIN | {"jitter": (0.5, 0.0, 0.0)})
-    seen = [float(levels(brightness(grey, 0, index)).mean()) for index in range(50)]
+    seen = [float(levels(brightness(gray, 0, index)).mean()) for index in range(50)]
     assert 49 <= min(seen) < 60 and 140 < max(seen) <= 151
-    others = levels(augmenter(**PLAIN | {"jitter": (0.0, 0.5, 0.5)})(grey, 0, 0))
-    assert (others - 100).abs().max() < 1.01  # contrast and saturation leave a grey area as it is
+    others = levels(augmenter(**PLAIN | {"jitter": (0.0, 0.5, 0.5)})(gray, 0, 0))
+    assert (others - 100).abs().max() < 1.01  # contrast and saturation leave a gray area as it is
     red = torch.tensor([200, 50, 50], dtype=torch.uint8)[:, None, None].expand(3, 32, 32)
     hues = [levels(augmenter(**PLAIN | {"jitter": (0, 0, 0, 0.5)})(red, 0, i))[:, 0, 0] for i in range(20)]
     assert {int(hue.argmax()) for hue in hues} == {0, 1, 2}
@@ -277,7 +277,7 @@ def test_interpolation(interpolation):
         ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "its hue between 0 and 0.5"),
         ({"jitter": (0.1, 0.1)}, r"a number or \[brightness, contrast, saturation"),
         ({"erase_count": 0}, "augment.erase_count must be at least 1"),
-        ({"crop": "centre"}, "unknown augment.crop 'centre'; nearest: center"),
+        ({"crop": "center"}, "unknown augment.crop 'center'; nearest: center"),
         ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; nearest: rand"),
         ({"interpolation": "lanczos"}, "unknown augment.interpolation 'lanczos'"),
     ],

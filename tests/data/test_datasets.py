@@ -60,4 +60,4 @@ def test_shapes_have_a_control_of_place_and_a_corner():
     for split in ("train", "val"):
         corner = create_dataset("shapes-corner", split, (64, 64), **CFG, n=300)
         scenes = corner._scenes(range(300))
-        assert corner.classes == class_names("shapes") and (scenes.centre + scenes.radius[..., None]).max() <= 48
+        assert corner.classes == class_names("shapes") and (scenes.center + scenes.radius[..., None]).max() <= 48

@@ -36,9 +36,9 @@ def chunk(name, data):
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def png(h, w, bits, colour, stream, before=b"", after=b""):
+def png(h, w, bits, color, stream, before=b"", after=b""):
     """A PNG of rows already filtered and compressed, with other chunks before and after them."""
-    header = struct.pack(">IIBBBBB", w, h, bits, colour, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", w, h, bits, color, 0, 0, 0)
     image = before + chunk(b"IDAT", stream) + after
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + image + chunk(b"IEND", b"")
 
@@ -49,32 +49,32 @@ def gif(h, w, frame_h, frame_w):
     return screen + b"," + struct.pack("<HHHH", 0, 0, frame_w, frame_h) + b"\0\x02\x02\x44\x01\0;"
 
 
-def deep(channels, colour):
+def deep(channels, color):
     rows = DEEP[..., channels].astype(">u2")
-    return png(H, W, 16, colour, zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+    return png(H, W, 16, color, zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
 
 
-def grey(array):
+def gray(array):
     return np.repeat(array.reshape(H, W, 1), 3, 2)
 
 
 PALETTE = Image.fromarray(RGB).quantize(16)
-COLOURS = np.asarray(PALETTE.convert("RGB"))
+COLORS = np.asarray(PALETTE.convert("RGB"))
 CMYK = Image.merge("CMYK", [Image.fromarray(SMOOTH[..., i % 3]) for i in range(4)])
 FRAMES = {"save_all": True, "append_images": [Image.fromarray(RGB)], "lossless": True}
 HIGH = (DEEP >> 8).astype(np.uint8)
 EXACT = {
     "png": (encoded(RGB, "PNG"), RGB),
-    "png grey": (encoded(RGB[..., 0], "PNG"), grey(RGB[..., 0])),
-    "png black and white": (encoded(RGB[..., 0] > 99, "PNG"), grey(RGB[..., 0] > 99) * np.uint8(255)),
-    "png grey and alpha": (encoded(np.concatenate([RGB[..., :1], ALPHA], 2), "PNG"), grey(RGB[..., 0])),
+    "png gray": (encoded(RGB[..., 0], "PNG"), gray(RGB[..., 0])),
+    "png black and white": (encoded(RGB[..., 0] > 99, "PNG"), gray(RGB[..., 0] > 99) * np.uint8(255)),
+    "png gray and alpha": (encoded(np.concatenate([RGB[..., :1], ALPHA], 2), "PNG"), gray(RGB[..., 0])),
     "png alpha": (encoded(np.concatenate([RGB, ALPHA], 2), "PNG"), RGB),
-    "png palette": (encoded(PALETTE, "PNG"), COLOURS),
-    "png palette, one transparent": (encoded(PALETTE, "PNG", transparency=3), COLOURS),
-    "png palette, many transparent": (encoded(PALETTE, "PNG", transparency=bytes(range(0, 160, 10))), COLOURS),
-    "png transparent colour": (encoded(RGB, "PNG", transparency=tuple(RGB[0, 0].tolist())), RGB),
-    "png 16-bit grey": (deep([0], 0), grey(HIGH[..., 0])),
-    "png 16-bit grey and alpha": (deep([0, 1], 4), grey(HIGH[..., 0])),
+    "png palette": (encoded(PALETTE, "PNG"), COLORS),
+    "png palette, one transparent": (encoded(PALETTE, "PNG", transparency=3), COLORS),
+    "png palette, many transparent": (encoded(PALETTE, "PNG", transparency=bytes(range(0, 160, 10))), COLORS),
+    "png transparent color": (encoded(RGB, "PNG", transparency=tuple(RGB[0, 0].tolist())), RGB),
+    "png 16-bit gray": (deep([0], 0), gray(HIGH[..., 0])),
+    "png 16-bit gray and alpha": (deep([0, 1], 4), gray(HIGH[..., 0])),
     "png 16-bit": (deep([0, 1, 2], 2), HIGH[..., :3]),
     "png 16-bit alpha": (deep([0, 1, 2, 3], 6), HIGH[..., :3]),
     "png rotated by exif": (encoded(RGB, "PNG", exif=ROTATED), RGB),
@@ -82,14 +82,14 @@ EXACT = {
     "webp alpha": (encoded(np.concatenate([RGB, ALPHA], 2), "WEBP", lossless=True, exact=True), RGB),
     "webp animated": (encoded(SMOOTH, "WEBP", **FRAMES), SMOOTH),
     "bmp": (encoded(RGB, "BMP"), RGB),
-    "gif": (encoded(PALETTE, "GIF"), COLOURS),
+    "gif": (encoded(PALETTE, "GIF"), COLORS),
 }
-SMOOTH_GREY = np.asarray(Image.fromarray(SMOOTH).convert("L"))
+SMOOTH_GRAY = np.asarray(Image.fromarray(SMOOTH).convert("L"))
 LOSSY = {
     "jpg": (encoded(SMOOTH, "JPEG", quality=95, subsampling=0), SMOOTH),
     "jpg subsampled": (encoded(SMOOTH, "JPEG", quality=90), SMOOTH),
     "jpg progressive": (encoded(SMOOTH, "JPEG", quality=95, progressive=True), SMOOTH),
-    "jpg grey": (encoded(SMOOTH_GREY, "JPEG", quality=95), grey(SMOOTH_GREY)),
+    "jpg gray": (encoded(SMOOTH_GRAY, "JPEG", quality=95), gray(SMOOTH_GRAY)),
     "jpg cmyk": (encoded(CMYK, "JPEG", quality=95), np.asarray(CMYK.convert("RGB"))),
     "jpg rotated by exif": (encoded(SMOOTH, "JPEG", quality=95, exif=ROTATED), SMOOTH),
     "webp lossy": (encoded(SMOOTH, "WEBP", quality=95), SMOOTH),

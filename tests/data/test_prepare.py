@@ -64,7 +64,7 @@ def test_a_square_image_at_its_own_size_is_untouched(protocol, mode):
     torch.testing.assert_close(out, torch.from_numpy(expected).permute(2, 0, 1).float())
 
 
-def test_scale_covers_a_non_square_size_and_keeps_the_centre():
+def test_scale_covers_a_non_square_size_and_keeps_the_center():
     array = picture(60, 60)
     pil = np.asarray(Image.fromarray(array).resize((80, 80), Image.BICUBIC), dtype=np.float32)[20:60]
     assert torch.equal((Prepare((40, 80), **RAW)(tensor(array)) * 255).round(), tensor(pil))
@@ -86,7 +86,7 @@ def test_canvas_keeps_pixels_shows_more_content_and_pads_with_the_mean():
     wide = Prepare((96, 96), MEAN, STD, protocol="canvas", base_size=(64, 64))(image)
     assert torch.equal(wide[:, 16:80, 16:80], base)  # same pixels, in the middle
     assert (wide[:, 16:80, :16] != 0).float().mean() > 0.9  # content that training cropped away
-    assert (wide[:, :16] == 0).all() and (wide[:, 80:] == 0).all()  # 0 is the mean colour once normalised
+    assert (wide[:, :16] == 0).all() and (wide[:, 80:] == 0).all()  # 0 is the mean color once normalized
     small = Prepare((32, 48), MEAN, STD, protocol="canvas", base_size=(64, 64))(image)
     assert torch.equal(small, base[:, 16:48, 8:56])
 

@@ -76,8 +76,8 @@ def by_peer(name, image, argument, resample=Image.Resampling.BILINEAR):
 
 
 @pytest.mark.parametrize(("name", "argument"), cases(LUT_OPERATIONS, FACTOR_OPERATIONS))
-def test_colour_operations_are_those_of_pil(name, argument):
-    """Exactly, but for one grey level here and there where OpenCV rounds a blend otherwise."""
+def test_color_operations_are_those_of_pil(name, argument):
+    """Exactly, but for one gray level here and there where OpenCV rounds a blend otherwise."""
     image = picture()
     apart = np.abs(operate(name, image, argument) - by_peer(name, image, argument))
     assert apart.max() <= (1 if name in FACTOR_OPERATIONS else 0) and (apart > 0).mean() < 0.01
@@ -97,7 +97,7 @@ def test_flat_and_tiny_images(name):
 @pytest.mark.parametrize("flag", ["INTER_LINEAR", "INTER_CUBIC"])
 @pytest.mark.parametrize(("name", "argument"), cases(GEOMETRIC_OPERATIONS))
 def test_geometric_operations_are_those_of_pil_but_for_the_rim(name, argument, flag):
-    """PIL cuts at the image's edge where OpenCV blends into the fill colour over one pixel; its cubic is a softer one."""
+    """PIL cuts at the image's edge where OpenCV blends into the fill color over one pixel; its cubic is a softer one."""
     import cv2
 
     cubic = flag == "INTER_CUBIC"
@@ -180,7 +180,7 @@ def test_policies_that_cannot_be(policy, text):
 
 
 def views(policy, count, image=None, **settings):
-    """Grey levels [3, 48, 64] of `count` views on which nothing but the policy acts."""
+    """Gray levels [3, 48, 64] of `count` views on which nothing but the policy acts."""
     image = torch.from_numpy(picture(48, 64)).permute(2, 0, 1) if image is None else image
     augment = Augmenter(Augmentation(policy=policy, **PLAIN | settings), (48, 64), HALF, HALF)
     return [((augment(image, 0, index) * 0.5 + 0.5) * 255).round() for index in range(count)]
@@ -198,7 +198,7 @@ def test_layers_and_probability():
 
 
 @pytest.mark.parametrize("policy", ["rand-m9-n1-p1-inc1", "augmix-m9-w1-d1"])
-def test_what_geometry_uncovers_has_the_mean_colour(policy):
+def test_what_geometry_uncovers_has_the_mean_color(policy):
     mean, image = (0.25, 0.5, 0.75), torch.full((3, 48, 64), 255, dtype=torch.uint8)
     augment = Augmenter(Augmentation(policy=policy, **PLAIN), (48, 64), mean, (1.0, 1.0, 1.0))
     fill = torch.tensor([64, 128, 191]) / 255 - torch.tensor(mean)
@@ -231,9 +231,9 @@ def test_three_augment():
     kinds = Counter()
     for view in views("3a", 90):
         if (view == view[:1]).all():
-            kinds["grey"] += 1
+            kinds["gray"] += 1
         elif torch.equal(view, torch.where(still < 128, still, 255 - still)):
-            kinds["solarised"] += 1
+            kinds["solarized"] += 1
         else:
             assert (view - still).abs().mean() < 20
             kinds["blurred"] += 1
@@ -241,7 +241,7 @@ def test_three_augment():
 
 
 def test_augmix_stays_near_the_image():
-    """Shares of the image and of its chains add to one: a flat image keeps its grey but for what the operations change."""
+    """Shares of the image and of its chains add to one: a flat image keeps its gray but for what the operations change."""
     (still,) = views(None, 1)
     apart = [float((view - still).abs().mean()) for view in views("augmix-m3-w3", 60)]
     assert len(set(apart)) > 50 and 1 < np.median(apart) < 30

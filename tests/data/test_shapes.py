@@ -21,7 +21,7 @@ def images(dataset, n=None):
 
 
 def warm_and_cool(image):
-    """Pixels [H, W] of the warm and of the cool object: the only ones that are not grey."""
+    """Pixels [H, W] of the warm and of the cool object: the only ones that are not gray."""
     return image[0] - image[2] > 0.02, image[2] - image[0] > 0.02
 
 
@@ -70,7 +70,7 @@ def test_works_in_a_loader():
 
 
 def test_label_names_the_side_of_the_warm_object(scenes):
-    cool, warm = scenes.centre[:, -2], scenes.centre[:, -1]
+    cool, warm = scenes.center[:, -2], scenes.center[:, -1]
     dy, dx = (warm - cool).T
     direction = np.where(np.abs(dx) > np.abs(dy), np.where(dx < 0, 0, 1), np.where(dy < 0, 2, 3))
     assert CLASSES == ("left", "right", "above", "below")
@@ -95,7 +95,7 @@ def test_no_patch_shows_both_objects():
 
 
 def test_specks_keep_a_patch_away_from_the_pair(scenes):
-    specks, pair = scenes.centre[:, :-2], scenes.centre[:, -2:]
+    specks, pair = scenes.center[:, :-2], scenes.center[:, -2:]
     gap = np.abs(specks[:, :, None] - pair[:, None]).max(-1) - scenes.radius[:, :-2, None] - scenes.radius[:, None, -2:]
     drawn = scenes.radius[:, :-2] > 0
     assert drawn.any(1).mean() > 0.5 and not drawn.all()
@@ -104,7 +104,7 @@ def test_specks_keep_a_patch_away_from_the_pair(scenes):
 
 def phase_counts(scenes, label):
     """Counts [4^4] of the pair's places within patches, in cells of 2 units."""
-    cell = (scenes.centre[scenes.label == label, -2:].reshape(-1, 4) % PATCH // 2).astype(int)
+    cell = (scenes.center[scenes.label == label, -2:].reshape(-1, 4) % PATCH // 2).astype(int)
     return np.bincount(np.ravel_multi_index(cell.T, (4,) * 4), minlength=256)
 
 
@@ -118,7 +118,7 @@ def test_phases_within_patches_are_uniform_for_every_label():
 
 
 def test_phase_test_would_see_a_narrower_jitter(scenes):
-    translated = scenes._replace(centre=np.concatenate([scenes.centre[:, -2:-1], scenes.centre[:, -2:-1] + 20.0], 1))
+    translated = scenes._replace(center=np.concatenate([scenes.center[:, -2:-1], scenes.center[:, -2:-1] + 20.0], 1))
     counts = phase_counts(translated, 0)
     expected = counts.sum() / 256
     assert ((counts - expected) ** 2 / expected).sum() > 255 + 5 * (2 * 255) ** 0.5
@@ -147,8 +147,8 @@ def test_bag_of_patches_does_not_tell_the_label(many, side, low, high):
     assert low < accuracy < high
 
 
-def test_centre_of_the_pair_is_alike_for_every_label(scenes):
-    middle = scenes.centre[:, -2:].mean(1)
+def test_center_of_the_pair_is_alike_for_every_label(scenes):
+    middle = scenes.center[:, -2:].mean(1)
     for label in range(4):
         here = middle[scenes.label == label]
         assert np.abs(here.mean(0) - FIELD / 2).max() < 1.5
@@ -180,10 +180,10 @@ def test_canvas_keeps_objects_as_large_as_at_the_base(size):
     assert np.mean(warm[1]) == pytest.approx(np.mean(warm[0]), rel=0.03) and min(warm[1]) > 20
     h, w = (size, size) if isinstance(size, int) else size
     drawn = canvas._scenes(range(200))
-    low, high = drawn.centre - drawn.radius[..., None], drawn.centre + drawn.radius[..., None]
+    low, high = drawn.center - drawn.radius[..., None], drawn.center + drawn.radius[..., None]
     assert low.min() >= 0 and (high.max((0, 1)) <= (h, w)).all()
     if h > 64:
-        assert drawn.centre[:, -1, 0].min() < 20 and drawn.centre[:, -1, 0].max() > h - 20
+        assert drawn.center[:, -1, 0].min() < 20 and drawn.center[:, -1, 0].max() > h - 20
 
 
 def test_canvas_of_another_base_draws_larger_objects():
@@ -196,13 +196,13 @@ def test_region_limits_every_object():
     region = (0.25, 0.0, 1.0, 0.75)
     scenes = Shapes(500, region=region)._scenes(range(500))
     radius = scenes.radius[..., None]
-    low, high = (scenes.centre - radius).min((0, 1)), (scenes.centre + radius).max((0, 1))
+    low, high = (scenes.center - radius).min((0, 1)), (scenes.center + radius).max((0, 1))
     assert (low >= (16, 0)).all() and (high <= (64, 48)).all()
     on_canvas = Shapes(500, size=(96, 128), protocol="canvas", region=(0.0, 0.5, 0.5, 1.0))._scenes(range(500))
-    assert (on_canvas.centre[..., 1] > 64).all() and (on_canvas.centre[..., 0] < 48).all()
+    assert (on_canvas.center[..., 1] > 64).all() and (on_canvas.center[..., 0] < 48).all()
 
 
-def test_normalised_by_mean_and_std():
+def test_normalized_by_mean_and_std():
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
     raw = images(Shapes(8, mean=(0.0,) * 3, std=(1.0,) * 3))
     assert raw.min() >= 0 and raw.max() <= 1
@@ -237,7 +237,7 @@ def test_indices_beyond_n_are_refused():
 def test_a_label_of_place_is_the_quarter_of_the_image_whatever_the_direction():
     dataset = Shapes(N, seed=3, label="place")
     scenes = dataset._scenes(range(N))
-    middle = scenes.centre[:, -2:].mean(1)  # [N, 2]
+    middle = scenes.center[:, -2:].mean(1)  # [N, 2]
     off = middle - FIELD / 2
     assert dataset.classes == list(PLACES) == ["upper left", "upper right", "lower left", "lower right"]
     assert (scenes.label == 2 * (off[:, 0] > 0) + (off[:, 1] > 0)).all()
@@ -245,12 +245,12 @@ def test_a_label_of_place_is_the_quarter_of_the_image_whatever_the_direction():
     # where the middle falls within a patch tells nothing, and the direction is that of the other label
     assert np.histogram(middle[:, 0] % PATCH, 4, (0, PATCH))[0].min() > 0.2 * N
     assert (Shapes(N, seed=3)._scenes(range(N)).radius[:, -2:] == scenes.radius[:, -2:]).all()
-    offset = scenes.centre[:, -1] - scenes.centre[:, -2]
+    offset = scenes.center[:, -1] - scenes.center[:, -2]
     directions = np.where(np.abs(offset[:, 1]) > np.abs(offset[:, 0]), offset[:, 1] > 0, 2 + (offset[:, 0] > 0))
     table = np.histogram2d(scenes.label, directions, bins=4)[0] / N
     assert np.abs(table - 1 / 16).max() < 0.02
     assert dataset.class_counts() == np.bincount(scenes.label, minlength=4).tolist()
     wide = Shapes(N, (64, 192), 3, "canvas", label="place")._scenes(range(N))
-    assert (wide.label % 2 == (wide.centre[:, -2:, 1].mean(1) > 96)).all()
+    assert (wide.label % 2 == (wide.center[:, -2:, 1].mean(1) > 96)).all()
     with pytest.raises(ValueError, match="unknown label 'class'; use 'relation' or 'place'"):
         Shapes(4, label="class")

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from vitrel.common import processes
 from vitrel.evaluate import measure, prepare, run, table
-from vitrel.evaluate.checkpoint import Trained, encoding_of
+from vitrel.evaluate.checkpoint import TrainedModel, encoding_of
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
 
@@ -71,7 +71,7 @@ def windowed(rows):
     at = {
         "32x32": ["none"],
         "40x40": ["fixed", "divisor+keep", "rescale+keep"],
-        "64x64": ["fixed", "rescale+keep", "rescale+renormalise"],
+        "64x64": ["fixed", "rescale+keep", "rescale+renormalize"],
     }
     return [dict(rows[0], img_size=size, policy=policy, top1=10.0 * i) for size in at for i, policy in enumerate(at[size])]
 
@@ -83,7 +83,7 @@ def trained():
     def make(name, img_size=(32, 32), model_args=(), **changes):
         torch.manual_seed(0)
         model = timm.create_model(name, num_classes=3, img_size=img_size, **dict(model_args)).eval()
-        whole = Trained(
+        whole = TrainedModel(
             model=model, name=name, label=name, encoding=encoding_of(model), img_size=img_size, classes=tuple(CLASSES),
             mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic", seed=0, path=Path("last.ckpt"),
         )  # fmt: skip

@@ -235,7 +235,7 @@ def test_rescue_is_named_only_where_a_rotation_without_scaling_loses_beyond_trai
         found("rope_mixed", top1=90.0),
         found("rope_mixed", resized="rope_mixed ntk"),
         found("rope_mixed", size="32x32"),
-        found("rope_normalised"),
+        found("rope_normalized"),
         found("table"),
     ):
         assert "rescue" not in others

@@ -191,23 +191,23 @@ def test_where_the_data_lie_may_be_said_beside_the_file(load, tmp_path, monkeypa
 
 def test_the_evaluation_may_have_data_of_its_own(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("photographs", "elsewhere/photographs", "labelled"):
+    for name in ("photographs", "elsewhere/photographs", "labeled"):
         (tmp_path / name).mkdir(parents=True)
-    evaluate = CONFIG["evaluate"] | {"data": "labelled"}
+    evaluate = CONFIG["evaluate"] | {"data": "labeled"}
 
     def found(comparison):
         return comparison.data, comparison.sweep.data, comparison.training(comparison.entries[0], 0, tmp_path)["data"]["data"]
 
     assert found(load(data="photographs")) == ("photographs",) * 3
-    assert found(load(data="photographs", evaluate=evaluate)) == ("photographs", "labelled", "photographs")
+    assert found(load(data="photographs", evaluate=evaluate)) == ("photographs", "labeled", "photographs")
     [moved] = load_comparison(tmp_path / "trial.yaml", "elsewhere/photographs")  # the data of training
-    assert found(moved) == ("elsewhere/photographs", "labelled", "elsewhere/photographs")
-    items = [{"data": "photographs", "evaluate": {"data": "labelled"}}, "shapes"]
-    assert [found(one)[:2] for one in load(data=items)] == [("photographs", "labelled"), ("shapes", "shapes")]
+    assert found(moved) == ("elsewhere/photographs", "labeled", "elsewhere/photographs")
+    items = [{"data": "photographs", "evaluate": {"data": "labeled"}}, "shapes"]
+    assert [found(one)[:2] for one in load(data=items)] == [("photographs", "labeled"), ("shapes", "shapes")]
     with pytest.raises(FileNotFoundError, match=r"no data folder none in .* for evaluate\.data"):
         load(data="photographs", evaluate=evaluate | {"data": "none"})
     with pytest.raises(ValueError, match=r"evaluate\.data must be a folder"):
-        load(evaluate=evaluate | {"data": ["labelled"]})
+        load(evaluate=evaluate | {"data": ["labeled"]})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda path: path.name)

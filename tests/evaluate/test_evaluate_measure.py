@@ -85,12 +85,12 @@ def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, noise, row
         torch.nn.init.normal_(block.attn.proj.weight, std=1.0)
     rows = rows_of([model], sweep(sizes=((64, 64), (24, 24)), protocols=("scale",)))
     found = {(row["img_size"], row["policy"]): row for row in rows}
-    larger = [f"{first}+{second}" for first in ("geometric", "clip", "bicubic") for second in ("keep", "renormalise")]
-    assert [*found] == [("32x32", "none"), *(("64x64", p) for p in larger), ("24x24", "keep"), ("24x24", "renormalise")]
+    larger = [f"{first}+{second}" for first in ("geometric", "clip", "bicubic") for second in ("keep", "renormalize")]
+    assert [*found] == [("32x32", "none"), *(("64x64", p) for p in larger), ("24x24", "keep"), ("24x24", "renormalize")]
     assert len({row["nll"] for row in rows}) == len(rows)  # each combination was another model
     assert found["64x64", "clip+keep"]["resized"] == "table clip"
-    assert found["64x64", "bicubic+renormalise"]["resized"] == "table bicubic + cpb renormalise"
-    assert found["24x24", "renormalise"]["resized"] == "cpb renormalise"
+    assert found["64x64", "bicubic+renormalize"]["resized"] == "table bicubic + cpb renormalize"
+    assert found["24x24", "renormalize"]["resized"] == "cpb renormalize"
     assert all(row["unchanged"] for row in rows)
     assert {part.resize for part in parts} == {"geometric", "keep"}  # as they were
 
@@ -316,7 +316,7 @@ def test_runner_passes_other_errors_on():
         )
 
 
-def test_a_real_failed_allocation_is_recognised():
+def test_a_real_failed_allocation_is_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**58, dtype=torch.float32)
     assert out_of_memory(caught.value)

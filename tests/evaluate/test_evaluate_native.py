@@ -28,7 +28,7 @@ HOW = {"device": "cpu", "attention_n": 0, "border_leak": False}
 
 
 def framed(height, width):
-    """A grey image whose borders have a colour each, the corners apart."""
+    """A gray image whose borders have a color each, the corners apart."""
     image = np.full((height, width, 3), 128, np.uint8)
     h, w = height // 5, width // 5
     image[:h, w:-w], image[-h:, w:-w] = BORDERS["above"], BORDERS["below"]
@@ -146,8 +146,8 @@ def test_every_image_is_shown_whole_at_the_shape_nearest_to_its_own(trained, fol
             "above": levels[:, 0, middle[1]], "below": levels[:, -1, middle[1]],
             "left": levels[:, middle[0], 0], "right": levels[:, middle[0], -1],
         }  # fmt: skip
-        for place, colour in BORDERS.items():
-            assert torch.allclose(found[place].mean(1), torch.tensor(colour).float(), atol=25), (name, place)
+        for place, color in BORDERS.items():
+            assert torch.allclose(found[place].mean(1), torch.tensor(color).float(), atol=25), (name, place)
     assert images.shapes(task.preprocessing) == Counter(tuple(image.shape[-2:]) for image in shown)
 
 

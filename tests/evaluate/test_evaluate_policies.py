@@ -38,21 +38,21 @@ def vit(trained):
     [
         ("table", (32, 32), ("none",)),
         ("table", (31, 29), ("none",)),  # the same patches
-        ("table", (16, 24), ("none",)),  # the exact centre, whatever the policy
+        ("table", (16, 24), ("none",)),  # the exact center, whatever the policy
         ("table", (32, 48), THREE),
         ("table", (16, 48), THREE),
         ("absolute", (16, 24), ("bicubic",)),
         ("rope_mixed", (64, 64), ("none",)),
         ("cpb", (32, 32), ("none",)),
-        ("cpb", (16, 24), ("keep", "renormalise")),
-        ("cpb+alibi", (64, 64), ("keep", "renormalise")),
-        ("table+factorised", (64, 64), THREE),
+        ("cpb", (16, 24), ("keep", "renormalize")),
+        ("cpb+alibi", (64, 64), ("keep", "renormalize")),
+        ("table+factorized", (64, 64), THREE),
         ("table+decomposed", (64, 64), (*THREE, "linear")),
         ("absolute+table", (64, 64), ("bicubic", "geometric", "clip")),
         ("absolute+table", (16, 16), ("bicubic", "geometric", "clip")),
-        ("absolute+cpb", (64, 64), ("bicubic+keep", "bicubic+renormalise")),
-        ("table+cpb", (16, 24), ("keep", "renormalise")),
-        ("table+cpb", (64, 64), tuple(f"{a}+{b}" for a in THREE for b in ("keep", "renormalise"))),
+        ("absolute+cpb", (64, 64), ("bicubic+keep", "bicubic+renormalize")),
+        ("table+cpb", (16, 24), ("keep", "renormalize")),
+        ("table+cpb", (64, 64), tuple(f"{a}+{b}" for a in THREE for b in ("keep", "renormalize"))),
     ],
 )
 def test_policies_are_listed_where_they_differ(vit, position, size, policies):
@@ -72,7 +72,7 @@ def test_windows_and_encodings_are_combined(trained):
     assert policies_at(models["table"], (64, 64)) == policies_at(models["cpb"], (64, 64)) == ("none",)
     assert policies_at(models["table"], (128, 64)) == ("fixed", *(f"rescale+{policy}" for policy in THREE))
     assert policies_at(models["table"], (48, 48)) == ("fixed", "divisor", "rescale")  # sub-tables, exact
-    distances = [f"{window}+{policy}" for window in ("divisor", "rescale") for policy in ("keep", "renormalise")]
+    distances = [f"{window}+{policy}" for window in ("divisor", "rescale") for policy in ("keep", "renormalize")]
     assert policies_at(models["cpb"], (80, 80)) == ("fixed", *distances)
     assert policies_at(models["cpb"], (80, 80), ["fixed", "keep", "rescale"]) == ("fixed", "rescale+keep")
     assert policies_at(models["cpb"], (80, 80), ["keep", "rescale"]) == ("rescale+keep",)
@@ -90,9 +90,9 @@ def test_what_a_model_may_be_asked_for(trained, vit):
 
 def test_a_policy_of_windows_and_encodings_is_that_of_a_copy_with_the_same_parameters(trained):
     model = trained("vitrel_swin_n", (64, 64), {"position": "cpb"}).model
-    changed, own = with_policy(model, (96, 128), "rescale+renormalise"), model.layers[0].blocks[1]
+    changed, own = with_policy(model, (96, 128), "rescale+renormalize"), model.layers[0].blocks[1]
     block = changed.layers[0].blocks[1]
-    assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalise")
+    assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalize")
     assert (own.attn.window, own.attn.shift, own.position.resize) == ((4, 4), (2, 2), "keep")
     assert with_policy(model, (96, 128), "fixed") is model
     for tensors in ("parameters", "buffers"):
@@ -107,14 +107,14 @@ def test_policies_of_windows_and_of_encodings_have_names_of_their_own():
 def test_of_several_only_those_wanted(vit):
     assert policies_at(vit("table"), (64, 64), ["bicubic", "clip"]) == ("clip", "bicubic")
     assert policies_at(vit("absolute"), (64, 64), ["clip"]) == ("bicubic",)
-    assert policies_at(vit("table+cpb"), (64, 64), ["clip", "renormalise"]) == ("clip+renormalise",)
+    assert policies_at(vit("table+cpb"), (64, 64), ["clip", "renormalize"]) == ("clip+renormalize",)
     # a model that has none of the wanted ones is still evaluated, with its own
-    cpb = vit("cpb", position_args={"resize": "renormalise"})
-    assert policies_at(cpb, (64, 64), ["clip"]) == ("renormalise",)
+    cpb = vit("cpb", position_args={"resize": "renormalize"})
+    assert policies_at(cpb, (64, 64), ["clip"]) == ("renormalize",)
     assert policies_at(vit("table+cpb"), (64, 64), ["clip"]) == ("clip+keep",)
 
 
-@pytest.mark.parametrize("policy", ["clip+renormalise", "bicubic+keep", "none", "clip+keep+stretch"])
+@pytest.mark.parametrize("policy", ["clip+renormalize", "bicubic+keep", "none", "clip+keep+stretch"])
 def test_a_policy_leaves_the_model_its_own(vit, policy):
     model = vit("table+cpb")
     in_use = {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies}
@@ -154,9 +154,9 @@ def with_tables(other, model, policy):
     ("size", "window"),
     [((18, 18), (3, 3)), ((18, 16), (3, 4)), ((10, 6), (1, 3)), ((26, 24), (1, 4))],
 )
-def test_divisor_is_the_model_with_that_window_and_the_centre_of_the_table(size, window):
+def test_divisor_is_the_model_with_that_window_and_the_center_of_the_table(size, window):
     model, images = swin((16, 16), 4), torch.randn(2, 3, *size, dtype=torch.float64)
-    built = with_tables(swin(size, window), model, "clip")  # which reads the centre of a larger table
+    built = with_tables(swin(size, window), model, "clip")  # which reads the center of a larger table
     changed = with_policy(model, size, "divisor")
     assert changed.resized(size) == {} and changed.unseen(size) == 0
     [stage] = resolution_report(changed, size).stages
@@ -182,7 +182,7 @@ def test_rescale_is_the_model_with_that_window_and_the_resized_table(policy, siz
     assert model.resized(size) == {}
 
 
-def test_a_smaller_window_reads_the_centre_and_rounds_down():
+def test_a_smaller_window_reads_the_center_and_rounds_down():
     model = swin((16, 16), 4)
     changed = with_policy(model, (14, 10), "rescale")
     attn = changed.layers[0].blocks[1].attn
@@ -246,7 +246,7 @@ def test_windows_padding_and_backend_are_told():
     assert (columns["window"], columns["resized"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
     vit = timm.create_model("vitrel_vit_n8_shaw")
     assert static_columns(vit, (64, 96), "none")["window"] == "global"
-    large = timm.create_model("vitrel_vit_n8_factorised")
+    large = timm.create_model("vitrel_vit_n8_factorized")
     chosen = [static_columns(large, (side, side), "none")["backend"] for side in (128, 256)]
     assert chosen == ["sdpa", "bias_by_row"]  # as vitrel.ops chooses by the number of tokens
 

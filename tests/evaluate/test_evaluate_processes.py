@@ -45,7 +45,7 @@ def same_rows(rows, others):
 
 @pytest.fixture
 def unreadable(noise, monkeypatch):
-    """unreadable(indices): these images of the noise are given as zeros labelled -1."""
+    """unreadable(indices): these images of the noise are given as zeros labeled -1."""
 
     def mark(indices):
         read = noise.item

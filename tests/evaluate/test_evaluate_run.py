@@ -491,7 +491,7 @@ HOW = dict(device="cpu", attention_n=0, border_leak=False)
 
 
 class Pictures(Dataset):
-    """7 images of 40x52 pixels as uint8 tensors or PIL images, labelled 0 to 2."""
+    """7 images of 40x52 pixels as uint8 tensors or PIL images, labeled 0 to 2."""
 
     classes = ("left", "right", "above")
 

@@ -57,7 +57,7 @@ def test_the_variance_is_that_of_two_way_random_effects(sides, seeds):
              for a, b in combinations(range(seeds), 2)]  # fmt: skip
     assert found.shared == pytest.approx(1e4 * sum(pairs) / len(pairs)) and found.shared > 0
     assert found.variance == pytest.approx(1e4 * (expected + ROUNDING / 60**2 / seeds))
-    assert found.noise == pytest.approx(1e4 * ms_rest / n) and found.centre == pytest.approx(100 * mean)
+    assert found.noise == pytest.approx(1e4 * ms_rest / n) and found.center == pytest.approx(100 * mean)
 
 
 def test_the_critical_value_is_students_or_the_normal_one_where_one_part_is_all():
@@ -74,10 +74,10 @@ def test_one_seed_is_bonett_and_price_s_interval_of_a_paired_difference():
     a, b = np.zeros((1, 100)), np.zeros((1, 100))
     a[0, :12], b[0, 12:15] = 1, 1  # only a is right on 12, only b on 3
     found = estimate([a], [b])
-    centre = 9 / 104
-    assert found.mean == pytest.approx(9.0) and found.centre == pytest.approx(100 * centre)
-    half = 1.959964 * math.sqrt((17 / 104 - centre**2) / 103)
-    assert (found.low(), found.high()) == pytest.approx((100 * (centre - half), 100 * (centre + half)), rel=1e-6)
+    center = 9 / 104
+    assert found.mean == pytest.approx(9.0) and found.center == pytest.approx(100 * center)
+    half = 1.959964 * math.sqrt((17 / 104 - center**2) / 103)
+    assert (found.low(), found.high()) == pytest.approx((100 * (center - half), 100 * (center + half)), rel=1e-6)
 
 
 def test_no_interval_has_a_width_of_zero():

@@ -159,7 +159,7 @@ def test_windows_have_curves_where_a_fixed_one_is_the_same(windowed):
         "fixed": ["fixed", "fixed", "none"],
         "divisor+keep": ["divisor+keep", "fixed", "none"],
         "rescale+keep": ["none", "rescale+keep", "rescale+keep"],
-        "rescale+renormalise": ["fixed", "none", "rescale+renormalise"],
+        "rescale+renormalize": ["fixed", "none", "rescale+renormalize"],
     }
 
 

@@ -36,7 +36,7 @@ def test_a_pixel_acts_most_on_the_cell_over_it(name, pixel):
 
 
 def anchors_of(generator, size, strides):
-    """Centres (y, x) [n, 2] and sides (height, width) [n, 2] of the anchors of one image, in pixels."""
+    """Centers (y, x) [n, 2] and sides (height, width) [n, 2] of the anchors of one image, in pixels."""
     maps = [torch.zeros(1, 1, -(-size[0] // s), -(-size[1] // s)) for s in strides]
     boxes = generator(ImageList(torch.zeros(1, 3, *size), [size]), maps)[0]
     return (boxes[:, [1, 0]] + boxes[:, [3, 2]]) / 2, boxes[:, [3, 2]] - boxes[:, [1, 0]]
@@ -44,17 +44,17 @@ def anchors_of(generator, size, strides):
 
 def test_anchors_stand_where_their_cells_are():
     strides, at = [8, 16, 32, 64, 128], 0
-    centres, sides = anchors_of(example.Anchors(strides), (800, 1333), strides)
+    centers, sides = anchors_of(example.Anchors(strides), (800, 1333), strides)
     for stride in strides:
         rows, columns = -(-800 // stride), -(-1333 // stride)
         for i, j in [(0, 0), (0, columns - 1), (rows - 1, 0), (rows - 1, columns - 1)]:
             of_cell = slice(at + 9 * (i * columns + j), at + 9 * (i * columns + j + 1))
-            assert (centres[of_cell] - torch.tensor([i * stride, j * stride])).abs().max() <= 0.5  # torchvision rounds corners
+            assert (centers[of_cell] - torch.tensor([i * stride, j * stride])).abs().max() <= 0.5  # torchvision rounds corners
             octaves = [4 * stride * 2 ** (octave / 3) for octave in range(3)]
             expected = [(size * ratio**0.5, size / ratio**0.5) for ratio in (0.5, 1, 2) for size in octaves]
             torch.testing.assert_close(sides[of_cell], torch.tensor(expected), rtol=0, atol=1)
         at += 9 * rows * columns
-    assert at == len(centres)
+    assert at == len(centers)
 
 
 @pytest.mark.parametrize(("size", "off"), [((800, 1333), [0, 166]), ((800, 1344), [0, 0])], ids=str)
@@ -83,7 +83,7 @@ def test_the_image_keeps_its_size_and_boxes_are_pixels():
     for x0, y0, x1, y1 in target["boxes"].int().tolist():
         assert 0 <= x0 < x1 <= SIZE[1] and 0 <= y0 < y1 <= SIZE[0]
     inside = image[:, y0:y1, x0:x1]  # the last rectangle, which no other covers
-    assert torch.equal(inside, example.COLOURS[target["labels"][-1] - 1, :, None, None].expand_as(inside))
+    assert torch.equal(inside, example.COLORS[target["labels"][-1] - 1, :, None, None].expand_as(inside))
     model.score_thresh = 0.0
     with torch.no_grad():
         boxes = model.eval()([image])[0]["boxes"]

@@ -26,7 +26,7 @@ ABOUT = {  # {example: (what it shows, how vitrel computes it)}
         '`"log_decay", directional=True` learns one; here a `"table"`',
     ),
     "three_tokens_content": ("scores without position, for the next five", '`"none"`'),
-    "three_tokens_additive": ("a bias for each offset", '`"table"`, `"clipped"` or `"factorised"`'),
+    "three_tokens_additive": ("a bias for each offset", '`"table"`, `"clipped"` or `"factorized"`'),
     "three_tokens_shaw_keys": ("a vector for each offset, added to the keys", '`"shaw", values=False`'),
     "three_tokens_alibi_signed": ("a slope with the sign of the offset", '`"table"` with rows -m Δ'),
     "three_tokens_alibi_symmetric": ("a slope with distance", '`"alibi", learnable=True`, slope 0.1'),

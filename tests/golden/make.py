@@ -29,7 +29,7 @@ TRAINED = (2, 3)
 LARGER, OTHER = (5, 4, 1), (4, 2, 1)  # grids (h, w, prefix) for an encoding built for TRAINED
 LARGER_OF_MANY_HEADS = {"lookhere": (3, 3, 1), "xpos": (3, 4, 1)}
 DIGITS, TOLERANCE = 8, 2e-8
-FIXED_AT_ITS_GRID = ("none", "absolute", "sincos", "table", "factorised")  # their oracles hold at the training grid
+FIXED_AT_ITS_GRID = ("none", "absolute", "sincos", "table", "factorized")  # their oracles hold at the training grid
 INPUTS = {  # name: (phase, amplitude)
     "q": (0.1, 1.5),
     "k": (0.7, 1.5),
@@ -78,19 +78,19 @@ OPTIONS = {  # one more case for each, built for TRAINED and evaluated at OTHER,
         {"bidirectional": False},
         {"num_buckets": [1, 6], "max_distance": [2, 5]},
     ],
-    "cpb": [{"resize": "renormalise"}, {"pretrained_window": [4, 6]}],
+    "cpb": [{"resize": "renormalize"}, {"pretrained_window": [4, 6]}],
     "alibi": [
         {"distance": "l1", "learnable": True},
         {"distance": "squared"},
         {"directional": True},
-        {"resize": "renormalise"},
+        {"resize": "renormalize"},
     ],
-    "log_decay": [{"decay": 0.3}, {"distance": "l1"}, {"directional": True}, {"resize": "renormalise"}],
+    "log_decay": [{"decay": 0.3}, {"distance": "l1"}, {"directional": True}, {"resize": "renormalize"}],
     "shaw": [{"per_head": True}, {"values": False}, {"radius": [2, 1]}],
     "deberta": [{"radius": 2}],
     "rope_axial": [{"base": 10.0}, {"scaling": "linear"}, {"scaling": "ntk"}, {"scaling": "yarn"}],
     "rope_mixed": [{"scaling": "linear"}, {"scaling": "ntk"}, {"scaling": "yarn"}],
-    "rope_normalised": [{"base": 10.0}],
+    "rope_normalized": [{"base": 10.0}],
     "xpos": [{"base": 10.0, "gamma": 1.0, "scale_base": 3.0}],
 }
 ELSEWHERE = {  # further cases: (trained, grid, options)
@@ -117,7 +117,7 @@ def table_shapes(key, trained, extra, heads, options):
     if key == "t5":
         chosen = {name: options[name] for name in ("num_buckets", "max_distance", "bidirectional") if name in options}
         lengths = [count for count, _ in oracles.t5_axes(trained, **chosen)]
-    if key == "factorised" or options.get("mode") == "sum":
+    if key == "factorized" or options.get("mode") == "sum":
         return {"table_h": (lengths[0] + extra, heads), "table_w": (lengths[1], heads)}
     name = "relative_attention_bias" if key == "t5" else "relative_position_bias_table"
     return {name: (math.prod(lengths) + extra, heads if options.get("per_head", True) else 1)}
@@ -161,7 +161,7 @@ def parameters(key, trained, prefix, options):
         shapes = {"pos_embed": (1, prefix + math.prod(trained), heads * width)}
     elif key == "rope_mixed":
         shapes = {"freqs": (2, heads, width // 2)}
-    elif key in ("table", "factorised", "clipped", "t5"):
+    elif key in ("table", "factorized", "clipped", "t5"):
         shapes = table_shapes(key, trained, 3 if prefix else 0, heads, options)
     elif key in ("cpb", "alibi", "log_decay", "fire"):
         shapes = bias_shapes(key, prefix, heads, options)

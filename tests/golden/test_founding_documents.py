@@ -549,11 +549,11 @@ STATEMENTS = {
     "below": lambda: {"offset": GRID.offsets()[GRID.index("hw")[0, 2]]},
     "mixed_readings": mixed_readings,
     "least_of_row_0": least_of_row_0,
-    "cancelled": lambda: {
+    "canceled": lambda: {
         "content": relative_by_vitrel("query-key").scaled[0, 1, 0],
         "logits": [relative_by_vitrel(offset).biased[0, 1, 0] for offset in ("query-key", "key-query")],
     },
-    "separate_tables": lambda: {"joint": count("table", (7, 7)), "per_axis": count("factorised", (7, 7))},
+    "separate_tables": lambda: {"joint": count("table", (7, 7)), "per_axis": count("factorized", (7, 7))},
     "size_of_table": lambda: {"rows": count("table", (7, 7)), "patches": vitrel.Grid(7, 7).tokens},
     "clip_of_transformer_xl": vectors_of_transformer_xl,
     "lowest_score": lowest_scores,

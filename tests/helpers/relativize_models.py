@@ -51,7 +51,7 @@ def image(h=32, w=32):
     return torch.randn(2, 3, h, w, generator=torch.Generator().manual_seed(h * w))
 
 
-def randomise(model, std=0.5):
+def randomize(model, std=0.5):
     torch.manual_seed(1)
     for parameter in position_parameters(model).values():
         nn.init.normal_(parameter, std=std)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
-from vitrel.train import Classifier, Optimisation
+from vitrel.train import Classifier, Optimization
 
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 
@@ -52,7 +52,7 @@ class Tensors(LightningDataModule):
 
 def small(name: str = "vitrel_vit_n8_none", num_classes: int = 4, **how) -> Classifier:
     """Return a Classifier with a two-block ViT for 32x32 pixels and half an epoch of warm-up."""
-    return Classifier(name, num_classes, 32, SMALL, **{"optim": Optimisation(lr=3e-3, warmup_epochs=0.5)} | how)
+    return Classifier(name, num_classes, 32, SMALL, **{"optim": Optimization(lr=3e-3, warmup_epochs=0.5)} | how)
 
 
 def fit(classifier, data=None, ckpt_path=None, **how) -> Trainer:

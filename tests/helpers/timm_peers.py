@@ -1,4 +1,4 @@
-"""Small timm models of every family with random weights far from initialisation, for tests of loading."""
+"""Small timm models of every family with random weights far from initialization, for tests of loading."""
 
 import timm
 import torch

@@ -19,7 +19,7 @@ IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "
 SMALL = {"pape": {"parabolas": 3}, "cpb": {"hidden": 6}}  # options of every test of these keys
 # One encoding per way to enter attention, for tests of windows: biases by offset, by axis and computed, tables multiplied by
 # queries, by keys and by the weights of values, a bias of queries, rotations of both and of each.
-WAYS = ["table", "factorised", "cpb", "decomposed", "deberta", "shaw", "transformer_xl", "rope_mixed", "xpos"]
+WAYS = ["table", "factorized", "cpb", "decomposed", "deberta", "shaw", "transformer_xl", "rope_mixed", "xpos"]
 MODELS = [f"vitrel_vit_n8_{key}" for key in (*KEYS, "absolute_rope_mixed")]
 MODELS += [f"vitrel_swin_n_{key}" for key in (*WAYS, "absolute_rope_mixed")] + ["vitrel_swin_n", "vitrel_swinv2_n"]
 VARIANTS = [(key, {}) for key in KEYS] + [
@@ -30,15 +30,15 @@ VARIANTS = [(key, {}) for key in KEYS] + [
     ("t5", {"num_buckets": 8, "max_distance": 4}),
     ("t5", {"num_buckets": (1, 2)}),
     ("t5", {"bidirectional": False}),
-    ("cpb", {"resize": "renormalise"}),
+    ("cpb", {"resize": "renormalize"}),
     ("cpb", {"pretrained_window": (2, 6)}),
     ("alibi", {"distance": "l1"}),
     ("alibi", {"distance": "squared"}),
     ("alibi", {"learnable": True, "directional": True}),
-    ("alibi", {"resize": "renormalise"}),
+    ("alibi", {"resize": "renormalize"}),
     ("log_decay", {"decay": 0.3}),
     ("log_decay", {"distance": "l1", "directional": True}),
-    ("log_decay", {"resize": "renormalise"}),
+    ("log_decay", {"resize": "renormalize"}),
     ("shaw", {"per_head": True}),
     ("shaw", {"values": False, "radius": 1}),
     ("deberta", {"radius": (1, 3)}),

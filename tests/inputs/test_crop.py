@@ -80,7 +80,7 @@ def test_what_is_no_row_of_a_token_stays():
 def test_the_crop_on_its_own_is_another():
     """The control: the encoding on the crop's grid, as if it were an image, has other logits where the size matters."""
     whole, crop = Grid(6, 7), Crop(Grid(6, 7), (1, 3), 4, 2)
-    for key, options in (("rope_normalised", {}), ("fire", {}), ("table", {"resize": "bicubic"}), ("absolute", {})):
+    for key, options in (("rope_normalized", {}), ("fire", {}), ("table", {"resize": "bicubic"}), ("absolute", {})):
         encoding = perturbed(make(key, Grid(4, 5), **options)).eval()
         for of_whole, own in zip(tensors(crop_terms(encoding(whole), crop)), tensors(encoding(crop.grid)), strict=True):
             assert of_whole.shape == own.shape and (of_whole - own).abs().max() > 1e-3, key

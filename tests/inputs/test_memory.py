@@ -110,7 +110,7 @@ def test_encodings_that_read_offsets_need_no_height(key, options, length):
 
 def test_encodings_that_read_the_grid_do():
     """What makes the test above one: resampled tables and coordinates relative to the grid differ without the height."""
-    cases = ("table", {"resize": "bicubic"}), ("rope_normalised", {}), ("alibi", {"resize": "renormalise"}), ("rope_axial", {})
+    cases = ("table", {"resize": "bicubic"}), ("rope_normalized", {}), ("alibi", {"resize": "renormalize"}), ("rope_axial", {})
     for key, options in cases:  # the last because of its class token, which is not rotated
         model, image = model_of(key, options), strip()
         found, _ = in_tiles(model, image)
@@ -252,7 +252,7 @@ def test_only_the_last_tile_may_end_inside_a_patch():
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("key", ["absolute", "table", "rope_normalised", "absolute+rope_mixed"])
+@pytest.mark.parametrize("key", ["absolute", "table", "rope_normalized", "absolute+rope_mixed"])
 def test_the_last_tile_may_be_shorter_than_a_patch(key, prefix):
     """As the whole strip, whose last patch is filled with zeros; also where it is all that later tiles could remember."""
     for pixels in (1, PATCH - 1):
@@ -307,7 +307,7 @@ def test_segments_equal_the_recurrence_of_the_paper(key, length):
     q, k, v = draw(3, 1, HEADS, WHOLE.tokens, DIM)
     learned = {name: value.detach().numpy() for name, value in encoding.named_parameters()}
     wanted = oracles.recurrent(key, *(x[0].numpy() for x in (q, k, v)), SEGMENTS, W, length, **learned)
-    if key == "table":  # built for the whole, so smaller key grids read its exact centre
+    if key == "table":  # built for the whole, so smaller key grids read its exact center
         assert not encoding.resized(Grid(3, W))
     torch.testing.assert_close(in_segments(encoding, q, k, v, length)[0], torch.from_numpy(wanted), rtol=0, atol=1e-6)
 

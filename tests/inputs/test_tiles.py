@@ -214,7 +214,7 @@ def test_images_of_other_kinds(tmp_path):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         assert len(taken) == 8 and all(h <= 120 and w <= 120 for h, w in taken)
         assert tiled_features(model, opened, 120, device="meta").device.type == "meta"
-    with pytest.raises(TypeError, match=r"the image has dtype torch.uint8: pass floats, normalised as the model expects"):
+    with pytest.raises(TypeError, match=r"the image has dtype torch.uint8: pass floats, normalized as the model expects"):
         tiled_features(build("v1"), image.numpy().astype(np.uint8), 120)
 
 

@@ -102,7 +102,7 @@ def test_windows_kept_by_a_dynamic_swin():
 
 
 def test_coordinates_that_change_their_meaning_are_counted():
-    """Swin V2 normalises them by the window, unless that of its pretraining is given."""
+    """Swin V2 normalizes them by the window, unless that of its pretraining is given."""
     model = timm.create_model("swinv2_tiny_window8_256", **NARROW)
     assert at_size(model, 320).resized == {"relative_coords_table re-created": 12 * 15 * 15 * 2}
     kept = timm.create_model("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8), **NARROW)

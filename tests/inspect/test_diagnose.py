@@ -152,17 +152,17 @@ def test_borders_meet_at_the_known_larger_sizes():
     assert only(found).sizes[1].stages[0].padded == 0 and all(line.stages[3].frozen for line in only(found).sizes)
 
 
-@pytest.mark.parametrize("position", ["table", "rope_normalised", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
+@pytest.mark.parametrize("position", ["table", "rope_normalized", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
 def test_bias_of_ours_at_another_grid(position):
     model = timm.create_model(f"vitrel_vit_n8_{position}", depth=1, embed_dim=24, num_heads=2)
     changes = own_bias_changes(model.encodings((96, 128)))
-    expected = {"table": "bias", "decomposed": "bias", "rope_normalised": "rotation"}
+    expected = {"table": "bias", "decomposed": "bias", "rope_normalized": "rotation"}
     assert [change.what for change in changes] == ([expected[position]] if position in expected else [])
     assert own_bias_changes(model.encodings((64, 64))) == ()
 
 
 def test_the_size_of_a_change():
-    """`clip` reads the trained table at the offsets both grids have; halved angles turn neighbours half as far."""
+    """`clip` reads the trained table at the offsets both grids have; halved angles turn neighbors half as far."""
     model = timm.create_model("vitrel_vit_n8_table", depth=1)
     model.set_resize_policy("clip")
     assert own_bias_changes(model.encodings((96, 128))) == ()

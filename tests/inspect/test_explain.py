@@ -94,7 +94,7 @@ def test_the_steps_are_attention(key, prefix, temperature):
         ("none", []),
         ("sincos", ["content-position", "position-content", "position-position"]),
         ("table", ["bias[dy, dx]"]),
-        ("factorised", ["bias[dy]", "bias[dx]"]),
+        ("factorized", ["bias[dy]", "bias[dx]"]),
         ("t5+log_decay", ["bias[dy, dx]", "bias[dy, dx] 2"]),
         ("transformer_xl", ["content-position", "global content bias", "global position bias"]),
         ("deberta", ["content-position", "position-content"]),

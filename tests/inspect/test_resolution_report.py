@@ -123,8 +123,8 @@ def test_every_encoding_is_reported_without_a_run_on_the_meta_device(trunk, key)
         parameter.numel() for name, parameter in model.named_parameters() if name in model.position_parameters()
     )
     line = next(e for e in reported.encodings if e.key == key)
-    assert (line.site, line.behaviour, line.policies) == (
-        POSITIONS[key].site, POSITIONS[key].behaviour, POSITIONS[key].policies
+    assert (line.site, line.behavior, line.policies) == (
+        POSITIONS[key].site, POSITIONS[key].behavior, POSITIONS[key].policies
     )  # fmt: skip
     if trunk == "swin_n" and line.site == "attention":
         assert (line.layers, line.grid, line.trained, line.effect.split(",")[0]) == (
@@ -165,7 +165,7 @@ def test_layers_that_are_alike_are_one_line_with_their_sum():
         ("t5", {}, "nothing changes, far offsets read a trained edge"),
         ("alibi", {}, "nothing changes, at offsets never trained"),
         ("cpb", {"resize": "keep"}, "evaluated, at offsets never trained"),
-        ("cpb", {"resize": "renormalise"}, "read by cpb renormalise"),
+        ("cpb", {"resize": "renormalize"}, "read by cpb renormalize"),
         ("rope_axial", {"scaling": "ntk"}, "read by rope_axial ntk, at offsets never trained"),
     ],
 )

@@ -37,8 +37,8 @@ class Layer(torch.nn.Module):
         return self.layer(tokens, (x.shape[1], x.shape[2], self.token.shape[1]))
 
 
-TOGETHER = ["table+factorised+fire+rope_axial", "clipped+t5+lookhere+rope_mixed"]  # several in one layer; it rotates once
-TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalised", "log_decay+transformer_xl+pape+xpos"]
+TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+lookhere+rope_mixed"]  # several in one layer; it rotates once
+TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalized", "log_decay+transformer_xl+pape+xpos"]
 TOGETHER += [key for key in IN_ATTENTION if all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
 CONFIGS += [dict(position=position, window=(4, 3), shift=(2, 1)) for position in ("cpb", "rope_mixed+shaw+lookhere")]
@@ -119,7 +119,7 @@ def test_errors():
 
 
 def cosine_layer(**keywords):
-    """In float64, parameters far from their initialisation, one head of two beyond the largest scale."""
+    """In float64, parameters far from their initialization, one head of two beyond the largest scale."""
     layer = vitrel.RelativeAttention(16, 2, cosine=True, dtype=torch.float64, **keywords).eval()
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -25,7 +25,7 @@ EVERY = pytest.mark.parametrize("kind", KINDS)
 
 
 def build(kind=None, **options):
-    """A model in evaluation whose parameters are all away from their initialisation."""
+    """A model in evaluation whose parameters are all away from their initialization."""
     model = ViT(**(SMALL | KINDS.get(kind, {}) | options)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -148,8 +148,8 @@ def test_state_dict_round_trip(tmp_path, kind):
 
 
 @EVERY
-def test_initialised_after_the_meta_device(kind):
-    """As at construction: the same constants, the same spread of random values, and nothing left uninitialised."""
+def test_initialized_after_the_meta_device(kind):
+    """As at construction: the same constants, the same spread of random values, and nothing left uninitialized."""
     model = ViT(**SMALL | KINDS[kind], device="meta").to_empty(device="cpu").eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

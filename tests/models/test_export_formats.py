@@ -46,9 +46,9 @@ def test_onnx_of_a_swin(tmp_path):
 
 
 TOGETHER = [  # several in one model, each of which moves the logits; a model rotates once
-    "absolute+table+factorised+fire+rope_axial",
+    "absolute+table+factorized+fire+rope_axial",
     "sincos+clipped+t5+lookhere+rope_mixed",
-    "cpb+alibi+shaw+decomposed+rope_normalised",
+    "cpb+alibi+shaw+decomposed+rope_normalized",
     "log_decay+transformer_xl+deberta+pape+xpos",
 ]
 TOGETHER += [key for key in POSITIONS if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
@@ -169,8 +169,8 @@ def test_hub_other_head_and_channels(hub):
         assert other(image).shape == (2, 3) and torch.equal(other.forward_features(image), model.forward_features(image))
         bare = timm.create_model(source, pretrained=True, num_classes=0).eval()
         assert torch.equal(bare(image), model.forward_head(model.forward_features(image), pre_logits=True))
-        grey = timm.create_model(source, pretrained=True, in_chans=1).eval()
-        torch.testing.assert_close(grey(image[:, :1]), model(image[:, :1].expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
+        gray = timm.create_model(source, pretrained=True, in_chans=1).eval()
+        torch.testing.assert_close(gray(image[:, :1]), model(image[:, :1].expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
 
 
 def test_hub_backbone(hub):

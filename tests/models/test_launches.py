@@ -10,7 +10,7 @@ import vitrel
 from helpers.gpu import Unread, autocast
 from helpers.variants import MODELS
 from tools.benchmark.traffic import Traffic
-from vitrel import constants
+from vitrel import geometry
 from vitrel.ops import BACKENDS, use_backend
 from vitrel.ops.backends import flex
 from vitrel.ops.capability import TABLE
@@ -102,7 +102,7 @@ def test_forward_on_a_device_that_holds_no_values(name):
 
 
 # Together they enter attention in every way, on every backend that serves on a GPU.
-KINDS = ["vit_n8_factorised", "vit_n8_deberta", "vit_n8_shaw", "swin_n_rope_mixed", "swinv2_n"]
+KINDS = ["vit_n8_factorized", "vit_n8_deberta", "vit_n8_shaw", "swin_n_rope_mixed", "swinv2_n"]
 
 
 def on_every_backend(model, image, backward=False):
@@ -161,12 +161,12 @@ def test_a_compiled_graph_is_of_one_device(name, backend, monkeypatch):
 
     def computed(name, key, device):
         with mode:
-            value = constants._makers[name](*key, device=device)
+            value = geometry._makers[name](*key, device=device)
         return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
-    monkeypatch.setattr(constants, "_computed", computed)
+    monkeypatch.setattr(geometry, "_computed", computed)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    constants.clear()
+    geometry.clear()
     torch._dynamo.reset()
     model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}")).requires_grad_(False)
     with mode, use_backend(backend):
@@ -175,7 +175,7 @@ def test_a_compiled_graph_is_of_one_device(name, backend, monkeypatch):
         try:
             compiled(torch.zeros(2, 3, 48, 80, device="cuda"))
         finally:
-            constants.clear()
+            geometry.clear()
     (graph,) = graphs
     values = [(node.name, leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("example_value"))]
     assert [node for node, value in values if isinstance(value, torch.Tensor) and value.device.type != "cuda"] == []

@@ -20,7 +20,7 @@ FOUR = ["vitrel_vit_n8_absolute", "vitrel_vit_n8_table", "vitrel_vit_n8_rope_mix
 
 
 def build(name, std=0.2, **keywords):
-    """A small model in evaluation with parameters away from their initialisation, those of position most of all."""
+    """A small model in evaluation with parameters away from their initialization, those of position most of all."""
     model = timm.create_model(name, **({"num_classes": 5} | keywords)).eval()
     with torch.no_grad():
         for n, parameter in model.named_parameters():
@@ -293,7 +293,7 @@ def test_training_step_in_another_precision(name, dtype):
 
 
 class Shifted(PositionEncoding):
-    """An encoding of a user's, with a constant in a buffer and an initialisation of its own."""
+    """An encoding of a user's, with a constant in a buffer and an initialization of its own."""
 
     def __init__(self, grid, num_heads, head_dim, **factory):
         super().__init__()
@@ -304,7 +304,7 @@ class Shifted(PositionEncoding):
         return Terms()
 
 
-def test_anyones_encoding_keeps_its_own_initialisation(monkeypatch):
+def test_anyones_encoding_keeps_its_own_initialization(monkeypatch):
     monkeypatch.setitem(POSITIONS, "shifted", Shifted)
     model = timm.create_model("vitrel_vit_n8_none", position="shifted")
     assert all((block.position.row == 0.25).all() and (block.position.slope == 1).all() for block in model.blocks)

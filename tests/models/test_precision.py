@@ -59,7 +59,7 @@ def test_channels_last_images(name):
 
 
 @pytest.mark.parametrize(
-    "key", ["rope_axial", "rope_mixed", "rope_normalised", "alibi", "log_decay", "cpb", "fire", "transformer_xl"]
+    "key", ["rope_axial", "rope_mixed", "rope_normalized", "alibi", "log_decay", "cpb", "fire", "transformer_xl"]
 )
 def test_positions_are_computed_in_float32(key):
     """In bfloat16 a position at 1024 px would be off by whole patches: the terms are those of float32, rounded at the end."""

@@ -190,7 +190,7 @@ def test_set_input_size_takes_timms_call():
 @pytest.mark.parametrize(
     "name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"]
 )
-def test_initialisation_after_the_meta_device(name):
+def test_initialization_after_the_meta_device(name):
     """to_empty leaves garbage in every tensor; init_weights draws parameters and refills the constants of fixed encodings."""
     model = timm.create_model(name, num_classes=4, device="meta").to_empty(device="cpu")
     with torch.no_grad():

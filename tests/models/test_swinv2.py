@@ -18,7 +18,7 @@ SMALL = dict(patch_size=4, embed_dim=32, num_classes=6)
 
 
 def perturb(model):
-    """Every parameter away from its initialisation, the norms that start at zero most of all. One head of each block without a
+    """Every parameter away from its initialization, the norms that start at zero most of all. One head of each block without a
     shift goes beyond the clamp; with a shift timm's mask of -100 would leak there."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -96,7 +96,7 @@ def test_shapes_of_the_published_models(name, peer):
     assert ours.pretrained_cfg["hf_hub_id"] == f"timm/swinv2_{peer}_window8_256.ms_in1k"
 
 
-def test_initialisation():
+def test_initialization():
     """Blocks start as the identity, scales at 10; a model from the meta device starts the same."""
     built = timm.create_model("vitrel_swinv2_n", num_classes=5)
     empty = timm.create_model("vitrel_swinv2_n", num_classes=5, device="meta").to_empty(device="cpu")
@@ -129,7 +129,7 @@ def test_no_weight_decay():
     assert len(scales) == 6 and model.no_weight_decay() == scales | model.position_parameters()
 
 
-@pytest.mark.parametrize("position", ["none", "table", "factorised", "rope_axial", "rope_mixed", "absolute+rope_mixed+table"])
+@pytest.mark.parametrize("position", ["none", "table", "factorized", "rope_axial", "rope_mixed", "absolute+rope_mixed+table"])
 def test_any_position_at_any_size(position):
     model = perturb(timm.create_model("vitrel_swinv2_n", position=position, num_classes=5))
     for size in [(64, 64), (72, 40), (30, 100)]:
@@ -181,7 +181,7 @@ def test_a_penalty_of_100_would_leak():
     assert (out / x[0, 0]).max() < -0.9  # the hidden tokens' value; the token's own region holds +1
 
 
-def test_autocast_normalises_in_float32():
+def test_autocast_normalizes_in_float32():
     """bfloat16 keeps 8 bits: q and k are rounded to it once, after lengths and scale, and the output stays near float32's."""
     attn, x = Attention(64, 2, cosine=True), torch.randn(2, 30, 64)
     with torch.no_grad():

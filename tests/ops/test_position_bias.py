@@ -7,7 +7,7 @@ import vitrel
 from vitrel import POSITIONS, Grid, create_position
 from vitrel.ops.reference import masked_logits
 
-CONTENT = {"shaw", "decomposed", "transformer_xl", "deberta", "rope_axial", "rope_mixed", "rope_normalised", "xpos", "pape"}
+CONTENT = {"shaw", "decomposed", "transformer_xl", "deberta", "rope_axial", "rope_mixed", "rope_normalized", "xpos", "pape"}
 
 
 @pytest.mark.parametrize("grid", [Grid(3, 4), Grid(2, 5, 2)])

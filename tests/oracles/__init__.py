@@ -10,7 +10,7 @@ has no such argument. Parameters have the names and shapes of the state dict; na
 
 # ruff: noqa: F401  what the modules offer, under one name
 from oracles.algebra import attention, log_n, window_canvas
-from oracles.bias import alibi, clipped, cpb, factorised, fire, log_decay, table
+from oracles.bias import alibi, clipped, cpb, factorized, fire, log_decay, table
 from oracles.buckets import t5, t5_axes, t5_axis, t5_bucket
 from oracles.common import (
     attend,
@@ -29,7 +29,7 @@ from oracles.common import (
 )
 from oracles.content import deberta, decomposed, pape, shaw, transformer_xl
 from oracles.directional import lookhere, views, xpos
-from oracles.rotary import rope_axial, rope_mixed, rope_normalised
+from oracles.rotary import rope_axial, rope_mixed, rope_normalized
 from oracles.streams import (
     causal_by_segment,
     masked_attention,
@@ -41,7 +41,7 @@ from oracles.streams import (
 from oracles.tokens import absolute, none, sincos, sincos_tokens
 
 ADDED = (none, absolute, sincos)
-BIAS = (table, factorised, clipped, t5, cpb, alibi, log_decay, fire)
+BIAS = (table, factorized, clipped, t5, cpb, alibi, log_decay, fire)
 CONTENT = (shaw, decomposed, transformer_xl, deberta, pape)
-ROTARY = (rope_axial, rope_mixed, rope_normalised, xpos)
+ROTARY = (rope_axial, rope_mixed, rope_normalized, xpos)
 ORACLES = {rule.__name__: rule for rule in (*ADDED, *BIAS, *CONTENT, *ROTARY, lookhere)}

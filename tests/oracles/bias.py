@@ -22,7 +22,7 @@ def columns_of(table, per_head, q):
     return table if per_head else np.repeat(table, len(q), axis=1)
 
 
-def factorised(q, k, v, h, w, prefix=0, *, table_h, table_w):
+def factorized(q, k, v, h, w, prefix=0, *, table_h, table_w):
     """+ B_h[dy] + B_w[dx]; table_h [2h-1 (+3), H] alone has the prefix rows, table_w is [2w-1, H]."""
     rows = 2 * h - 1
     return biased(q, k, v, h, w, prefix, lambda n, dy, dx: table_h[dy + h - 1, n] + table_w[dx + w - 1, n], table_h[rows:])
@@ -52,10 +52,10 @@ def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, resize="keep", pre
     """Swin V2 (2111.09883, section 3.3): + 16 sigmoid(MLP(g(dy), g(dx))), g `log_spaced` by the training grid.
 
     cpb_mlp.0.weight [hidden, 2], cpb_mlp.0.bias [hidden], cpb_mlp.2.weight [H, hidden]; prefix_bias [3, H] is added unchanged.
-    resize "keep": g has the training grid (pretrained_window, if given); "renormalise": the evaluated grid.
+    resize "keep": g has the training grid (pretrained_window, if given); "renormalize": the evaluated grid.
     """
     trained_window = pair(pretrained_window or trained or (h, w))
-    reference = {"keep": trained_window, "renormalise": (h, w)}[resize]
+    reference = {"keep": trained_window, "renormalize": (h, w)}[resize]
     W1, b1, W2 = (mlp.pop(f"cpb_mlp.{name}") for name in ("0.weight", "0.bias", "2.weight"))
     assert not mlp and len(W1) == hidden and (prefix_bias is not None) == bool(prefix)
 
@@ -67,11 +67,11 @@ def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, resize="keep", pre
 
 
 def stretched(n, delta, grid, trained, direction, resize):
-    """Return the offset whose length is penalised: "renormalise" measures it in training patches, then `direction` weighs it.
+    """Return the offset whose length is penalized: "renormalize" measures it in training patches, then `direction` weighs it.
 
     direction [4, H] or None: exp(direction[c, head]) multiplies dy > 0, dy < 0, dx > 0 and dx < 0 for c = 0, 1, 2, 3.
     """
-    ratios = {"keep": (1, 1), "renormalise": [a / b for a, b in zip(trained or grid, grid, strict=True)]}[resize]
+    ratios = {"keep": (1, 1), "renormalize": [a / b for a, b in zip(trained or grid, grid, strict=True)]}[resize]
     steps = []
     for axis in range(2):
         row = 2 * axis + (0 if delta[axis] > 0 else 1)

@@ -22,7 +22,7 @@ def prefix_row(i, j, prefix):
 
 
 def split_heads(tokens, num_heads):
-    """[N, C] -> [H, N, D]; a head owns D neighbouring channels."""
+    """[N, C] -> [H, N, D]; a head owns D neighboring channels."""
     width = tokens.shape[1] // num_heads
     return np.stack([tokens[:, n * width : (n + 1) * width] for n in range(num_heads)])
 

@@ -84,7 +84,7 @@ def deberta(q, k, v, h, w, prefix=0, *, trained=None, radius=None, key_h, key_w,
 
 
 def stretch_rows(rows, count):
-    """[R, D] -> [count, D], linear between the centres of cells: new row i lies at (i + 1/2) R/count - 1/2, edges repeated."""
+    """[R, D] -> [count, D], linear between the centers of cells: new row i lies at (i + 1/2) R/count - 1/2, edges repeated."""
     last, made = len(rows) - 1, []
     for i in range(count):
         at = min(max((i + 0.5) * len(rows) / count - 0.5, 0.0), last)

@@ -56,7 +56,7 @@ def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="no
 
 
 def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="none", freqs):
-    """RoPE-Mixed (2403.13298): angle = fy*y + fx*x; freqs [2, H, D/2], y first; `base` only initialises them.
+    """RoPE-Mixed (2403.13298): angle = fy*y + fx*x; freqs [2, H, D/2], y first; `base` only initializes them.
 
     Scaling as `rope_axial`, fy by the stretch of y and fx by that of x; pair p has band p mod D/4.
     """
@@ -72,7 +72,7 @@ def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="non
     return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
 
 
-def rope_normalised(q, k, v, h, w, prefix=0, *, trained=None, base=100.0):
+def rope_normalized(q, k, v, h, w, prefix=0, *, trained=None, base=100.0):
     """DINOv3 (2508.10104): the middle of patch i of n has the coordinate c = 2(i + 1/2)/n - 1, rotated by 2 pi c / base^(4t/d).
 
     The first d/4 pairs are rotated by y, the rest by x. Where 4 does not divide d, all d/2 pairs are rotated by the axis that

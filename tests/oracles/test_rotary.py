@@ -26,22 +26,22 @@ def test_axial_is_a_mixed_rope():
 
 
 @pytest.mark.parametrize("base", [100.0, 10.0])
-def test_normalised_is_a_mixed_rope_of_the_grids_size(base):
+def test_normalized_is_a_mixed_rope_of_the_grids_size(base):
     """A step along an axis of n is 2/n of the coordinate, 4 pi / n / period of angle; only differences count."""
     h, w = 3, 5
     freqs = axial_frequencies(16, base, h / (4 * math.pi), w / (4 * math.pi))
     expected = oracles.rope_mixed(*qkv(h, w, width=16), freqs=freqs)
-    assert_same(oracles.rope_normalised(*qkv(h, w, width=16), base=base), expected)
+    assert_same(oracles.rope_normalized(*qkv(h, w, width=16), base=base), expected)
 
 
-def test_normalised_coordinates_lie_about_the_middle():
+def test_normalized_coordinates_lie_about_the_middle():
     """A middle token is not rotated: with a prefix token it keeps plain content; the first of two is at -1/2."""
     q, k, v, *grid = qkv(1, 3, 1)
     plain = oracles.none(q, k, v, *grid)[0]
-    logits, _ = oracles.rope_normalised(q, k, v, *grid)
+    logits, _ = oracles.rope_normalized(q, k, v, *grid)
     assert_allclose(logits[:, 0, 2], plain[:, 0, 2])
     one = np.eye(8)[None, [2] * 3]  # first pair of x, period 1
-    assert oracles.rope_normalised(one, one, one, 1, 2, 1)[0][0, 0, 1] == pytest.approx(8**-0.5 * math.cos(-math.pi))
+    assert oracles.rope_normalized(one, one, one, 1, 2, 1)[0][0, 0, 1] == pytest.approx(8**-0.5 * math.cos(-math.pi))
 
 
 def test_linear_scaling_divides_frequencies():

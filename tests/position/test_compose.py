@@ -44,7 +44,7 @@ def test_two_rotations_are_refused():
     ("arguments", "error", "text"),
     [
         (("tabel", (4, 4), 2, 8), ValueError, "unknown position 'tabel'; did you mean 'table'"),
-        (("rope", (4, 4), 2, 8), ValueError, "did you mean 'rope_axial' or 'rope_mixed' or 'rope_normalised'"),
+        (("rope", (4, 4), 2, 8), ValueError, "did you mean 'rope_axial' or 'rope_mixed' or 'rope_normalized'"),
         (("table+rope", (4, 4), 2, 8), ValueError, "unknown position 'rope'; did you mean 'rope_axial'"),
         (("table+table", (4, 4), 2, 8), ValueError, "names the same encoding twice"),
     ],
@@ -59,7 +59,7 @@ def test_unknown_option():
         create_position("table", (4, 4), 2, 8, bse=3)
 
 
-@pytest.mark.parametrize("key", ["absolute", "table", "factorised"])
+@pytest.mark.parametrize("key", ["absolute", "table", "factorized"])
 def test_prefix_tokens_must_agree(key):
     with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, but the grid has 1"):
         create_position(key, (4, 4), 2, 8)(Grid(4, 4, 1))

@@ -1,4 +1,4 @@
-"""Options of the encodings: frequencies, scaling, temperature, slopes, initialisation, and the errors of wrong ones."""
+"""Options of the encodings: frequencies, scaling, temperature, slopes, initialization, and the errors of wrong ones."""
 
 import copy
 import math
@@ -198,19 +198,19 @@ def test_xpos_is_bounded_towards_prefix_tokens():
         assert (largest(grid) <= trained + 1e-5).all()
 
 
-DRAWN = ["absolute", "table", "factorised", "clipped", "t5", "shaw", "deberta", "decomposed", "transformer_xl"]
+DRAWN = ["absolute", "table", "factorized", "clipped", "t5", "shaw", "deberta", "decomposed", "transformer_xl"]
 
 
 @pytest.mark.parametrize("key", DRAWN)
-def test_standard_deviation_at_initialisation(key):
+def test_standard_deviation_at_initialization(key):
     for options in [{}] if key == "absolute" else [{}, {"init_std": 0.3}]:
         for parameter in create_position(key, Grid(40, 50), 8, 8, **options).parameters():
             assert parameter.std().item() == pytest.approx(options.get("init_std", 0.02), rel=0.15)
 
 
 def test_a_policy_goes_to_the_parts_that_have_it():
-    both = create_position("table+cpb", Grid(4, 4), 2, 8, resize="renormalise")
-    assert both.parts["table"].resize == "geometric" and both.parts["cpb"].resize == "renormalise"
+    both = create_position("table+cpb", Grid(4, 4), 2, 8, resize="renormalize")
+    assert both.parts["table"].resize == "geometric" and both.parts["cpb"].resize == "renormalize"
     both = create_position("table+decomposed", Grid(4, 4), 2, 8, resize="clip")
     assert both.parts["table"].resize == both.parts["decomposed"].resize == "clip"
 

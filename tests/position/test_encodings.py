@@ -10,7 +10,7 @@ from helpers.variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make,
 from vitrel import Grid, create_position
 
 GRIDS = [Grid(1, 1), Grid(4, 3), Grid(2, 7, 1), Grid(3, 5, 3)]
-STRETCHED = ("absolute", "table", "factorised")  # their oracles hold at the training grid; the rest is in test_resize.py
+STRETCHED = ("absolute", "table", "factorized")  # their oracles hold at the training grid; the rest is in test_resize.py
 double = torch.float64
 
 

@@ -22,9 +22,9 @@ from vitrel import Grid, create_position
             "max_distance 3 lies below its 8 exact buckets per sign; give a larger max_distance or",
         ),
         ("alibi", dict(distance="l2"), "alibi option distance='l2' is unknown; choose one of euclidean, l1, squared"),
-        ("alibi", dict(resize="clip"), "resize policy 'clip' is unknown to 'alibi'; choose one of keep, renormalise"),
+        ("alibi", dict(resize="clip"), "resize policy 'clip' is unknown to 'alibi'; choose one of keep, renormalize"),
         ("log_decay", dict(distance="squared"), "log_decay option distance='squared' is unknown; choose one of euclidean, l1"),
-        ("cpb", dict(resize="bicubic"), "resize policy 'bicubic' is unknown to 'cpb'; choose one of keep, renormalise"),
+        ("cpb", dict(resize="bicubic"), "resize policy 'bicubic' is unknown to 'cpb'; choose one of keep, renormalize"),
         (
             "decomposed",
             dict(resize="keep"),
@@ -66,7 +66,7 @@ def test_wrong_options(key, options, text):
         create_position(key, Grid(4, 4), 2, 8, **options)
 
 
-@pytest.mark.parametrize(("key", "dim"), [("rope_axial", 6), ("rope_mixed", 10), ("rope_normalised", 6), ("xpos", 6)])
+@pytest.mark.parametrize(("key", "dim"), [("rope_axial", 6), ("rope_mixed", 10), ("rope_normalized", 6), ("xpos", 6)])
 def test_head_width(key, dim):
     with pytest.raises(ValueError, match=f"{key} needs a head width divisible by 4"):
         create_position(key, Grid(4, 4), 2, dim)

@@ -16,7 +16,7 @@ from vitrel.position.perturb import perturb
 from vitrel.position.resize import sample_embedding
 from vitrel.weights.record import position_record
 
-KEYS = ["absolute", "rope_axial", "rope_mixed", "rope_normalised"]
+KEYS = ["absolute", "rope_axial", "rope_mixed", "rope_normalized"]
 ALL = dict(shift_coords=0.7, jitter_coords=1.3, rescale_coords=1.5)
 NOTHING = dict(shift_coords=0.0, jitter_coords=1.0, rescale_coords=1.0)  # draws, all of them zero
 
@@ -108,7 +108,7 @@ def test_gradient_of_the_sampled_rows():
 def test_absolute_rows_move_by_whole_patches(largest):
     encoding = make("absolute", Grid(3, 4, 1), shift_coords=1.0)
     prefix, rows = encoding.pos_embed[0, :1], encoding.pos_embed[0, 1:].view(3, 4, -1)
-    expected = rows[[1, 2, 2]][:, [1, 2, 3, 3]].flatten(0, 1)  # each reads its neighbour, the last ones the edge
+    expected = rows[[1, 2, 2]][:, [1, 2, 3, 3]].flatten(0, 1)  # each reads its neighbor, the last ones the edge
     assert torch.equal(encoding(Grid(3, 4, 1)).tokens, torch.cat((prefix, expected)))
 
 

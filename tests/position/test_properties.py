@@ -70,7 +70,7 @@ def swap_axes(key: str, encoding: nn.Module, swapped: nn.Module, grid: Grid) -> 
 
 CHANNELS = {  # fixed encodings that give each axis its own channels: those of the other axis
     "sincos": [4, 5, 6, 7, 0, 1, 2, 3],
-    **{key: [2, 3, 0, 1, 6, 7, 4, 5] for key in ("rope_axial", "rope_normalised", "xpos")},
+    **{key: [2, 3, 0, 1, 6, 7, 4, 5] for key in ("rope_axial", "rope_normalized", "xpos")},
 }
 HEADS = {"xpos": [2, 3, 0, 1], "lookhere": [0, 2, 1, 3]}  # heads that look one way: those that look the other
 
@@ -128,7 +128,7 @@ def acting(encoding: nn.Module, grid: Grid) -> dict[str, torch.Tensor]:
 
 
 NOTHING_CHANGES = [
-    (k, o) for k, o in VARIANTS if POSITIONS[k].behaviour == "nothing changes" and list(make(k, Grid(3, 3), **o).parameters())
+    (k, o) for k, o in VARIANTS if POSITIONS[k].behavior == "nothing changes" and list(make(k, Grid(3, 3), **o).parameters())
 ]
 
 
@@ -165,11 +165,11 @@ def test_options_beyond_the_training_grid_are_told(key, options):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_behaviour_is_what_it_says(key):
+def test_behavior_is_what_it_says(key):
     """Only "resized" resamples parameters at a larger grid; every policy is named in what was resized."""
     encoding, larger = make(key, Grid(4, 3)), Grid(9, 3)
-    assert POSITIONS[key].behaviour in ("nothing changes", "evaluated", "resized", "nothing")
-    assert bool(encoding.resized(larger)) == (POSITIONS[key].behaviour == "resized")
+    assert POSITIONS[key].behavior in ("nothing changes", "evaluated", "resized", "nothing")
+    assert bool(encoding.resized(larger)) == (POSITIONS[key].behavior == "resized")
     if encoding.policies:
         assert encoding.resize == encoding.policies[0] and encoding.grid == Grid(4, 3)
         for policy in encoding.policies[1:]:
@@ -183,7 +183,7 @@ def test_unseen_and_saturated_by_counting(key, trained, grid):
     cells = [(y, x) for y in range(1 - grid.h, grid.h) for x in range(1 - grid.w, grid.w)]
     outside = sum(abs(y) >= trained.h or abs(x) >= trained.w for y, x in cells) / len(cells)
     encoding = make(key, trained)
-    geometric = key not in ("none", "absolute", "rope_normalised")
+    geometric = key not in ("none", "absolute", "rope_normalized")
     assert encoding.unseen(grid) == pytest.approx(outside if geometric else 0)
     assert encoding.saturated(grid) == pytest.approx(outside if key in ("clipped", "t5", "shaw", "deberta") else 0)
 

@@ -39,9 +39,9 @@ def test_an_axis_that_does_not_grow_is_read_exactly(policy):
     torch.testing.assert_close(grown[5], table.view(5, 7, 2)[2], atol=1e-6, rtol=1e-6)  # row offset 0, every column offset
 
 
-@pytest.mark.parametrize("key", ["table", "factorised"])
+@pytest.mark.parametrize("key", ["table", "factorized"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_smaller_grid_is_the_exact_centre(key, policy):
+def test_smaller_grid_is_the_exact_center(key, policy):
     encoding = create_position(key, Grid(6, 7, 1), 2, 8, resize=policy)
     large = bias(encoding, Grid(6, 7, 1))
     inside = [0] + [1 + y * 7 + x for y in range(4) for x in range(5)]
@@ -49,7 +49,7 @@ def test_smaller_grid_is_the_exact_centre(key, policy):
     assert encoding.resized(Grid(4, 5, 1)) == {}
 
 
-@pytest.mark.parametrize("key", ["table", "factorised"])
+@pytest.mark.parametrize("key", ["table", "factorized"])
 def test_clip_repeats_the_edge(key):
     trained, grid = Grid(3, 4), Grid(8, 9)
     encoding = create_position(key, trained, 2, 8, resize="clip")
@@ -64,8 +64,8 @@ def test_clip_repeats_the_edge(key):
     assert sum(encoding.resized(grid).values()) == 0
 
 
-@pytest.mark.parametrize("key", ["table", "factorised"])
-def test_geometric_keeps_the_neighbours(key):
+@pytest.mark.parametrize("key", ["table", "factorized"])
+def test_geometric_keeps_the_neighbors(key):
     encoding = create_position(key, Grid(5, 5), 2, 8, resize="geometric", init_std=0.5)
     near = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
 
@@ -85,7 +85,7 @@ def test_absolute_equals_timm():
         torch.testing.assert_close(encoding(Grid(*size, 1)).tokens, expected[0], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("key", ["absolute", "table", "factorised"])
+@pytest.mark.parametrize("key", ["absolute", "table", "factorized"])
 def test_compiled_path_is_exact_at_the_trained_grid(key):
     """Compiled graphs take no branch on the size, so they run the resampling even where it must be the identity."""
     grid = Grid(5, 4, 1)
@@ -102,5 +102,5 @@ def test_counts_and_shares():
     assert table.unseen(Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)  # the 67 % of the protocol
     assert table.resized(Grid(24, 24)) == {"table geometric": 729 * 3}
     assert table.resized(Grid(24, 10)) == {"table geometric": 729 * 3}
-    assert create_position("factorised", Grid(14, 14), 3, 8).resized(Grid(24, 10)) == {"factorised geometric": 27 * 3}
+    assert create_position("factorized", Grid(14, 14), 3, 8).resized(Grid(24, 10)) == {"factorized geometric": 27 * 3}
     assert create_position("absolute", Grid(14, 14, 1), 3, 8).resized(Grid(7, 7, 1)) == {"absolute bicubic": 196 * 24}

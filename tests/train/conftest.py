@@ -1,4 +1,4 @@
-"""Runs of seconds: a two-block ViT on four classes of coloured noise."""
+"""Runs of seconds: a two-block ViT on four classes of colored noise."""
 
 from functools import partial
 
@@ -19,11 +19,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def colours(root, train, val, sizes):
+def colors(root, train, val, sizes):
     """Four classes, noise brightened in no, the first, the second or the third channel, images of `sizes` in turn."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
-        for label, name in enumerate(("grey", "red", "green", "blue")):
+        for label, name in enumerate(("gray", "red", "green", "blue")):
             (root / split / name).mkdir(parents=True)
             for i in range(count):
                 array = rng.integers(0, 100, (*sizes[i % len(sizes)], 3))
@@ -35,13 +35,13 @@ def colours(root, train, val, sizes):
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """Images of one size."""
-    return colours(tmp_path_factory.mktemp("colours"), 24, 8, [(32, 32)])
+    return colors(tmp_path_factory.mktemp("colors"), 24, 8, [(32, 32)])
 
 
 @pytest.fixture(scope="session")
 def native_folder(tmp_path_factory):
     """Images of several aspect ratios, in number no multiple of a batch."""
-    return colours(tmp_path_factory.mktemp("native"), 23, 7, [(32, 32), (24, 48), (50, 20), (30, 40)])
+    return colors(tmp_path_factory.mktemp("native"), 23, 7, [(32, 32), (24, 48), (50, 20), (30, 40)])
 
 
 @pytest.fixture(autouse=True)

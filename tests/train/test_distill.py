@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
 from vitrel.convert import drop_absolute
-from vitrel.train import Classifier, Optimisation
+from vitrel.train import Classifier, Optimization
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
@@ -33,7 +33,7 @@ def resnet(weights, **how):
 
 def teacher_of(settings):
     teacher = Teacher(settings, 4)
-    teacher.set_normalisation(MEAN, STD)
+    teacher.set_normalization(MEAN, STD)
     return teacher
 
 
@@ -77,8 +77,8 @@ def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path
     checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
     plain = {f"model.{n}" for n in timm.create_model("vitrel_vit_n8_none", num_classes=4, img_size=32, **SMALL).state_dict()}
     assert set(checkpoint["state_dict"]) == set(checkpoint["current_model_state"]) == plain
-    optimised = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
-    assert optimised == {id(p) for p in recipe.parameters()} and len(optimised) == len(plain)
+    optimized = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in recipe.parameters()} and len(optimized) == len(plain)
     assert copy.deepcopy(recipe).teacher is recipe.teacher
     assert checkpoint["hyper_parameters"]["objective"]["distillation"]["teacher"] == "resnet10t"
 
@@ -209,7 +209,7 @@ def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_ch
     save(model.eval(), tmp_path / "start.safetensors")
     tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="rope_mixed", absolute="drop")
     how = {"objective": Objective(distillation=Distillation(alpha=1.0, labels=False)), "tuning": tuning}
-    recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, optim=Optimisation(lr=1e-2, warmup_epochs=0))
+    recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, optim=Optimization(lr=1e-2, warmup_epochs=0))
     assert recipe.num_classes == 7 and recipe.model.pos_embed is None
     images = Tensors().images
     with torch.no_grad():
@@ -235,11 +235,11 @@ def test_pretrained_weights_are_fitted_by_default(tmp_path, capsys):
     model = timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=32, **SMALL)
     torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
     save(model.eval(), tmp_path / "start.safetensors")
-    settings = Optimisation(lr=5e-4, layer_decay=0.5, warmup_epochs=0)
+    settings = Optimization(lr=5e-4, layer_decay=0.5, warmup_epochs=0)
     data, tables = Tensors(), {}
     for epochs, rate in ((1, 1e-12), (2, 5e-4)):
         tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="table")
-        settings = Optimisation(lr=rate, layer_decay=0.5, warmup_epochs=0)
+        settings = Optimization(lr=rate, layer_decay=0.5, warmup_epochs=0)
         recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=tuning, optim=settings)
         fit(recipe, data, max_epochs=epochs)
         tables[rate] = [block.position.relative_position_bias_table.detach().clone() for block in recipe.model.blocks]
@@ -271,7 +271,7 @@ def test_an_encoding_is_fitted_before_training(tmp_path, capsys, absolute):
     torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
     save(model.eval(), tmp_path / "start.safetensors")
     tuning = {"init_from": str(tmp_path / "start.safetensors"), "position": "table", "absolute": absolute}
-    data, found, still = Tensors(), {}, Optimisation(lr=1e-9, warmup_epochs=0)
+    data, found, still = Tensors(), {}, Optimization(lr=1e-9, warmup_epochs=0)
     for fit_to in (0, 16):
         recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=Tuning(**tuning, fit=fit_to), optim=still)
         trainer = fit(recipe, data, max_epochs=1)

@@ -16,7 +16,7 @@ from helpers.runs import EVERYTHING, assert_same_run, at, in_child, on_two, read
 from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.data import create_dataset
 from vitrel.models.config import PREPROCESSING
-from vitrel.train import Classifier, Optimisation
+from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
 from vitrel.train.faults import Ranks
 
@@ -71,7 +71,7 @@ def train_halves(path):
     data = Halves()
     data.batch_size = 4 // world
     # not Adam, which would make steps of rounding errors where a gradient is zero, as a key's bias has it
-    recipe = small("vitrel_vit_n8_table", ema=Ema(0.9), optim=Optimisation("sgd", lr=0.1, warmup_epochs=0.5))
+    recipe = small("vitrel_vit_n8_table", ema=Ema(0.9), optim=Optimization("sgd", lr=0.1, warmup_epochs=0.5))
     save = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=11)
     trainer = fit(recipe, data, callbacks=[save], enable_checkpointing=True, gradient_clip_val=1.0, **how)
     if trainer.is_global_zero:

@@ -5,7 +5,7 @@ from lightning.pytorch import Callback
 
 from helpers.gpu import Unread
 from helpers.small_runs import fit, small
-from vitrel.train import Optimisation
+from vitrel.train import Optimization
 from vitrel.train.objective import Mixing
 
 
@@ -29,7 +29,7 @@ class EveryBatch(Callback):
 @pytest.mark.parametrize("clip", ["norm", "agc"])
 def test_a_step_reads_nothing_back(clip):
     """Forward, loss, backward, clipping and update in bf16-mixed, and an evaluation batch."""
-    unread, optim = EveryBatch(), Optimisation(lr=1e-3, warmup_epochs=0.5, clip_mode=clip)
+    unread, optim = EveryBatch(), Optimization(lr=1e-3, warmup_epochs=0.5, clip_mode=clip)
     module = small("vitrel_vit_n8_table", num_classes=6, mixing=Mixing(mixup=0.2, cutmix=1.0), optim=optim)
     fit(module, callbacks=[unread], max_epochs=1, gradient_clip_val=1.0, precision="bf16-mixed")
     assert unread.batches == 6 + 2

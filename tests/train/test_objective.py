@@ -98,7 +98,7 @@ def test_mixing_ends_at_off_epoch_and_the_loss_smooths_from_there(monkeypatch):
     torch.testing.assert_close(recipe.loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
 
 
-def test_a_run_minimises_the_binary_loss():
+def test_a_run_minimizes_the_binary_loss():
     trainer = fit(small(objective=Objective("bce", bce_sum=True), mixing=Mixing(cutmix=1.0)))
     assert 0.5 < float(trainer.callback_metrics["train/loss_epoch"]) < 4  # 4 log 2 = 2.8 at first
     assert "val/loss" in trainer.callback_metrics

@@ -6,7 +6,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import vitrel  # noqa: F401
-from vitrel.train.optim import Optimisation, Schedule, create_optimizer, layer_of, parameter_groups
+from vitrel.train.optim import Optimization, Schedule, create_optimizer, layer_of, parameter_groups
 
 MODELS = ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_mixed", "vitrel_vit_n8_none", "vitrel_swin_n"]
 
@@ -55,7 +55,7 @@ def test_frozen_parameters_stay_out():
 
 
 def test_position_lr_scale_holds_under_the_schedule():
-    optimizer = create_optimizer(model("vitrel_vit_n8_table", depth=1), Optimisation(lr=1e-3, position_lr_scale=10.0))
+    optimizer = create_optimizer(model("vitrel_vit_n8_table", depth=1), Optimization(lr=1e-3, position_lr_scale=10.0))
     seen = list(rates(optimizer, 20))
     assert all(rate["position"] == pytest.approx(10 * rate["decayed"]) for rate in seen)
     assert all(rate["undecayed"] == rate["decayed"] for rate in seen)
@@ -69,7 +69,7 @@ def test_position_parameters_really_move_faster():
         net = model("vitrel_vit_n8_table", depth=1)
         name = next(iter(net.position_parameters()))
         before = net.get_parameter(name).detach().clone()
-        optimizer = create_optimizer(net, Optimisation(lr=1e-3, position_lr_scale=scale))
+        optimizer = create_optimizer(net, Optimization(lr=1e-3, position_lr_scale=scale))
         torch.nn.functional.cross_entropy(net(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
         optimizer.step()
         return float((net.get_parameter(name).detach() - before).abs().mean())
@@ -92,7 +92,7 @@ def test_position_lr_scale_without_position_parameters_is_refused():
 )
 def test_layer_decay_holds_at_every_update(name, args, layers):
     net = model(name, **args)
-    optimizer = create_optimizer(net, Optimisation(layer_decay=0.75, position_lr_scale=1.0))
+    optimizer = create_optimizer(net, Optimization(layer_decay=0.75, position_lr_scale=1.0))
     stem, head = next(iter(net.patch_embed.proj.parameters())), net.get_classifier().weight
     group = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}
     assert max(layer_of(net).values()) == layers
@@ -105,7 +105,7 @@ def test_layer_decay_moves_the_layers_by_that_much():
     torch.manual_seed(0)
     net = model("vitrel_vit_n8_none")
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
-    optimizer = create_optimizer(net, Optimisation(lr=1e-3, weight_decay=0.0, layer_decay=0.5))
+    optimizer = create_optimizer(net, Optimization(lr=1e-3, weight_decay=0.0, layer_decay=0.5))
     torch.nn.functional.cross_entropy(net(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
     optimizer.step()
     moved = {n: float((p.detach() - before[n]).abs().median()) for n, p in net.named_parameters()}
@@ -116,7 +116,7 @@ def test_layer_decay_moves_the_layers_by_that_much():
 
 def test_layer_decay_and_position_rate_multiply():
     net = model("vitrel_vit_n8_table")
-    optimizer = create_optimizer(net, Optimisation(lr=1e-3, layer_decay=0.5, position_lr_scale=10.0))
+    optimizer = create_optimizer(net, Optimization(lr=1e-3, layer_decay=0.5, position_lr_scale=10.0))
     rate = {group["name"]: group["lr"] for group in optimizer.param_groups}
     assert rate["position.4"] == pytest.approx(5e-3) and rate["position.1"] == pytest.approx(10 * rate["decayed.1"])
     assert optimizer.param_groups[0]["name"] == "decayed.5"  # whose rate is logged
@@ -125,7 +125,7 @@ def test_layer_decay_and_position_rate_multiply():
 def test_encodings_have_their_own_rate_in_fine_tuning():
     """Without layer decay of their own, each part of a composition by its kind; an absolute embedding stays in its layer."""
     net = model("vitrel_vit_n8_absolute", position="absolute+rope_mixed+table")
-    optimizer = create_optimizer(net, Optimisation(lr=1e-3, layer_decay=0.5))
+    optimizer = create_optimizer(net, Optimization(lr=1e-3, layer_decay=0.5))
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for block in net.blocks:
         parts = block.position.parts
@@ -133,7 +133,7 @@ def test_encodings_have_their_own_rate_in_fine_tuning():
         assert rate[id(parts["rope_mixed"].freqs)] == pytest.approx(2e-3)
     assert rate[id(net.pos_embed.pos_embed)] == rate[id(net.patch_embed.proj.weight)] == pytest.approx(1e-3 * 0.5**5)
     assert {group["weight_decay"] for group in optimizer.param_groups if group["name"].startswith("position")} == {0.0}
-    for settings in (Optimisation(lr=1e-3), Optimisation(lr=1e-3, layer_decay=0.5, position_lr_scale=1.0)):
+    for settings in (Optimization(lr=1e-3), Optimization(lr=1e-3, layer_decay=0.5, position_lr_scale=1.0)):
         groups = {g["name"]: g["lr"] for g in create_optimizer(net, settings).param_groups}
         assert not any(".x" in name for name in groups) and max(groups.values()) == pytest.approx(1e-3)
 
@@ -146,10 +146,10 @@ def test_layer_decay_needs_layers():
 @pytest.mark.parametrize(
     "name", ["sgd", "lamb", "adan", "lion", "muon", "adafactor", "lookahead_adamw", "nadamw", "radam", "lars"]
 )
-def test_other_optimisers_by_name(name):
+def test_other_optimizers_by_name(name):
     torch.manual_seed(0)
     net = model("vitrel_vit_n8_table", depth=1)
-    optimizer = create_optimizer(net, Optimisation(name=name, layer_decay=0.9))
+    optimizer = create_optimizer(net, Optimization(name=name, layer_decay=0.9))
     before = net.head.weight.detach().clone()
     for _ in range(2):
         torch.nn.functional.cross_entropy(net(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
@@ -158,24 +158,24 @@ def test_other_optimisers_by_name(name):
     assert next(g["lr"] for g in optimizer.param_groups if g["name"] == "position.x10") == pytest.approx(1e-2)
 
 
-def test_what_the_optimiser_is_given():
+def test_what_the_optimizer_is_given():
     net = model("vitrel_vit_n8_none", depth=1)
-    sgd = create_optimizer(net, Optimisation(name="sgd", momentum=0.8, opt_args={"nesterov": False}))
+    sgd = create_optimizer(net, Optimization(name="sgd", momentum=0.8, opt_args={"nesterov": False}))
     assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["momentum"] == 0.8 and not sgd.defaults["nesterov"]
-    adam = create_optimizer(net, Optimisation(betas=(0.8, 0.9), eps=1e-6, opt_args={"amsgrad": True, "fused": False}))
+    adam = create_optimizer(net, Optimization(betas=(0.8, 0.9), eps=1e-6, opt_args={"amsgrad": True, "fused": False}))
     assert adam.defaults["betas"] == (0.8, 0.9) and adam.defaults["eps"] == 1e-6 and adam.defaults["amsgrad"]
     assert not adam.defaults["fused"]
-    own = create_optimizer(net, Optimisation()).defaults
+    own = create_optimizer(net, Optimization()).defaults
     assert own["betas"] == (0.9, 0.999) and own["fused"]
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"name": "adamv"}, r"optim.name: timm has no optimiser 'adamv'; nearest: .*adam"),
-        ({"name": "sgd", "betas": (0.9, 0.99)}, r"optim.betas: the optimiser sgd has no betas; leave it out"),
-        ({"name": "lion", "eps": 1e-8}, r"optim.eps: the optimiser lion has no eps"),
-        ({"momentum": 0.9}, r"optim.momentum: the optimiser adamw has no momentum"),
+        ({"name": "adamv"}, r"optim.name: timm has no optimizer 'adamv'; nearest: .*adam"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, r"optim.betas: the optimizer sgd has no betas; leave it out"),
+        ({"name": "lion", "eps": 1e-8}, r"optim.eps: the optimizer lion has no eps"),
+        ({"momentum": 0.9}, r"optim.momentum: the optimizer adamw has no momentum"),
         ({"name": "adan", "betas": (0.9, 0.99)}, r"optim.betas: adan takes 3, not 2"),
         ({"opt_args": {"nesterov": True}}, r"optim.opt_args: nesterov cannot be set here; adamw takes amsgrad"),
         ({"opt_args": {"lr": 1.0}}, r"optim.opt_args: lr cannot be set here"),
@@ -189,20 +189,20 @@ def test_what_the_optimiser_is_given():
 )
 def test_settings_are_checked(settings, text):
     with pytest.raises(ValueError, match=text):
-        Optimisation(**settings)
+        Optimization(**settings)
 
 
-def test_second_order_optimisers_are_refused():
+def test_second_order_optimizers_are_refused():
     with pytest.raises(ValueError, match="adahessian needs second derivatives"):
-        create_optimizer(model("vitrel_vit_n8_none", depth=1), Optimisation(name="adahessian"))
+        create_optimizer(model("vitrel_vit_n8_none", depth=1), Optimization(name="adahessian"))
 
 
 def test_lr_is_given_for_a_number_of_images():
-    linear = Optimisation(lr=1e-3, lr_base_size=1024)
+    linear = Optimization(lr=1e-3, lr_base_size=1024)
     assert linear.scaled_lr(256) == pytest.approx(2.5e-4) and linear.scaled_lr(4096) == pytest.approx(4e-3)
-    root = Optimisation(lr=1e-3, lr_base_size=1024, lr_base_scale="sqrt")
+    root = Optimization(lr=1e-3, lr_base_size=1024, lr_base_scale="sqrt")
     assert root.scaled_lr(256) == pytest.approx(5e-4)
-    assert Optimisation(lr=1e-3).scaled_lr(256) == 1e-3
+    assert Optimization(lr=1e-3).scaled_lr(256) == 1e-3
     optimizer = create_optimizer(model("vitrel_vit_n8_none", depth=1), linear, images=512)
     assert {group["lr"] for group in optimizer.param_groups} == {5e-4}
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from helpers.small_runs import SMALL, Tensors, fit, small
-from vitrel.train import Classifier, Optimisation
+from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
 from vitrel.train.execution import Execution, check_strategy, shard
 from vitrel.train.optim import Schedule
@@ -31,15 +31,15 @@ class Seen(Callback):
             self.gradients.append(grads)
 
 
-def optimised(settings, data=None, **how):
+def optimized(settings, data=None, **how):
     seen, module = Seen(), small(TABLE, optim=settings)
     fit(module, data, callbacks=[seen], **how)
     return seen, module
 
 
 def test_layer_decay_holds_in_a_run():
-    settings = Optimisation(lr=1e-2, warmup_epochs=0.5, layer_decay=0.5, position_lr_scale=4.0, schedule=Schedule("linear"))
-    seen, _ = optimised(settings)
+    settings = Optimization(lr=1e-2, warmup_epochs=0.5, layer_decay=0.5, position_lr_scale=4.0, schedule=Schedule("linear"))
+    seen, _ = optimized(settings)
     assert len(seen.rates) == 12
     for rate in seen.rates:
         assert rate["decayed.0"] / rate["decayed.3"] == pytest.approx(0.5**3)  # the stem, two blocks, the head
@@ -48,14 +48,14 @@ def test_layer_decay_holds_in_a_run():
 
 
 def test_the_rate_is_for_the_images_of_an_update():
-    settings = Optimisation(lr=1e-3, warmup_epochs=0.0, lr_base_size=64, schedule=Schedule("constant"))
-    seen, _ = optimised(settings, accumulate_grad_batches=2)
+    settings = Optimization(lr=1e-3, warmup_epochs=0.0, lr_base_size=64, schedule=Schedule("constant"))
+    seen, _ = optimized(settings, accumulate_grad_batches=2)
     assert {round(rate["decayed"], 12) for rate in seen.rates} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
 
 
 @pytest.fixture(scope="module")
 def unclipped():
-    seen, _ = optimised(Optimisation(lr=1e-8, warmup_epochs=0.0))
+    seen, _ = optimized(Optimization(lr=1e-8, warmup_epochs=0.0))
     return seen.gradients
 
 
@@ -68,15 +68,15 @@ def unclipped():
     ],
 )
 def test_clipping(unclipped, mode, bound):
-    settings = Optimisation(lr=1e-8, warmup_epochs=0.0, clip_mode=mode)
-    seen, _ = optimised(settings, gradient_clip_val=1e-3)
+    settings = Optimization(lr=1e-8, warmup_epochs=0.0, clip_mode=mode)
+    seen, _ = optimized(settings, gradient_clip_val=1e-3)
     assert seen.gradients and all(float(bound(grads)) <= 1e-3 * 1.001 for grads in seen.gradients)
     assert all(float(bound(grads)) > 1e-2 for grads in unclipped)
 
 
 def test_adaptive_clipping_spares_the_head():
-    settings = Optimisation(lr=1e-8, warmup_epochs=0.0, clip_mode="agc")
-    seen, module = optimised(settings, gradient_clip_val=1e-3)
+    settings = Optimization(lr=1e-8, warmup_epochs=0.0, clip_mode="agc")
+    seen, module = optimized(settings, gradient_clip_val=1e-3)
     for grads in seen.gradients:
         for name, weight in module.model.named_parameters():
             if weight.ndim == 2 and name in grads and not name.startswith("head."):
@@ -99,7 +99,7 @@ def test_adaptive_clipping_spares_the_head():
 )
 def test_settings_that_do_not_fit_the_trainer_are_refused(settings, how, text):
     with pytest.raises(ValueError, match=text):
-        fit(small(TABLE, optim=Optimisation(**{"warmup_epochs": 0.5} | settings)), **how)
+        fit(small(TABLE, optim=Optimization(**{"warmup_epochs": 0.5} | settings)), **how)
 
 
 @pytest.mark.parametrize("execution", [Execution(grad_checkpointing=True), Execution(channels_last=True)])
@@ -109,7 +109,7 @@ def test_less_memory_is_the_same_training(execution):
     def trained(execution):
         torch.manual_seed(0)
         module = Classifier(
-            TABLE, 4, 32, SMALL | {"drop_path_rate": 0.2}, Optimisation(lr=1e-3, warmup_epochs=0.5), execution=execution
+            TABLE, 4, 32, SMALL | {"drop_path_rate": 0.2}, Optimization(lr=1e-3, warmup_epochs=0.5), execution=execution
         )
         fit(module, precision="64-true")
         return module.state_dict()
@@ -223,7 +223,7 @@ class Broken(Callback):
 
 def test_a_model_of_timm_trains_with_everything():
     args = {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 8}
-    settings = Optimisation(name="lamb", lr=1e-3, warmup_epochs=0.5, layer_decay=0.8, clip_mode="agc")
+    settings = Optimization(name="lamb", lr=1e-3, warmup_epochs=0.5, layer_decay=0.8, clip_mode="agc")
     how = {"ema": Ema(0.9), "execution": Execution(grad_checkpointing=True)}
     trainer = fit(Classifier("vit_tiny_patch16_224", 4, 32, args, settings, **how), gradient_clip_val=0.1)
     assert torch.isfinite(trainer.callback_metrics["train/loss_epoch"])

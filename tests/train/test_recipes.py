@@ -13,7 +13,7 @@ from helpers.small_runs import Tensors, fit
 from vitrel import POSITIONS
 from vitrel.cli.train import expanded
 from vitrel.evaluate.checkpoint import load_checkpoint
-from vitrel.train import Classifier, Mixing, Optimisation, Tuning, run
+from vitrel.train import Classifier, Mixing, Optimization, Tuning, run
 
 NAMES = timm.list_models("vitrel*")
 SMALLEST = [name for name in NAMES if any(size in name for size in ("_n8_", "swin_n", "swinv2_n"))]
@@ -34,7 +34,7 @@ def test_the_default_recipe_builds_every_registered_model():
 
 
 def recipe(name, **how):
-    settings = {"optim": Optimisation(**SCRATCH["optim"]), "mixing": Mixing(**SCRATCH["mixing"])}
+    settings = {"optim": Optimization(**SCRATCH["optim"]), "mixing": Mixing(**SCRATCH["mixing"])}
     return Classifier(name, 4, 32, SCRATCH["model_args"], **settings, label_smoothing=SCRATCH["label_smoothing"], **how)
 
 

@@ -118,8 +118,8 @@ def rename(data):
 
 def remove(data):
     for i in range(5):
-        (data / "train" / "grey" / f"{i}.png").unlink()
-    return ["training images: 96, now 91", "5 gone ('grey/0.png', 'grey/1.png', 'grey/2.png', ...)"]
+        (data / "train" / "gray" / f"{i}.png").unlink()
+    return ["training images: 96, now 91", "5 gone ('gray/0.png', 'gray/1.png', 'gray/2.png', ...)"]
 
 
 def add(data):
@@ -137,11 +137,11 @@ def relabel(data):
 def grow(data):
     """Another size, at the same time."""
     for i in range(5):
-        path = data / "train" / "grey" / f"{i}.png"
+        path = data / "train" / "gray" / f"{i}.png"
         before = path.stat()
         path.write_bytes(path.read_bytes() + b"0")
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    return ["5 changed ('grey/0.png', 'grey/1.png', 'grey/2.png', ...)"]
+    return ["5 changed ('gray/0.png', 'gray/1.png', 'gray/2.png', ...)"]
 
 
 def test_other_files_are_counted_and_named(command_in, whole, folder, data):
@@ -176,7 +176,7 @@ def test_images_of_the_same_size_that_changed_are_named_and_copies_may_be_declar
         path.touch()
     grow(data)
     said = refused([*args, "--data.check_times=false"], tmp_path / "run")
-    assert "training files: 5 changed ('grey/0.png'" in said and "check_times" not in said
+    assert "training files: 5 changed ('gray/0.png'" in said and "check_times" not in said
 
 
 def test_a_comparison_may_declare_copies_too(whole, tmp_path):

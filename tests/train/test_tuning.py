@@ -4,7 +4,7 @@ import torch
 
 import vitrel
 from helpers.small_runs import SMALL, Tensors, fit, small
-from vitrel.train import Classifier, Optimisation
+from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
 from vitrel.train.tuning import Tuning
 
@@ -31,7 +31,7 @@ def test_training_starts_from_the_averaged_weights(run, capsys):
 
 
 def test_another_size_is_resampled_and_said(run, capsys):
-    how = {"optim": Optimisation(warmup_epochs=0.5), "tuning": Tuning(str(run))}
+    how = {"optim": Optimization(warmup_epochs=0.5), "tuning": Tuning(str(run))}
     module = Classifier(ABSOLUTE, 4, (48, 64), SMALL, **how)
     printed = capsys.readouterr().out
     assert "run.ckpt: resampled to the model's grid: pos_embed" in printed and "blocks" not in printed
@@ -83,7 +83,7 @@ def pretrained(tmp_path_factory):
 @pytest.mark.parametrize("absolute", ["keep", "drop", "fade"])
 def test_a_timm_model_with_an_encoding_added(pretrained, absolute, tmp_path, capsys):
     theirs, path = pretrained
-    how = {"tuning": Tuning(str(path), position="table", absolute=absolute), "optim": Optimisation(warmup_epochs=0.5)}
+    how = {"tuning": Tuning(str(path), position="table", absolute=absolute), "optim": Optimization(warmup_epochs=0.5)}
     module = Classifier("vit_tiny_patch16_224", 4, (32, 32), {"drop_path_rate": 0.1}, **how)
     printed = capsys.readouterr().out
     assert "weights of 6 classes, data of 4: the classifier is new" in printed and "position: table is added" in printed
@@ -185,7 +185,7 @@ def test_names_that_train_nothing_are_refused(trainable, text):
 def test_an_encoding_without_initial_weights(name, position, absolute, result):
     arguments = {"embed_dim": 32, "depths": (1, 1), "num_heads": (2, 4)} if "swin" in name else SMALL
     tuning = Tuning(position=position, absolute=absolute)
-    module = Classifier(name, 4, 32, arguments, tuning=tuning, optim=Optimisation(warmup_epochs=0))
+    module = Classifier(name, 4, 32, arguments, tuning=tuning, optim=Optimization(warmup_epochs=0))
     assert module.model.arguments["position"] == result
     before = {key: value.clone() for key, value in module.model.state_dict().items()}
     fit(module, max_steps=1)

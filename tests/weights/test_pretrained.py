@@ -269,7 +269,7 @@ def test_names_of_vitdet_stay_as_they_are(pair):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
 @pytest.mark.parametrize("name", ["blocks.1.mlp.fc1.weight", "blocks.0.position.relative_position_bias_table"])
-def test_quantised_weights_are_refused(dtype, name, pair):
+def test_quantized_weights_are_refused(dtype, name, pair):
     model, again = pair
     before = {key: value.clone() for key, value in again.state_dict().items()}
     for size in (64, 96):  # where the table is resampled too
@@ -315,8 +315,8 @@ def test_non_square_sources_are_named():
     with pytest.raises(ValueError, match=r"has 220 rows, which no square grid gives: pass source_grid=\(h, w\)"):
         vitrel.load_pretrained(ours, table)
     vitrel.load_pretrained(ours, table, source_grid=(4, 16))
-    centre = ours.blocks[0].position.relative_position_bias_table[7 * 15 + 7]
-    assert torch.equal(centre, table["blocks.0.position.relative_position_bias_table"][3 * 31 + 15])
+    center = ours.blocks[0].position.relative_position_bias_table[7 * 15 + 7]
+    assert torch.equal(center, table["blocks.0.position.relative_position_bias_table"][3 * 31 + 15])
 
 
 def test_weights_bring_a_model_from_the_meta_device_to_life():

@@ -135,7 +135,7 @@ def test_dinov3(kind, authors):
         state |= {"rope_embed.periods": torch.ones(D // 4), "mask_token": torch.zeros(1, C)}
     block_args = SCALED | dict(norm_eps=1e-5, mlp="swiglu" if plus else "gelu")
     own = dict(reg_tokens=4, qkv_bias=bias, mlp_ratio=2.75 if plus else 4.0)
-    model = ours("rope_normalised", block_args, **own)
+    model = ours("rope_normalized", block_args, **own)
     vitrel.load_pretrained(model, state, allow_unused=["mask_token"])
     for size in SIZES:
         same(model, peer, torch.randn(2, 3, *size))
@@ -146,7 +146,7 @@ def test_augmentation_of_dinov3_is_off_in_evaluation():
         eva(**DINOV3, qkv_bias=False, norm_layer=partial(nn.LayerNorm, eps=1e-5), global_pool="token", use_fc_norm=False)
     )
     position_args = dict(shift_coords=0.5, jitter_coords=1.2, rescale_coords=2.0)
-    model = ours("rope_normalised", SCALED | dict(norm_eps=1e-5), reg_tokens=4, qkv_bias=False, position_args=position_args)
+    model = ours("rope_normalized", SCALED | dict(norm_eps=1e-5), reg_tokens=4, qkv_bias=False, position_args=position_args)
     vitrel.load_pretrained(model, peer.state_dict())
     image = torch.randn(2, 3, 64, 40)
     same(model, peer, image)
@@ -183,11 +183,11 @@ OF_EVA = "rope_axial (base=10000.0, reference=(16, 16))"
         ("vit_betwixt_patch16_rope_reg4_gap_256", f"timm's ViT with RoPE and registers, which rotates q and k by {OF_EVA}"),
         ("vit_large_patch16_rope_224", "RoPE-ViT (axial), which rotates q and k by rope_axial (base=100.0, reference=None)"),
         ("vit_base_patch16_rope_mixed_ape_224", "RoPE-ViT (mixed), which rotates q and k by rope_mixed (learned)"),
-        ("vit_7b_patch16_dinov3", "DINOv3, which rotates q and k by rope_normalised (base=100.0)"),
-        ("vit_small_patch16_dinov3_qkvb", "DINOv3, which rotates q and k by rope_normalised (base=100.0)"),
+        ("vit_7b_patch16_dinov3", "DINOv3, which rotates q and k by rope_normalized (base=100.0)"),
+        ("vit_small_patch16_dinov3_qkvb", "DINOv3, which rotates q and k by rope_normalized (base=100.0)"),
     ],
 )
-def test_published_shapes_are_recognised(name, layout):
+def test_published_shapes_are_recognized(name, layout):
     """A file does not say how its model rotates: the names and shapes of timm's models have to tell it."""
     state = timm.create_model(name, depth=2, device="meta").state_dict()
     with pytest.raises(ValueError, match=re.escape(f"the weights are of {layout}; the model's encoding is none that rotates")):

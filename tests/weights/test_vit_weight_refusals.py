@@ -119,10 +119,10 @@ FOUR = dict(reg_tokens=4, qkv_bias=False)
         (MIXED, ("rope_axial", SCALED, {}), "encoding is rope_axial: build it with position='rope_mixed', joined by"),
         (MIXED, ("rope_mixed", SCALED, dict(num_heads=4)), "rope.freqs is (2, 2, 2, 16), not [2, depth, heads, pairs]"),
         (MIXED, ("rope_mixed", SCALED, dict(num_heads=4)), "the model has 4 heads of 8 pairs: build it with the file's"),
-        (DINOV3, ("rope_axial", SCALED, FOUR), "DINOv3, which rotates q and k by rope_normalised (base=100.0); the model's"),
-        (DINOV3, ("rope_axial", SCALED, FOUR), "encoding is rope_axial: build it with position='rope_normalised'"),
-        (DINOV3, ("rope_normalised", SCALED, FOUR | dict(position_args=dict(base=50.0))), "position_args=dict(base=100.0)"),
-        (DINOV3, ("rope_normalised", SCALED, FOUR), "DINOv3, whose norms have eps 1e-5, the model's have 1e-06: build it"),
+        (DINOV3, ("rope_axial", SCALED, FOUR), "DINOv3, which rotates q and k by rope_normalized (base=100.0); the model's"),
+        (DINOV3, ("rope_axial", SCALED, FOUR), "encoding is rope_axial: build it with position='rope_normalized'"),
+        (DINOV3, ("rope_normalized", SCALED, FOUR | dict(position_args=dict(base=50.0))), "position_args=dict(base=100.0)"),
+        (DINOV3, ("rope_normalized", SCALED, FOUR), "DINOv3, whose norms have eps 1e-5, the model's have 1e-06: build it"),
     ],
 )
 def test_other_rotations(peer, own, words):
@@ -148,7 +148,7 @@ def test_reference_of_a_config_file_is_a_list():
             {},
             "What differs: the file lacks an encoding (pass allow_unset=['*position*']",
         ),
-        ({}, "absolute", AVG, "the file normalises before it pools (build with global_pool='token' or '')"),
+        ({}, "absolute", AVG, "the file normalizes before it pools (build with global_pool='token' or '')"),
         (AVG, "absolute", {}, "a norm after pooling (build with global_pool='avg')"),
         ({}, "absolute", dict(reg_tokens=2), "the file has no register tokens (build with reg_tokens=0)"),
         ({}, "absolute", dict(qkv_bias=False), "a bias in qkv (build with qkv_bias=True)"),

@@ -92,15 +92,15 @@ def test_beit_tables_per_layer(absolute, size):
 
 
 def test_beit_at_a_smaller_size():
-    """Right is the exact centre of the table; timm reads it at offsets 1, 2.01, 3.03, ..., its least geometric growth."""
+    """Right is the exact center of the table; timm reads it at offsets 1, 2.01, 3.03, ..., its least geometric growth."""
     peer = perturb(Beit(**SMALL, use_rel_pos_bias=True, use_abs_pos_emb=False))
     model = vitrel.load_pretrained(ours("table", global_pool="avg"), peer.state_dict())
-    centre = {
+    center = {
         name: torch.cat((value[:-3].view(11, 11, HEADS)[2:-2, 1:-1].flatten(0, 1), value[-3:])) if "table" in name else value
         for name, value in peer.state_dict().items()
     }
     small = Beit(**SMALL | dict(img_size=(32, 40)), use_rel_pos_bias=True, use_abs_pos_emb=False).eval()
-    small.load_state_dict(centre)
+    small.load_state_dict(center)
     image = torch.randn(2, 3, 32, 40)
     torch.testing.assert_close(model(image), small(image), atol=2e-5, rtol=0)
     peer.set_input_size((32, 40))

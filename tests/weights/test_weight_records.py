@@ -65,7 +65,7 @@ def test_grids_of_tables_need_no_naming(saved):
             dict(img_size=96),
             r"the model has \[12, 12\]: position_args=dict\(pretrained_window=\[8, 8\]\)",
         ),
-        ("vit_n8_rope_axial", dict(position="rope_normalised"), r"trained as 'rope_axial', the model has 'rope_normalised'"),
+        ("vit_n8_rope_axial", dict(position="rope_normalized"), r"trained as 'rope_axial', the model has 'rope_normalized'"),
         (
             "vit_n8_rope_axial",
             dict(position_args=dict(base=50.0)),

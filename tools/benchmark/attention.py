@@ -131,7 +131,7 @@ def lineup(gpu: bool, quick: bool) -> list[Sized]:
         return [Sized("auto"), Sized(GATHERED)]
     ours = [name for name in ("triton" if gpu else "bias_by_row",) if name in BACKENDS]
     peers = ["sdpa", GATHERED, f"{GATHERED} compiled", "flex" if gpu else "flex compiled", "softmax", FLOOR]
-    return [Sized("auto"), *map(Sized, ours), Sized("auto", "factorised"), Sized("auto", "rope"), *map(Sized, peers)]
+    return [Sized("auto"), *map(Sized, ours), Sized("auto", "factorized"), Sized("auto", "rope"), *map(Sized, peers)]
 
 
 def sized_shape(encoding: str, size: tuple[int, int]) -> Shape:

@@ -61,7 +61,7 @@ def _compiled(shape: Shape, chosen: list[Method], gpu: bool) -> list[Method]:
     peers = [(f"{method.name} compiled", torch.compile(method.function, dynamic=False)) for method in plain]
     if shape.window:
         peers.append(("flex in windows, compiled", torch.compile(window_flex, dynamic=False)))
-    elif not gpu and shape.encoding in ("table", "factorised"):  # on a GPU the backend is compiled
+    elif not gpu and shape.encoding in ("table", "factorized"):  # on a GPU the backend is compiled
         peers.append(("flex compiled", torch.compile(global_flex, dynamic=False)))
     return [Method(name, function, "peer", True) for name, function in peers]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-COLOURS = {  # vitrel warm, peers cold; distinguishable with common colour blindness
+COLORS = {  # vitrel warm, peers cold; distinguishable with common color blindness
     "ours": ("#D55E00", "#E69F00", "#CC79A7", "#8C2D04"),
     "both": ("#000000",),
     "peer": ("#0072B2", "#56B4E9", "#009E73", "#4D4D4D", "#332288", "#117733", "#88CCEE"),
@@ -59,13 +59,13 @@ def _panel(
 ) -> None:
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
-    used = dict.fromkeys(COLOURS, 0)
+    used = dict.fromkeys(COLORS, 0)
     for number, (name, rows) in enumerate(rows_of.items()):
         kind = rows[0]["of"]
-        colour, marker = COLOURS[kind][used[kind] % len(COLOURS[kind])], _MARKERS[number % len(_MARKERS)]
+        color, marker = COLORS[kind][used[kind] % len(COLORS[kind])], _MARKERS[number % len(_MARKERS)]
         used[kind] += 1
         points = sorted((place(row)[0], value(row)) for row in rows)
-        style = dict(marker=marker, markersize=4, color=colour, linewidth=2 if kind == "ours" else 1.3, label=name)
+        style = dict(marker=marker, markersize=4, color=color, linewidth=2 if kind == "ours" else 1.3, label=name)
         axes.plot(*zip(*points, strict=True), _DASHES[kind], **style)
     ticks = dict(sorted(place(row) for rows in rows_of.values() for row in rows))
     axes.set_xticks(list(ticks), list(map(str, ticks.values())), rotation=45, fontsize=8)

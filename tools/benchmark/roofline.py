@@ -3,7 +3,7 @@
     python -m tools.benchmark.roofline            # a minute on a CPU; no GPU is used
     python -m tools.benchmark.roofline --table    # the tables again, from results/roofline/results.csv
 
-Counted is what attention does between the linear layers: from q, k and v (in timm's windows, from the normalised tokens) to the
+Counted is what attention does between the linear layers: from q, k and v (in timm's windows, from the normalized tokens) to the
 input of the output projection, eager, everything in bfloat16. How bytes are counted: tools.benchmark.traffic.
 """
 

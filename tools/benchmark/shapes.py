@@ -17,7 +17,7 @@ class Shape(NamedTuple):
     """Shape of a call of vitrel.ops.attention, or of window_attention if `window` is set. width: D, of a head."""
 
     name: str
-    encoding: str  # "table" | "factorised" | "decomposed" | "rope"
+    encoding: str  # "table" | "factorized" | "decomposed" | "rope"
     grid: Grid
     batch: int
     heads: int
@@ -88,7 +88,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     leaves, rotary = {}, None
     if shape.encoding == "table":
         leaves = {"bias_hw": draw(heads, bias_grid.classes()) * STD}
-    elif shape.encoding == "factorised":
+    elif shape.encoding == "factorized":
         leaves = {f"bias_{axis}": draw(heads, bias_grid.classes(axis)) * STD for axis in ("h", "w")}
     elif shape.encoding == "decomposed":
         leaves = {f"query_{axis}": draw(1, bias_grid.classes(axis), width) * STD for axis in ("h", "w")}
@@ -144,7 +144,7 @@ SHAPES = (  # the most important first
     _windows("Swin-B", 32, 96, 4, 12, 6),
     _windows("Swin-T", 64, 64, 3, 16, 8),
     _global(64, 2, "decomposed", prefix=0),
-    _global(28, 16, "factorised"),
+    _global(28, 16, "factorized"),
     _global(28, 16, "rope"),
     _windows("Swin-T", 256, 28, 6, 7, 0, compiled=False),
     _windows("Swin-T", 256, 14, 12, 7, 0, compiled=False),
@@ -152,11 +152,11 @@ SHAPES = (  # the most important first
     _windows("Swin-B", 32, 24, 16, 12, 6, compiled=False),
     _windows("Swin-B", 32, 12, 32, 12, 0, compiled=False),
     _windows("ViT-B", 8, 64, 12, 16, 0, 64, compiled=False),
-    _global(14, 64, "factorised", compiled=False),
+    _global(14, 64, "factorized", compiled=False),
     _global(14, 64, "decomposed", prefix=0, compiled=False),
     _global(14, 64, "rope", compiled=False),
     _global(28, 16, "decomposed", prefix=0, compiled=False),
-    _global(64, 2, "factorised", prefix=0, compiled=False),
+    _global(64, 2, "factorized", prefix=0, compiled=False),
     _global(64, 2, "rope", prefix=0, compiled=False),
     _windows("Swin-T", 256, 28, 6, 7, 3, encoding="rope", compiled=False),
 )
@@ -172,13 +172,13 @@ CPU_SHAPES = (  # a batch of 1 and 8, sizes at which a call takes seconds at mos
     _windows("Swin-T", 8, 28, 6, 7, 3, compiled=False),
     _windows("Swin-T", 8, 7, 24, 7, 0, compiled=False),
     _windows("Swin-T", 1, 14, 12, 7, 3, compiled=False),
-    *(_global(28, 1, name, 0, model="ViT-S", compiled=False) for name in ("rope", "factorised", "decomposed")),
+    *(_global(28, 1, name, 0, model="ViT-S", compiled=False) for name in ("rope", "factorized", "decomposed")),
     _global(28, 1, "table", compiled=False),
     _global(14, 8, "rope", model="ViT-S", compiled=False),
-    _global(14, 8, "factorised", model="ViT-S", compiled=False),
+    _global(14, 8, "factorized", model="ViT-S", compiled=False),
     _windows("Swin-T", 1, 28, 6, 7, 3, compiled=False),
     _windows("Swin-T", 1, 7, 24, 7, 0, compiled=False),
-    *(_global(48, 1, name, 0, model="ViT-S", compiled=False) for name in ("decomposed", "factorised", "rope")),
+    *(_global(48, 1, name, 0, model="ViT-S", compiled=False) for name in ("decomposed", "factorized", "rope")),
 )
 QUICK_SHAPES = (  # smoke test on any machine
     Shape("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vitrel import constants
+from vitrel import geometry
 
 _VIEWS = ("detach", "alias", "_unsafe_view")  # besides those that are declared as views
 _OVERWRITES = ("copy_", "fill_", "zero_")  # operators in place that do not read what they overwrite
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 class Traffic(TorchDispatchMode):
     """Dispatch mode that records the operators launched, views apart, and the bytes that each reads and writes.
 
-    Operators that compute a constant (vitrel.constants) are left out, since a constant is computed once and then cached.
+    Operators that compute a constant (vitrel.geometry) are left out, since a constant is computed once and then cached.
     """
 
     def __init__(self) -> None:
@@ -147,8 +147,8 @@ def _in_memory(x: Tensor) -> int:
 
 
 def _computes_constant() -> bool:
-    """True if a function decorated with vitrel.constants.constant is being computed."""
-    codes = {maker.__code__ for maker in constants._makers.values()}
+    """True if a function decorated with vitrel.geometry.cached_geometry is being computed."""
+    codes = {maker.__code__ for maker in geometry._makers.values()}
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code in codes:

@@ -1,4 +1,4 @@
-"""Generate a page of the site per encoding: formula, picture, cost, behaviour at a larger grid, source, oracle.
+"""Generate a page of the site per encoding: formula, picture, cost, behavior at a larger grid, source, oracle.
 
 The content comes from the code (docstrings, POSITIONS, tests/oracles), the costs in docs/encodings/index.md and the accuracies
 in docs/studies/scenes.md.
@@ -20,7 +20,7 @@ from vitrel.position import POSITIONS, PositionEncoding, create_position
 
 TRAINED, LARGER = Grid(11, 11), Grid(25, 33)  # patches; the larger grid has further offsets
 HEADS, SHOWN, WIDTH = 6, (0, 2, 5), 32
-BEHAVIOUR = {
+BEHAVIOR = {
     "nothing": "There is nothing to resize.",
     "nothing changes": "Nothing changes: every row or function value that a larger grid reads was trained. Offsets beyond the "
     "trained ones share the last row or continue the same function.",
@@ -42,7 +42,7 @@ def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
     if formula:
         lines += ["``` { .text .formula }", formula, "```", ""]
     lines += [rest, "", "## Picture", "", f"![{_caption(key)}]({key}.png)", "", f"*{_caption(key)}*", ""]
-    lines += ["## At a larger grid", "", _behaviour(cls), ""]
+    lines += ["## At a larger grid", "", _behavior(cls), ""]
     lines += ["## Cost", "", *_cost(key, costs), ""]
     measured = _evidence(key, evidence)
     if measured:
@@ -77,7 +77,7 @@ def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
 def picture(key: str) -> bytes:
     """Return a PNG of the untrained logits of the middle patch with every key, where all patches have the same content.
 
-    Learned tables have random values of standard deviation 1, so cells of equal colour share a parameter.
+    Learned tables have random values of standard deviation 1, so cells of equal color share a parameter.
     """
     torch.manual_seed(0)
     options = {"init_std": 1.0} if _drawn(key) else {}
@@ -130,7 +130,7 @@ def _caption(key: str) -> str:
     return (
         f"{key} before training: the {_quantity(key)} of the patch marked + with every key, for three of {HEADS} heads, where "
         "all patches have the same content. Top: the training grid. Bottom: a larger one; offsets inside the dashed box occur "
-        "in the training grid. Grey: masked." + (" Learned rows are random here." if _drawn(key) else "")
+        "in the training grid. Gray: masked." + (" Learned rows are random here." if _drawn(key) else "")
     )
 
 
@@ -149,8 +149,8 @@ def _split(first: str) -> tuple[str, str]:
     return what[0].upper() + what[1:] + ".", found[1]
 
 
-def _behaviour(cls: type[PositionEncoding]) -> str:
-    text = BEHAVIOUR.get(cls.behaviour, cls.behaviour)
+def _behavior(cls: type[PositionEncoding]) -> str:
+    text = BEHAVIOR.get(cls.behavior, cls.behavior)
     if cls.policies:
         text += " Policies (`resize=`, the first is the default): " + ", ".join(f"`{name}`" for name in cls.policies) + "."
     return text + " Inside a window that stays as trained, nothing changes at any image size."

@@ -22,8 +22,8 @@ def scene(h: int = 120, w: int = 160) -> Tensor:
     y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     image = torch.tensor([168, 205, 235])[:, None, None].expand(3, h, w).clone()
 
-    def paint(where: Tensor, colour: tuple[int, int, int]) -> None:
-        image[:, where] = torch.tensor(colour)[:, None]
+    def paint(where: Tensor, color: tuple[int, int, int]) -> None:
+        image[:, where] = torch.tensor(color)[:, None]
 
     paint(y > 84, (132, 168, 92))
     paint((y - 22) ** 2 + (x - 132) ** 2 < 144, (250, 208, 70))

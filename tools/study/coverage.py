@@ -70,7 +70,7 @@ def hillis(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         own = np.maximum(found.between / found.seeds, 1e-9)
         critical = stdtrit(np.minimum((found.seeds - 1) * (found.variance / own) ** 2, 1e9), 1 - TAIL)
     half = critical * np.sqrt(found.variance)
-    return found.centre - half, found.centre + half
+    return found.center - half, found.center + half
 
 
 def bootstrap(scores: np.ndarray, draws: int = 200) -> tuple[np.ndarray, np.ndarray]:

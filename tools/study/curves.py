@@ -12,7 +12,7 @@ from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.table import curves
 
 Curve = tuple[str, str]  # label and policy, "none" for a model without policies
-MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for colour blindness
+MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for color blindness
 
 
 def draw_protocols(
@@ -61,13 +61,13 @@ def small_multiples(tables: Mapping[str, Sequence[Row]], shown: Mapping[Curve, s
     return figure
 
 
-def _band(axes: Axes, rows: Sequence[Row], colour: str, dashes: str, marker: str) -> None:
+def _band(axes: Axes, rows: Sequence[Row], color: str, dashes: str, marker: str) -> None:
     square = [row for row in rows if len({*parse_size(row["img_size"])}) == 1]
     square.sort(key=lambda row: parse_size(row["img_size"]))
     sides = [parse_size(row["img_size"])[0] for row in square]
     low, high, top1 = ([row[name] for row in square] for name in ("low", "high", "top1"))
-    axes.fill_between(sides, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(sides, top1, color=colour, linestyle=dashes, marker=marker, markersize=3, linewidth=1.4)
+    axes.fill_between(sides, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(sides, top1, color=color, linestyle=dashes, marker=marker, markersize=3, linewidth=1.4)
     axes.set_xscale("log", base=2)
     labels, last = [], 0
     for side in sides:  # where ticks are close, labels would overlap

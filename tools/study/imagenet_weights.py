@@ -42,7 +42,7 @@ from vitrel.common.processes import shared_with
 from vitrel.common.sizes import format_size
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
-from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.compare import load_comparison, trained_models
 from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.sweep import Sweep
@@ -66,8 +66,8 @@ FIXED = {  # curves of the page, trained at 224 px
 POLICIES = {  # the other policies of encodings that have several
     ("table", "bicubic"): "table, bicubic",
     ("table", "clip"): "table, clip",
-    ("cpb", "renormalise"): "cpb, renormalise",
-    ("log_decay", "renormalise"): "log_decay, renormalise",
+    ("cpb", "renormalize"): "cpb, renormalize",
+    ("log_decay", "renormalize"): "log_decay, renormalize",
 }
 CONTROL = ("absolute-relearned", "bicubic")  # it starts where the other students start
 CONTROL_SEVERAL = ("absolute-relearned-sizes", "bicubic")
@@ -164,7 +164,7 @@ def evaluate_share(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> Non
         pass  # process 0 writes the rows
 
 
-def flower_models(config: Path, runs: Path, flowers: Path) -> list[Trained]:
+def flower_models(config: Path, runs: Path, flowers: Path) -> list[TrainedModel]:
     """Return every student that was trained with a classifier of the flowers, which is stored in its run's folder."""
     data = Folder(flowers, "train", Prepare((224, 224), HALF, HALF))
     labels, models = torch.tensor([data.label(i) for i in range(len(data))]), []

@@ -35,7 +35,7 @@ DRAWN = {
     ("lookhere", "none"): "lookhere",
     ("shaw", "none"): "shaw",
     ("cpb", "keep"): "cpb",
-    ("rope_normalised", "none"): "rope_normalised",
+    ("rope_normalized", "none"): "rope_normalized",
     ("rope_mixed", "none"): "rope_mixed",
     ("rope_mixed+yarn", "none"): "rope_mixed, yarn",
     ("swin-rope_mixed", "fixed"): "Swin, rope_mixed, fixed",

@@ -31,7 +31,7 @@ from vitrel.common.exits import one_line
 from vitrel.common.extras import require
 
 if TYPE_CHECKING:
-    from vitrel.evaluate.checkpoint import Trained
+    from vitrel.evaluate.checkpoint import TrainedModel
 
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
     add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")
     add("--crop-pct", type=float, nargs="+",
-        help="shares of the image that the centre crop keeps, each evaluated; default the model's")  # fmt: skip
+        help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],
         help="numbers of pixels by which the content is translated at the training size, each evaluated")  # fmt: skip
     add("--attention-n", type=int, default=16, help="images for attention statistics, 0 for none; default %(default)s")
@@ -116,7 +116,7 @@ def _run(args: argparse.Namespace) -> None:
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
-    models = _labelled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
+    models = _labeled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
     if args.dry_run:
         text = describe_tasks(models, sweep, args.out, args.replace)
         print(text if rank_and_world()[0] == 0 else "", end="")
@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace) -> None:
         print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")
 
 
-def _labelled(models: list["Trained"]) -> list["Trained"]:
+def _labeled(models: list["TrainedModel"]) -> list["TrainedModel"]:
     """The models with unique labels: the path is added to equal ones, since only `vitrel compare` knows seeds of one run."""
     times = Counter(trained.label for trained in models)
     models = [replace(model, label=f"{model.label} ({model.path})") if times[model.label] > 1 else model for model in models]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vitrel.common.sizes import Size, parse_size, parse_size_or_budget
 
 if TYPE_CHECKING:
-    from vitrel.evaluate.checkpoint import Trained
+    from vitrel.evaluate.checkpoint import TrainedModel
 
 LOCAL = "local-dir:"  # prefix of a folder that timm reads
 MODEL = f"a checkpoint, the folder of its run, {LOCAL}FOLDER, or a name of timm.list_models()"
@@ -90,7 +90,7 @@ def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: boo
     add("--img-size", type=size, metavar="SIZE", help="training size of the model; default that of its pretrained_cfg")
 
 
-def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["Trained"]:
+def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["TrainedModel"]:
     """Load the models of the command line (`add_models`), in eval mode on the CPU.
 
     random: as for `add_weights`. about: arguments of `vitrel.evaluate.checkpoint.trained_model` for models by name; `restrict`

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrel.common.sizes import Size
-    from vitrel.evaluate.checkpoint import Trained
+    from vitrel.evaluate.checkpoint import TrainedModel
     from vitrel.inspect.attention import Layer
 
 SCENES = 8  # images of the built-in data set, where no image is given
@@ -119,8 +119,8 @@ def _gallery(args: argparse.Namespace) -> list[Path]:
     return [learned_gallery(args.out / "learned.png", named, images, shown)]
 
 
-def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tensor", "Tensor"]:
-    """Return two tensors [B, 3, height, width] of the same images: normalised for the model, and with values from 0 to 1.
+def _images(trained: "TrainedModel", size: "Size", path: Path | None) -> tuple["Tensor", "Tensor"]:
+    """Return two tensors [B, 3, height, width] of the same images: normalized for the model, and with values from 0 to 1.
 
     The images are the file at `path`, resized and cropped to `size`, or SCENES images of the built-in data set if it is None.
     """

@@ -18,7 +18,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) ->
     text = name.lower()
     last = _words(text)[-1:]
     matcher = SequenceMatcher()
-    matcher.set_seq2(text)  # the second sequence is analysed once and compared with many
+    matcher.set_seq2(text)  # the second sequence is analyzed once and compared with many
     matches = []
     for candidate in known:
         other = candidate.lower()

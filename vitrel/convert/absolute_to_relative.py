@@ -1,4 +1,4 @@
-"""absolute_to_relative: convert a trained ViT or Swin to another position encoding, from unlabelled images.
+"""absolute_to_relative: convert a trained ViT or Swin to another position encoding, from unlabeled images.
 
 The original and the converted model run on the same images, and the blocks are fitted one after the other, each on the output
 of the blocks converted before (vitrel.convert.fit): the encoding to the original's attention, then the last linear layers of
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrel.convert.fit import PREFIX_SHARE, Agreement, attended, distil, fit_attention, refit_linear
 from vitrel.convert.observe import layers, observe
-from vitrel.convert.recognise import as_vitrel
+from vitrel.convert.recognize import as_vitrel
 from vitrel.convert.relativize import relativize
 from vitrel.grid import Grid
 from vitrel.layers import Block
@@ -271,4 +271,4 @@ def _check(model: Backbone, images: Tensor) -> None:
     if images.shape[2] < patch[0] or images.shape[3] < patch[1]:
         raise ValueError(f"images of {shape[2]}x{shape[3]} pixels are smaller than one patch of {patch[0]}x{patch[1]}")
     if not images.is_floating_point() or not images.isfinite().all():
-        raise ValueError(f"images must be finite floating-point numbers, normalised as in training, got {images.dtype}")
+        raise ValueError(f"images must be finite floating-point numbers, normalized as in training, got {images.dtype}")

@@ -1,6 +1,6 @@
 """Fits of `absolute_to_relative`: an encoding to attention maps, linear layers to the outputs of a block, a model to features.
 
-An encoding of any kind is fitted to the attention of the original block on several images: its parameters minimise the
+An encoding of any kind is fitted to the attention of the original block on several images: its parameters minimize the
 Kullback-Leibler divergence KL(original || converted), mean over images, heads and queries, by L-BFGS. Before that, those that
 add a bias are fitted by least squares to the mean gap in logits, which costs as much as one image and is a good start.
 
@@ -94,7 +94,7 @@ def fit_attention(block: Block, x: Tensor, grid: Grid, target: Tensor, new_rotat
         grid: of its tokens.
         target: [B, H, N, N], as of `Attended.logits`.
         new_rotation: the encoding holds a rotation that was not trained with these q and k; their weights then change too (see
-            the module), unless they are normalised.
+            the module), unless they are normalized.
     """
     encoding, here = block.position, attended(block, x, grid)
     before = agreement(here, target, here.logits(encoding(here.grid)))
@@ -154,10 +154,10 @@ def fit_encoding(
         _restore(fitted, initial)
         for part in rotations:
             set_frequencies(part, *start)
-        ends.append((minimise(fitted, divergence, _START_ITERATIONS), [parameter.detach().clone() for parameter in fitted]))
+        ends.append((minimize(fitted, divergence, _START_ITERATIONS), [parameter.detach().clone() for parameter in fitted]))
     if ends:
         _restore(fitted, min(ends, key=lambda end: end[0])[1])
-    minimise(fitted, divergence, _ITERATIONS)
+    minimize(fitted, divergence, _ITERATIONS)
 
 
 def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> None:
@@ -175,11 +175,11 @@ def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> Non
         left = left - (left * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-12)
         return (left.square() * weight).sum((-2, -1)).mean()
 
-    minimise([*encoding.parameters()], distance, _BIAS_ITERATIONS)
+    minimize([*encoding.parameters()], distance, _BIAS_ITERATIONS)
 
 
-def minimise(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
-    """Minimise a loss in place by L-BFGS, and return the least value, whose parameters are kept.
+def minimize(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
+    """Minimize a loss in place by L-BFGS, and return the least value, whose parameters are kept.
 
     Args:
         parameters: those that the loss does not depend on, and others that the fit makes worse, keep their values.
@@ -246,8 +246,8 @@ def change_basis(attn: Attention, here: Attended) -> None:
 
 
 def _covariance(tokens: Tensor) -> Tensor:
-    centred = tokens - tokens.mean(0)
-    covariance = centred.mT @ centred / len(tokens)
+    centerd = tokens - tokens.mean(0)
+    covariance = centerd.mT @ centerd / len(tokens)
     covariance.diagonal().add_(1e-4 * covariance.diagonal().mean())  # channels may be constant
     return covariance
 
@@ -265,7 +265,7 @@ def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
     at_rest = int(pairs * still)
     magnitude = torch.zeros(pairs)
     magnitude[at_rest:] = factor * torch.linspace(math.log(_SLOWEST), math.log(_FASTEST), pairs - at_rest).exp()
-    angle = torch.arange(pairs) * math.pi * (3 - 5**0.5)  # the golden angle, so that neighbours in speed differ in direction
+    angle = torch.arange(pairs) * math.pi * (3 - 5**0.5)  # the golden angle, so that neighbors in speed differ in direction
     part.freqs.copy_(torch.stack((angle.sin() * magnitude, angle.cos() * magnitude))[:, None])
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from vitrel.convert.recognise import as_vitrel
+from vitrel.convert.recognize import as_vitrel
 from vitrel.convert.relativize import relativize
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
@@ -25,7 +25,7 @@ def from_timm(
 
     Supported are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and SigLIP's image towers,
     SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size), Swin V1 and V2. A model
-    is recognised from its modules, not its name.
+    is recognized from its modules, not its name.
 
     The result's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model. At a
     size that is no multiple of the patch (384 with patches of 14) timm ignores the last pixels, and vitrel pads them to another

@@ -7,7 +7,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
-from vitrel.convert.recognise import as_vitrel
+from vitrel.convert.recognize import as_vitrel
 from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of

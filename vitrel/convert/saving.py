@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitrel.common.files import atomic_write
 from vitrel.convert.from_timm import from_timm
-from vitrel.convert.recognise import recognise
+from vitrel.convert.recognize import recognize
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
@@ -262,13 +262,13 @@ def _like(like: str, swin: bool) -> _Like:
         model = timm.create_model(like)
     if isinstance(model, Backbone):
         return _Like(config_of(model), None, set())
-    recognised = recognise(model)
-    if (recognised.architecture == "vitrel_swin") != swin:
+    recognized = recognize(model)
+    if (recognized.architecture == "vitrel_swin") != swin:
         raise ValueError(f"the file is of a {'Swin' if swin else 'plain ViT'}, {like} is not: name a model of the same kind")
     config = Config(
-        recognised.architecture, recognised.arguments, recognised.arguments["img_size"], preparation_of(model.pretrained_cfg)
+        recognized.architecture, recognized.arguments, recognized.arguments["img_size"], preparation_of(model.pretrained_cfg)
     )
-    return _Like(config, recognised.rotation, set(model.state_dict()))
+    return _Like(config, recognized.rotation, set(model.state_dict()))
 
 
 def _swin_config(shapes: dict[str, Any]) -> Config:

@@ -19,7 +19,7 @@ from vitrel.data.decode import BadImage, Reading, decode
 from vitrel.data.files import Files, csv_files, files_at
 from vitrel.data.folder import Folder, folder_classes
 from vitrel.data.hub import SAVED, HuggingFace, columns, load
-from vitrel.data.prepare import Prepare, normalise
+from vitrel.data.prepare import Prepare, normalize
 from vitrel.data.sets import TorchvisionSet, torchvision_set
 from vitrel.data.shapes import Shapes
 from vitrel.data.tars import Tars, tar_files, tar_members
@@ -44,7 +44,7 @@ __all__ = [
     "create_shapes",
     "decode",
     "folder_classes",
-    "normalise",
+    "normalize",
 ]
 
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
@@ -69,7 +69,7 @@ def create_dataset(
     download: bool = False,
     **view: Any,
 ) -> Dataset:
-    """Build a data set of (normalised float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
+    """Build a data set of (normalized float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
 
     Args:
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
@@ -80,7 +80,7 @@ def create_dataset(
             and Parquet may lie at addresses that fsspec reads, as "s3://bucket/images".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
-        mean, std: per-channel normalisation, from the model's `pretrained_cfg`.
+        mean, std: per-channel normalization, from the model's `pretrained_cfg`.
         augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.

@@ -1,8 +1,8 @@
 """Augmentation with albumentations; the only file that imports albumentations and OpenCV.
 
-albumentations has no RandAugment, so its operations are implemented here, on uint8 [h, w, 3]. Colour operations give the
-results of PIL, and so of timm, up to one grey level. Geometric operations differ in rounding, and at the border, which OpenCV
-blends with the fill colour.
+albumentations has no RandAugment, so its operations are implemented here, on uint8 [h, w, 3]. Color operations give the
+results of PIL, and so of timm, up to one gray level. Geometric operations differ in rounding, and at the border, which OpenCV
+blends with the fill color.
 """
 
 import os
@@ -35,13 +35,13 @@ SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's S
 class AlbumentationsPipeline:
     """Augments uint8 [h, w, 3] to uint8 [3, H, W].
 
-    The steps are random-resized crop, flips, policy, colour jitter, grey and blur. The other crops and erasing are left to
+    The steps are random-resized crop, flips, policy, color jitter, gray and blur. The other crops and erasing are left to
     `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
 
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
+        mean: color of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
@@ -100,15 +100,15 @@ def _policy_step(policy: Policy, fill: tuple[int, ...], flags: tuple[int, ...]) 
 class _RandomOperations(A.ImageOnlyTransform):
     """Abstract transform of random RandAugment operations, with the random state of the Compose that contains it."""
 
-    def __init__(self, policy: Policy, colour: tuple[int, ...], flags: tuple[int, ...]) -> None:
+    def __init__(self, policy: Policy, color: tuple[int, ...], flags: tuple[int, ...]) -> None:
         super().__init__(p=1.0)
-        self.policy, self.colour, self.flags = policy, colour, flags
+        self.policy, self.color, self.flags = policy, color, flags
 
     def operation(self, image: np.ndarray) -> np.ndarray:
         rng, levels = self.py_random, levels_of(self.policy)
         name = rng.choice(list(levels))
         argument = levels[name](self.policy.draw(rng) / 10, rng.choice((-1, 1)))
-        return operate(name, image, argument, self.colour, rng.choice(self.flags))
+        return operate(name, image, argument, self.color, rng.choice(self.flags))
 
 
 class _RandAugment(_RandomOperations):
@@ -152,9 +152,9 @@ def operate(
         image: uint8 [h, w, 3].
         argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear (lower rows to the left, right columns
             to the top), share of the side of a translation (to the left, to the top), bits kept by "Posterize", threshold from
-            which "Solarize" inverts grey levels, grey levels that "SolarizeAdd" adds to those below 128, factor of
+            which "Solarize" inverts gray levels, gray levels that "SolarizeAdd" adds to those below 128, factor of
             "Color", "Contrast", "Brightness", "Sharpness" (1 changes nothing); the other operations ignore it.
-        fill: colour of pixels that a geometric operation leaves without content.
+        fill: color of pixels that a geometric operation leaves without content.
         flag: OpenCV's interpolation flag for geometric operations.
 
     Returns:
@@ -165,7 +165,7 @@ def operate(
         border: dict[str, Any] = {"borderMode": cv2.BORDER_CONSTANT, "borderValue": fill}
         return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=flag | cv2.WARP_INVERSE_MAP, **border)
     if name in TABLES:
-        return cv2.LUT(image, _grey_levels(TABLES[name](argument)))
+        return cv2.LUT(image, _gray_levels(TABLES[name](argument)))
     return IMAGES[name](image, argument)
 
 
@@ -175,12 +175,12 @@ def _rotation(degrees: float, h: int, w: int) -> tuple[tuple[float, ...], ...]:
     return (cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y)
 
 
-def _grey_levels(table: np.ndarray) -> np.ndarray:
+def _gray_levels(table: np.ndarray) -> np.ndarray:
     return table.clip(0, 255).astype(np.uint8)  # truncated as in PIL, not rounded
 
 
 def _per_channel(image: np.ndarray, tables: list[np.ndarray]) -> np.ndarray:
-    return cv2.LUT(image, _grey_levels(np.stack(tables, 1))[None])  # [1, 256, 3]
+    return cv2.LUT(image, _gray_levels(np.stack(tables, 1))[None])  # [1, 256, 3]
 
 
 def _autocontrast(image: np.ndarray, _: float) -> np.ndarray:
@@ -204,18 +204,18 @@ def _blend(start: np.ndarray, image: np.ndarray, factor: float) -> np.ndarray:
     return cv2.addWeighted(image, factor, start, 1 - factor, -0.499)  # the offset turns OpenCV's rounding into PIL's truncation
 
 
-def _blend_table(grey: int, factor: float) -> np.ndarray:
-    return grey + np.float32(factor) * (RAMP.astype(np.float32) - grey)  # float32, as in PIL
+def _blend_table(gray: int, factor: float) -> np.ndarray:
+    return gray + np.float32(factor) * (RAMP.astype(np.float32) - gray)  # float32, as in PIL
 
 
 def _color(image: np.ndarray, factor: float) -> np.ndarray:
-    grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
-    return _blend(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB), image, factor)
+    gray = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
+    return _blend(cv2.cvtColor(gray, cv2.COLOR_GRAY2RGB), image, factor)
 
 
 def _contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    grey = int(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean() + 0.5)
-    return cv2.LUT(image, _grey_levels(_blend_table(grey, factor)))
+    gray = int(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean() + 0.5)
+    return cv2.LUT(image, _gray_levels(_blend_table(gray, factor)))
 
 
 def _sharpness(image: np.ndarray, factor: float) -> np.ndarray:
@@ -225,7 +225,7 @@ def _sharpness(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 RAMP = np.arange(256.0)
-# (argument, h, w) to the two rows of the affine map from result to image coordinates (x, y); pixel centres are integers
+# (argument, h, w) to the two rows of the affine map from result to image coordinates (x, y); pixel centers are integers
 MATRICES = {
     "Rotate": _rotation,
     "ShearX": lambda v, h, w: ((1, v, v / 2), (0, 1, 0)),
@@ -233,7 +233,7 @@ MATRICES = {
     "TranslateX": lambda v, h, w: ((1, 0, v * w), (0, 1, 0)),
     "TranslateY": lambda v, h, w: ((1, 0, 0), (0, 1, v * h)),
 }
-# argument to a lookup table [256], from grey level to grey level
+# argument to a lookup table [256], from gray level to gray level
 TABLES = {
     "Invert": lambda v: 255 - RAMP,
     "Posterize": lambda v: RAMP.astype(int) & (256 - (1 << (8 - min(8, max(0, int(v)))))),
@@ -264,7 +264,7 @@ def _from_a_tenth(x: float, sign: int) -> float:
     return 0.1 + 1.8 * x
 
 
-# timm's level functions; the arguments are: Rotate, degrees; Posterize, bits kept; Solarize, threshold; SolarizeAdd, grey
+# timm's level functions; the arguments are: Rotate, degrees; Posterize, bits kept; Solarize, threshold; SolarizeAdd, gray
 # levels added; Color to Sharpness, factor (1 changes nothing); Shear, tangent; Translate, share of the side
 RAND_INCREASING: dict[str, Level] = {
     "AutoContrast": _no_argument,

@@ -17,16 +17,16 @@ from torchvision.transforms import v2
 
 from vitrel.common.extras import optional_import
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array, normalise
+from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array, normalize
 
 
 class Augmenter:
-    """Returns a randomly augmented, normalised view of an image.
+    """Returns a randomly augmented, normalized view of an image.
 
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean, std: per-channel normalisation of values from 0 to 1.
+        mean, std: per-channel normalization of values from 0 to 1.
         seed: seed of the run.
         crop_pct, crop_mode: of the "center" crop, as in `Prepare`.
     """
@@ -52,7 +52,7 @@ class Augmenter:
         self._pipeline = AlbumentationsPipeline
 
     def __call__(self, image: Picture, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
-        """Return the augmented image, normalised float32 [3, H, W].
+        """Return the augmented image, normalized float32 [3, H, W].
 
         Args:
             image: a Pillow image of mode RGB, or uint8 [3, h, w].
@@ -68,7 +68,7 @@ class Augmenter:
         with _seeded(state):
             if self.settings.crop != "random_resized":
                 image = self._resized_and_cropped(image, size)
-            view = normalise(self.pipelines[size](as_array(image), state), self.mean, self.std)
+            view = normalize(self.pipelines[size](as_array(image), state), self.mean, self.std)
             return view if self.erase is None else self.erase(view)
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:

@@ -30,7 +30,7 @@ WHOLE = ("magnitude", "layers", "maximum", "width", "depth", "increasing")
 
 @dataclass
 class Augmentation:
-    """Augmentation of training images, applied in this order: crop, flips, policy, colour jitter, grey, blur, erasing.
+    """Augmentation of training images, applied in this order: crop, flips, policy, color jitter, gray, blur, erasing.
 
     Args:
         scale: [minimum, maximum] area of the random-resized crop, as a share of the image's area.
@@ -40,18 +40,18 @@ class Augmentation:
         jitter: strength of brightness, contrast and saturation jitter, 0 for none; hue jitter has a quarter of it. Or
             [brightness, contrast, saturation] or [brightness, contrast, saturation, hue], hue at most 0.5. null: 0.3, but 0
             with a policy other than "3a", as in timm.
-        erase: probability of random erasing (timm's, after normalisation) of rectangles with 2-33 % of the area in total.
-        policy: "rand-m9-mstd0.5-inc1" (RandAugment) or "augmix-m3-w3" (AugMix), both in timm's notation, "3a" (3-Augment: grey,
-            solarised or blurred), "trivial" (TrivialAugment) or null.
+        erase: probability of random erasing (timm's, after normalization) of rectangles with 2-33 % of the area in total.
+        policy: "rand-m9-mstd0.5-inc1" (RandAugment) or "augmix-m3-w3" (AugMix), both in timm's notation, "3a" (3-Augment: gray,
+            solarized or blurred), "trivial" (TrivialAugment) or null.
         vflip: mirror top and bottom with probability one half.
         crop: "random_resized"; "simple" (DeiT III: resize the image to just cover the target size, pad by 4 reflected pixels,
             crop at a random position); "center" (resize and crop as in evaluation, with the model's crop_pct and crop_mode, for
             fine-tuning at the test size).
         interpolation: interpolation of resizing and of the policy's geometric operations: "bicubic", "bilinear", or "random"
             to choose one at random.
-        jitter_prob, gray_prob, blur_prob: probabilities of colour jitter, conversion to grey, and Gaussian blur (standard
+        jitter_prob, gray_prob, blur_prob: probabilities of color jitter, conversion to gray, and Gaussian blur (standard
             deviation 0.1 to 2 pixels).
-        erase_mode: fill erased rectangles with the mean colour ("const"), one random colour ("rand") or random pixels
+        erase_mode: fill erased rectangles with the mean color ("const"), one random color ("rand") or random pixels
             ("pixel").
         erase_count: maximum number of erased rectangles.
 
@@ -98,7 +98,7 @@ class Augmentation:
 
     @property
     def jitter_ranges(self) -> tuple[float, float, float, float]:
-        """Strengths (brightness, contrast, saturation, hue) of colour jitter, as torchvision's ColorJitter takes them; 0: none.
+        """Strengths (brightness, contrast, saturation, hue) of color jitter, as torchvision's ColorJitter takes them; 0: none.
 
         A number for `jitter` is the strength of the first three, and hue has a quarter of it; of three numbers, hue is 0; None
         is 0.3, or 0 with a policy other than "3a". ValueError for a sequence that does not have three or four numbers.

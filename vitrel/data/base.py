@@ -58,7 +58,7 @@ class Draw(NamedTuple):
 
 
 class ImageSet(Dataset, ABC):
-    """Abstract data set of images; its items, by index or `Draw`, are (normalised float32 [3, H, W], class index).
+    """Abstract data set of images; its items, by index or `Draw`, are (normalized float32 [3, H, W], class index).
 
     `bad`, uint8 [n], is 1 for images found unreadable; it is shared with loader processes, as the epoch is.
 
@@ -162,7 +162,7 @@ class ImageSet(Dataset, ABC):
         raise BadImage(f"{unreadable} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
     def finish(self, image: Picture, draw: Draw, source: int) -> Tensor:
-        """Return a decoded image augmented or prepared for its draw, normalised float32 [3, H, W].
+        """Return a decoded image augmented or prepared for its draw, normalized float32 [3, H, W].
 
         Args:
             image: a Pillow image of mode RGB, or uint8 [3, h, w].

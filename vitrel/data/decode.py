@@ -1,10 +1,10 @@
 """Decoding of image files to RGB by Pillow, as timm decodes them.
 
 The header is read first: an image with too many pixels is an error before it is decoded. JPEG, PNG, WebP, GIF and BMP are
-recognised by content, not by name. The rules of conversion:
+recognized by content, not by name. The rules of conversion:
 
-- grey is repeated into three channels, palettes are looked up, CMYK is converted as Pillow does;
-- alpha and transparent colours are dropped, not blended: the stored colour stays;
+- gray is repeated into three channels, palettes are looked up, CMYK is converted as Pillow does;
+- alpha and transparent colors are dropped, not blended: the stored color stays;
 - 16 bits per channel keep their high byte;
 - the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do;
 - of an animation, the first frame is taken.
@@ -195,7 +195,7 @@ def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
+    if image.mode.startswith("I"):  # 16-bit gray, which convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info and image.mode == "P":
         image = image.convert("RGBA")  # Pillow warns of a conversion directly to RGB

@@ -19,7 +19,7 @@ PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "c
 
 
 class Files(ImageSet):
-    """Image files as a data set of (normalised float32 [3, H, W], class index).
+    """Image files as a data set of (normalized float32 [3, H, W], class index).
 
     Args:
         samples: (path or address, label) of each image.

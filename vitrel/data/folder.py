@@ -33,7 +33,7 @@ _warnings: set[str] = set()  # given by this process
 
 
 class Folder(Files):
-    """One split of an image folder, as a data set of (normalised float32 [3, H, W], class index).
+    """One split of an image folder, as a data set of (normalized float32 [3, H, W], class index).
 
     A warning, once per process, names files, folders and links that are left out.
 

@@ -18,7 +18,7 @@ SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` w
 
 
 class HuggingFace(RowSet):
-    """One split of a Hugging Face data set, as a data set of (normalised float32 [3, H, W], class index).
+    """One split of a Hugging Face data set, as a data set of (normalized float32 [3, H, W], class index).
 
     The images are the first column of images, the classes the first column of class labels, or the column "label".
 

@@ -1,4 +1,4 @@
-"""Preprocessing of decoded images for evaluation: resize and crop by timm's transforms, and normalisation."""
+"""Preprocessing of decoded images for evaluation: resize and crop by timm's transforms, and normalization."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -28,7 +28,7 @@ def as_array(image: Picture) -> np.ndarray:
     return image.permute(1, 2, 0).contiguous().numpy() if isinstance(image, Tensor) else np.asarray(image)
 
 
-def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalize(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return (image / 255 - mean) / std, float32 [3, h, w], of a uint8 image [3, h, w]."""
     shift, scale = torch.tensor((mean, std), dtype=torch.float32)[..., None, None]
     # Pillow's images have the channels of a pixel side by side, in which order these operations take twice as long
@@ -37,25 +37,25 @@ def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) ->
 
 
 class Prepare:
-    """Evaluation preprocessing: antialiased resize, centre crop, normalisation.
+    """Evaluation preprocessing: antialiased resize, center crop, normalization.
 
-    An image, Pillow's of mode RGB or uint8 [3, h, w], is resized for a view of h×w pixels, which is then the centre of the
+    An image, Pillow's of mode RGB or uint8 [3, h, w], is resized for a view of h×w pixels, which is then the center of the
     resized image. timm's transforms compute it, on Pillow images. `crop_mode` is that of timm's `pretrained_cfg`. "center": the
     image keeps its aspect ratio and just covers h / crop_pct × w / crop_pct. "squash": it gets exactly these sides, whatever
     its aspect ratio. "border": it keeps its aspect ratio and just fits into these sides; the rest of the view has the mean
-    colour. With a crop_pct of 1, "squash" and "border" show the whole image.
+    color. With a crop_pct of 1, "squash" and "border" show the whole image.
 
     The protocol says what the view is. `scale`: H×W; every square size shows the same content. `canvas`: `base_size`; objects
     keep the size and shape that they have there in pixels. A larger H×W shows in addition what the crop to the view removes,
-    which is much with "center" and little or nothing with the others, and around that the mean colour. `native`: the whole
+    which is much with "center" and little or nothing with the others, and around that the mean color. `native`: the whole
     image is resized to H×W, which the caller computes with `vitrel.common.sizes.native_size`; crop_mode and crop_pct are not
     used.
 
     Args:
         size: (H, W) of the result, pixels.
-        mean, std: per-channel normalisation of values from 0 to 1.
+        mean, std: per-channel normalization of values from 0 to 1.
         crop_pct: share of the resized image's sides that the view keeps. Above 1, as a few models of timm have it, the view is
-            larger than what the image covers, and black there ("border": the mean colour).
+            larger than what the image covers, and black there ("border": the mean color).
         interpolation: "bicubic" or "bilinear".
         protocol: "scale", "canvas" or "native".
         base_size: (H, W) of training, pixels; required by `canvas`.
@@ -98,9 +98,9 @@ class Prepare:
         return Prepare(size, self.mean, self.std, *resizing)
 
     def __call__(self, image: Picture) -> Tensor:
-        """Return the normalised float32 [3, H, W] of an image."""
-        image = normalise(as_tensor(self.cropped(image)), self.mean, self.std)
-        # pads with 0, the mean colour after normalisation
+        """Return the normalized float32 [3, H, W] of an image."""
+        image = normalize(as_tensor(self.cropped(image)), self.mean, self.std)
+        # pads with 0, the mean color after normalization
         return image if image.shape[1:] == self.size else center_crop(image, list(self.size))
 
     def resized(self, image: Picture) -> Image.Image:

@@ -15,7 +15,7 @@ from vitrel.data.prepare import Picture, as_tensor
 
 
 class TorchvisionSet(RowSet):
-    """One split of a torchvision set, as a data set of (normalised float32 [3, H, W], class index).
+    """One split of a torchvision set, as a data set of (normalized float32 [3, H, W], class index).
 
     Args:
         name: name of the set as `timm.data.create_dataset` takes it after "torch/".

@@ -1,23 +1,23 @@
 """`shapes`: synthetic images whose class is the relative position of two objects.
 
-One warm-coloured and one cool-coloured object lie on a flat grey background among grey specks; the class is the direction from
+One warm-colored and one cool-colored object lie on a flat gray background among gray specks; the class is the direction from
 the cool object to the warm one. Lengths are in units: the field is 64 units high and wide, and a unit is one pixel at 64 px.
 
 The class can be found only from the position of patches relative to each other. With patches of 8 px on a 64-px image:
 
 - the two objects are at least 9 units apart along the axis of the label, and specks are at least as far from both, so no patch
   shows parts of both objects, or of an object and a speck;
-- the gap along the axis and the offset across it are uniform over 8 units, and the pair's centre over a multiple of 8, so the
+- the gap along the axis and the offset across it are uniform over 8 units, and the pair's center over a multiple of 8, so the
   position of an object within its patches is uniform and independent of the other object and of the label.
 
 Therefore the bag of patches of the pair, which is all that a model without position sees, has the same distribution for every
 class. The specks are independent of the class, except that specks near the pair are left out, which no classifier was seen to
-use. The pair's centre has the same distribution for every class, and both objects always lie completely inside the image, so
+use. The pair's center has the same distribution for every class, and both objects always lie completely inside the image, so
 neither the position of the pair nor truncation shows the class. The position of a single object does so in part, because an
 object at the left edge cannot be to the right of the other: the best guess from the position of the warm object is right for
 70 % of 64-px images.
 
-With `label="place"` the class is the quarter of the field in which the pair's centre lies, at least 4 units from the lines
+With `label="place"` the class is the quarter of the field in which the pair's center lies, at least 4 units from the lines
 between quarters. It is the control for absolute position, which a model can learn from the borders of a finite grid.
 """
 
@@ -45,17 +45,17 @@ _DRAWS = 16 + 5 * SPECKS
 
 
 class Scene(NamedTuple):
-    """Geometry and colours of one scene, or of a batch [B, ...]: M objects in drawing order, the cool and the warm one last.
+    """Geometry and colors of one scene, or of a batch [B, ...]: M objects in drawing order, the cool and the warm one last.
 
     Objects of radius 0 are not drawn: specks that would be too close to the pair.
     """
 
     label: np.ndarray  # [...]        index into CLASSES or PLACES
-    background: np.ndarray  # [...]        grey, 0 to 1
-    centre: np.ndarray  # [..., M, 2]  y, x in units from the field's upper left corner
+    background: np.ndarray  # [...]        gray, 0 to 1
+    center: np.ndarray  # [..., M, 2]  y, x in units from the field's upper left corner
     radius: np.ndarray  # [..., M]     half the side of the bounding square, units
     kind: np.ndarray  # [..., M]     0 disc, 1 square, 2 diamond
-    colour: np.ndarray  # [..., M, 3]  RGB, 0 to 1
+    color: np.ndarray  # [..., M, 3]  RGB, 0 to 1
 
 
 class Shapes(Dataset):
@@ -65,12 +65,12 @@ class Shapes(Dataset):
         n: number of images.
         size: side or (H, W) of the images, pixels.
         seed: seed of the scenes; different seeds give different scenes.
-        protocol: "scale" draws the same field of 64 units at every size, centred, as large as the shorter side; "canvas" keeps
+        protocol: "scale" draws the same field of 64 units at every size, centerd, as large as the shorter side; "canvas" keeps
             the objects' size in pixels at `base` and places them anywhere on the image.
         base: side or (H, W) in pixels for `canvas`; its shorter side is 64 units.
         region: (top, left, bottom, right) of the part in which objects lie, as shares of the field (`scale`) or of the image
             (`canvas`).
-        mean, std: per-channel normalisation of values from 0 to 1.
+        mean, std: per-channel normalization of values from 0 to 1.
         label: "relation", the direction from the cool object to the warm one (CLASSES), or "place", the quarter of `region`
             (PLACES).
 
@@ -169,19 +169,19 @@ class Shapes(Dataset):
     def _scenes(self, indices: Sequence[int]) -> Scene:
         u = np.stack([_uniform(self.seed, self._check(i)) for i in indices])  # [B, number of draws]
         v = u[:, 16:].reshape(len(u), SPECKS, 5)
-        label, centre, radius = _pairs(u[:, :7], self.low, self.high, self.label_is_place)
-        specks, speck_radius = _specks(v, centre, radius, self.low, self.high)
-        warm = _colour(1.2 * (u[:, 7] - 0.5), 0.7 + 0.3 * u[:, 8], 0.7 + 0.3 * u[:, 9])
-        cool = _colour(1.2 * (u[:, 10] - 0.5) + 3.5, 0.7 + 0.3 * u[:, 11], 0.7 + 0.3 * u[:, 12])
-        grey = np.repeat(v[..., 3:4], 3, -1)
+        label, center, radius = _pairs(u[:, :7], self.low, self.high, self.label_is_place)
+        specks, speck_radius = _specks(v, center, radius, self.low, self.high)
+        warm = _color(1.2 * (u[:, 7] - 0.5), 0.7 + 0.3 * u[:, 8], 0.7 + 0.3 * u[:, 9])
+        cool = _color(1.2 * (u[:, 10] - 0.5) + 3.5, 0.7 + 0.3 * u[:, 11], 0.7 + 0.3 * u[:, 12])
+        gray = np.repeat(v[..., 3:4], 3, -1)
         kind = np.concatenate([v[..., 4], u[:, 13:15]], 1)  # [B, M]
         return Scene(
             label,
             0.3 + 0.4 * u[:, 15],
-            np.concatenate([specks, centre], 1),
+            np.concatenate([specks, center], 1),
             np.concatenate([speck_radius, radius], 1),
             (3 * kind).astype(np.int64),
-            np.concatenate([grey, cool[:, None], warm[:, None]], 1),
+            np.concatenate([gray, cool[:, None], warm[:, None]], 1),
         )
 
     def _check(self, index: int) -> int:
@@ -190,22 +190,22 @@ class Shapes(Dataset):
         return int(index)
 
     def _draw(self, scenes: Scene) -> np.ndarray:
-        """Draw normalised images [B, 3, H, W]; antialiased: coverage of a pixel = 1/2 - signed distance, clipped to 0..1."""
+        """Draw normalized images [B, 3, H, W]; antialiased: coverage of a pixel = 1/2 - signed distance, clipped to 0..1."""
         h, w = self.size
-        centre = ((scenes.centre + self.margin) * self.pixels).astype(np.float32)
+        center = ((scenes.center + self.margin) * self.pixels).astype(np.float32)
         radius = (scenes.radius * self.pixels).astype(np.float32)
-        colour = (scenes.colour.astype(np.float32) - self.mean) / self.std
+        color = (scenes.color.astype(np.float32) - self.mean) / self.std
         ground = (scenes.background.astype(np.float32)[:, None] - self.mean) / self.std
         images = np.empty((len(ground), h, w, 3), np.float32)
         images[:] = ground[:, None, None]
         batch = np.arange(len(ground))[:, None, None]
         for m in range(radius.shape[1]):
             # one window size for the whole batch; pixels outside an object have coverage 0
-            y, x = (_window(centre[:, m, i], radius[:, m].max(), side) for i, side in enumerate((h, w)))
-            cover = _coverage(y, x, centre[:, m], radius[:, m], scenes.kind[:, m])[..., None]
+            y, x = (_window(center[:, m, i], radius[:, m].max(), side) for i, side in enumerate((h, w)))
+            cover = _coverage(y, x, center[:, m], radius[:, m], scenes.kind[:, m])[..., None]
             window = batch, y[:, :, None], x[:, None, :]
             below = images[window]
-            images[window] = below + cover * (colour[:, m, None, None] - below)
+            images[window] = below + cover * (color[:, m, None, None] - below)
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
 
@@ -241,7 +241,7 @@ def _direction(u: np.ndarray) -> np.ndarray:
 
 
 def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index into PLACES [B]; and the side of the centre along y and x [B, 2], -1 above or left, 1 below or right.
+    """Index into PLACES [B]; and the side of the center along y and x [B, 2], -1 above or left, 1 below or right.
 
     u: uniform random numbers [B, 2] for y and x.
     """
@@ -249,7 +249,7 @@ def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Label [B]; centres [B, 2, 2] (y, x) and radii [B, 2] of the cool and warm object, units; from random numbers u [B, 7].
+    """Label [B]; centers [B, 2, 2] (y, x) and radii [B, 2] of the cool and warm object, units; from random numbers u [B, 7].
 
     low, high: corners (y, x) of the region that holds both objects, [2] each. label_is_place: the label is the pair's quarter.
     """
@@ -259,7 +259,7 @@ def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: boo
     across = PATCH * (u[:, 4] - 0.5)
     axis = _AXIS[label]
     offset = along[:, None] * axis + across[:, None] * np.abs(axis[:, ::-1])
-    # the centre moves by whole patches; otherwise the position within a patch would depend on the label
+    # the center moves by whole patches; otherwise the position within a patch would depend on the label
     freedom = np.floor((high - low - PAIR) / PATCH) * PATCH
     move = freedom * (u[:, 5:7] - 0.5)
     if label_is_place:
@@ -270,41 +270,41 @@ def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: boo
 
 
 def _specks(
-    u: np.ndarray, centre: np.ndarray, radius: np.ndarray, low: np.ndarray, high: np.ndarray
+    u: np.ndarray, center: np.ndarray, radius: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Centres [B, S, 2] and radii [B, S] of specks, from random numbers u [B, S, 5]; radius 0 for specks near the pair."""
+    """Centers [B, S, 2] and radii [B, S] of specks, from random numbers u [B, S, 5]; radius 0 for specks near the pair."""
     edge = SPECK_RADIUS[1] + 0.5
     place = low + edge + (high - low - 2 * edge) * u[..., :2]
     size = SPECK_RADIUS[0] + (SPECK_RADIUS[1] - SPECK_RADIUS[0]) * u[..., 2]
-    distance = np.abs(place[:, :, None] - centre[:, None]).max(-1)  # [B, S, 2]
+    distance = np.abs(place[:, :, None] - center[:, None]).max(-1)  # [B, S, 2]
     clear = (distance > size[..., None] + radius[:, None] + GAP).all(-1)
     return place, np.where(clear, size, 0.0)
 
 
-def _colour(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """RGB [B, 3] of HSV colours; hue in sixths of the circle, 0 = red."""
+def _color(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """RGB [B, 3] of HSV colors; hue in sixths of the circle, 0 = red."""
     k = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6
     return value[:, None] * (1 - saturation[:, None] * np.clip(np.minimum(k, 4 - k), 0, 1))
 
 
-def _window(centre: np.ndarray, radius: float, side: int) -> np.ndarray:
-    """Pixel indices [B, K] along one axis of `side` pixels around every centre [B], shifted to lie inside the image.
+def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
+    """Pixel indices [B, K] along one axis of `side` pixels around every center [B], shifted to lie inside the image.
 
     radius: largest radius of the batch in pixels, which K covers on both sides.
     """
     k = min(int(2 * radius) + 4, side)
-    start = np.clip(np.floor(centre - k / 2).astype(np.int64), 0, side - k)
+    start = np.clip(np.floor(center - k / 2).astype(np.int64), 0, side - k)
     return start[:, None] + np.arange(k)
 
 
-def _coverage(y: np.ndarray, x: np.ndarray, centre: np.ndarray, radius: np.ndarray, kind: np.ndarray) -> np.ndarray:
+def _coverage(y: np.ndarray, x: np.ndarray, center: np.ndarray, radius: np.ndarray, kind: np.ndarray) -> np.ndarray:
     """Share [B, K_y, K_x], 0 to 1, of every window pixel that the object covers; every kind extends to ±radius in y and x.
 
-    y [B, K_y], x [B, K_x]: pixel indices (`_window`); centre [B, 2] (y, x) and radius [B] in pixels; kind [B] as in `Scene`.
+    y [B, K_y], x [B, K_x]: pixel indices (`_window`); center [B, 2] (y, x) and radius [B] in pixels; kind [B] as in `Scene`.
     """
     half = np.float32(0.5)
-    dy = np.abs(y.astype(np.float32) + half - centre[:, :1])[:, :, None]
-    dx = np.abs(x.astype(np.float32) + half - centre[:, 1:])[:, None, :]
+    dy = np.abs(y.astype(np.float32) + half - center[:, :1])[:, :, None]
+    dx = np.abs(x.astype(np.float32) + half - center[:, 1:])[:, None, :]
     radius, kind = radius[:, None, None], kind[:, None, None]
     disc = np.sqrt(dy * dy + dx * dx) - radius
     square = np.maximum(dy, dx) - radius

@@ -44,7 +44,7 @@ class Member(NamedTuple):
 
 
 class Tars(ImageSet):
-    """One split of images in tar files, as a data set of (normalised float32 [3, H, W], class index) with random access.
+    """One split of images in tar files, as a data set of (normalized float32 [3, H, W], class index) with random access.
 
     Args:
         root: a tar file, a folder of tars, or a pattern as "images/*.tar" or "images/{train,val}-{000..012}.tar"; paths or
@@ -70,10 +70,10 @@ class Tars(ImageSet):
     ) -> None:
         members, classes = tar_members(root)
         numbers = {name: number for number, name in enumerate(classes)}
-        labelled = [(member, numbers[_class(member.label, classes)]) for member in members]
-        own = _of_split(labelled, split, root)
+        labeled = [(member, numbers[_class(member.label, classes)]) for member in members]
+        own = _of_split(labeled, split, root)
         if own is None:
-            own = divided(labelled, [label for _, label in labelled], split, reading.val_fraction, root)
+            own = divided(labeled, [label for _, label in labeled], split, reading.val_fraction, root)
         if not own:
             raise ValueError(f"found no images for {split!r} in the tars of {root}")
         self.samples = [own[i] for i in subset(len(own), n, seed, root)]
@@ -177,7 +177,7 @@ def _class(label: str, classes: list[str]) -> str:
     return classes[int(label)] if label.isdecimal() and label not in classes else label
 
 
-def _of_split(labelled: list[tuple[Member, int]], split: Split, root: str) -> list[tuple[Member, int]] | None:
+def _of_split(labeled: list[tuple[Member, int]], split: Split, root: str) -> list[tuple[Member, int]] | None:
     """The images of a split, by the tar's folder or name, or the first folder in the tar; None where these name no split."""
     names = {word for words in SPLITS.values() for word in words}
 
@@ -186,9 +186,9 @@ def _of_split(labelled: list[tuple[Member, int]], split: Split, root: str) -> li
         words = [*path.parts[:-1], *path.stem.replace("_", "-").split("-"), *PurePosixPath(member.name).parts[:1]]
         return next((word for word in words if word in names), "")
 
-    words = [word(member) for member, _ in labelled]
+    words = [word(member) for member, _ in labeled]
     own = split_of(split, words)
-    return None if own is None else [pair for pair, found in zip(labelled, words, strict=True) if found == own]
+    return None if own is None else [pair for pair, found in zip(labeled, words, strict=True) if found == own]
 
 
 def _scan(tar: str) -> list[Member]:

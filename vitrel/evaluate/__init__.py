@@ -3,7 +3,7 @@
 `vitrel.evaluate.at_sizes` does it in one call. An evaluation is a pipe, and a stage a module that imports only those before it:
 
     sweep         the options
-    checkpoint    path or model -> Trained (model, preprocessing, classes)
+    checkpoint    path or model -> TrainedModel (model, preprocessing, classes)
     prepare       data, preprocessing, size -> batches of images
     policies      model, size -> the model for that size, and what is resampled for it
     predict       model, batches -> logits, time, memory, attention

@@ -249,7 +249,7 @@ def _top1(place: Place) -> float:
 
 def _more(one: Estimate, margin: float, safe_level: float, loses_level: float) -> str:
     """The number of images or of seeds that would tell, with the same difference: "about 300 more images or 2 more seeds"."""
-    loss = -float(one.centre)
+    loss = -float(one.center)
     # the interval has to exclude the margin, or 0: whichever is farther from the loss
     distance, level = max((margin - loss, safe_level), (loss, loses_level))
     images, seeds = needed(one, distance, level)

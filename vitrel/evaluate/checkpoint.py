@@ -28,7 +28,7 @@ from vitrel.weights.unwrap import unwrap
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained model with its preprocessing and classes.
 
     name: timm name. label: name in tables and plots. encoding: keys of its position encodings, see `encoding_of`. img_size:
@@ -83,7 +83,7 @@ class Trained:
         return self.patch
 
 
-def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
+def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> TrainedModel:
     """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
 
     Only this file is read: paths inside a checkpoint are not followed. label: default the file's name without suffix for
@@ -98,7 +98,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         classes = tuple(model.pretrained_cfg.get("label_names") or ())
         return replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
     model, about = read_checkpoint(path)
-    return Trained(
+    return TrainedModel(
         model=model,
         name=about["model"],
         label=label or _label_of(about["model"], path),
@@ -128,7 +128,7 @@ def load_model(
     model_args: Mapping[str, Any] | None = None,
     pretrained: bool = False,
     **about: Any,
-) -> Trained:
+) -> TrainedModel:
     """Build the model `name` and load weights from a file, in eval mode on the CPU; it has the file's number of classes.
 
     name: a model of timm's registry, or "local-dir:FOLDER" for a folder of timm's save_for_hf or vitrel export, which contains
@@ -156,7 +156,7 @@ def load_model(
     return replace(trained, model_args=json.dumps(model_args, sort_keys=True, default=str)) if model_args else trained
 
 
-def random_model(name: str, model_args: Mapping[str, Any] | None = None, **about: Any) -> Trained:
+def random_model(name: str, model_args: Mapping[str, Any] | None = None, **about: Any) -> TrainedModel:
     """Build the model `name` with random weights (seed 0), in eval mode on the CPU; arguments as in `load_model`."""
     arguments = _arguments(model_args, about)
     with torch.random.fork_rng(devices=[]):
@@ -178,11 +178,11 @@ def trained_model(
     outputs: Mapping[str, int] | None = None,
     restrict: bool = False,
     path: Path = Path(),
-) -> Trained:
-    """Wrap a model in memory as `Trained`, with preprocessing from its `pretrained_cfg` where none is given.
+) -> TrainedModel:
+    """Wrap a model in memory as `TrainedModel`, with preprocessing from its `pretrained_cfg` where none is given.
 
     img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
-    restrict: see `Trained`. ValueError for a model without `num_classes`, or an invalid mean or std.
+    restrict: see `TrainedModel`. ValueError for a model without `num_classes`, or an invalid mean or std.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
@@ -192,7 +192,7 @@ def trained_model(
         if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
             above = " above 0" if key == "std" else ""
             raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
-    return Trained(
+    return TrainedModel(
         model=model,
         name=name,
         label=label or name,

@@ -17,7 +17,7 @@ from vitrel.common.names import nearest
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.data import SHAPES
-from vitrel.evaluate.checkpoint import Trained, encoding_of, load_checkpoint
+from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoint
 from vitrel.evaluate.claims import Claim, read_claim
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
@@ -71,7 +71,7 @@ class Comparison:
     data: path or built-in name of the data set that models are trained on; `sweep.data` is the one they are evaluated on.
     seeds: of the comparison; the seeds of every entry are among them. train: the sections trainer, data and model of a training
     configuration, without the model's name, the data set, the seed and the output folder. checkpoint: which checkpoint of a run
-    is evaluated, "last", or "best", chosen on the evaluation images of `data` and so too optimistic on these.
+    is evaluated, "last", or "best", chosen on the evaluation images of `data` and so too optimiztic on these.
     """
 
     name: str
@@ -169,7 +169,7 @@ def load_comparison(path: str | Path, data: str | None = None) -> list[Compariso
     return [*comparisons.values()]
 
 
-def trained_models(comparison: Comparison, folder: Path) -> list[Trained]:
+def trained_models(comparison: Comparison, folder: Path) -> list[TrainedModel]:
     """Load every model to evaluate, entry by entry and seed by seed, from the checkpoints of the runs in `folder`.
 
     An entry with `weights_of` has that entry's weights, see `variant`. ValueError where they do not fit.

@@ -52,7 +52,7 @@ MIB = 2**20
 class AtSizes:
     """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
-    On exit the model is on the CPU and is not optimised, even if it was before. optimized: run it through vitrel.optimize.
+    On exit the model is on the CPU and is not optimized, even if it was before. optimized: run it through vitrel.optimize.
     `states` has the state-dict hash of every copy that was made for a size of a model of another library.
     """
 
@@ -158,7 +158,7 @@ class Runner:
         start = time.perf_counter()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             logits = model(chunk.to(self.device, non_blocking=True))
-        logits = logits[:n].float().cpu()  # synchronises with the GPU
+        logits = logits[:n].float().cpu()  # synchronizes with the GPU
         self.passes.append((n, time.perf_counter() - start))
         return logits
 

@@ -26,7 +26,7 @@ Source = Callable[..., Dataset]
 
 
 class Preprocessing(NamedTuple):
-    """The preprocessing of a task's images: size, protocol, crop, and the normalisation and interpolation of training.
+    """The preprocessing of a task's images: size, protocol, crop, and the normalization and interpolation of training.
 
     size: (h, w) in pixels. crop_pct, crop_mode: as in `Prepare`. base_size: (h, w) in pixels, the training size. budget, patch:
     for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels.
@@ -72,7 +72,7 @@ class Images:
         self._caches = True
 
     def dataset(self, preprocessing: Preprocessing) -> Dataset:
-        """Return the data set with this preprocessing; items are (normalised float32 [3, H, W], class index).
+        """Return the data set with this preprocessing; items are (normalized float32 [3, H, W], class index).
 
         In the native protocol items are indexed by a `Draw` with a size. With another size, protocol, crop or budget than in
         the call before, the cache is emptied and `batch_size` is set back; other methods call this one.
@@ -226,7 +226,7 @@ def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> l
 class PreparedImages(Dataset):
     """A user's data set of (uint8 [3, h, w] or PIL image, label) with the preprocessing of an evaluation.
 
-    It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and are (normalised float32
+    It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and are (normalized float32
     [3, H, W], label).
     """
 

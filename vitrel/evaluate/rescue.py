@@ -31,7 +31,7 @@ from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Size, format_size
 from vitrel.convert import from_timm
 from vitrel.cpu.optimize import optimize, restore
-from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.policies import WINDOW_POLICIES, at_size_with, policies_at, with_policy
 from vitrel.evaluate.predict import Runner
 from vitrel.evaluate.prepare import Images
@@ -64,7 +64,7 @@ COLUMNS = {
     "train_size": "size of training, height x width in pixels",
     "img_size": "size of evaluation, height x width in pixels",
     "protocol": "how images fill a size",
-    "crop_pct": "share of the resized image that the centre crop keeps",
+    "crop_pct": "share of the resized image that the center crop keeps",
     "data": "data evaluated on",
     "setting": "the chosen setting, in words; as it is: the current one",
     "policy": "its policies, of windows, then of encodings",
@@ -213,7 +213,7 @@ def agreement(log_probability: Tensor, reference: Tensor) -> Tensor:
     return log_probability.gather(1, reference[:, None])[:, 0]
 
 
-def rescue(models: Sequence[Trained], sweep: Sweep, images: Images) -> Rescued:
+def rescue(models: Sequence[TrainedModel], sweep: Sweep, images: Images) -> Rescued:
     """Search a setting for every model, size and protocol of a sweep, and measure top-1 with and without it.
 
     Left out are the training size, the protocol "native", combinations of `sweep.skip`, crops after the first, and sizes where
@@ -241,7 +241,7 @@ def rescue(models: Sequence[Trained], sweep: Sweep, images: Images) -> Rescued:
     return rescued
 
 
-def write_rescue(models: Sequence[Trained], sweep: Sweep, images: Images, folder: Path) -> str:
+def write_rescue(models: Sequence[TrainedModel], sweep: Sweep, images: Images, folder: Path) -> str:
     """Run `rescue`, write rescue.csv and rescue.md into `folder`, and return the text of rescue.md."""
     rescued = rescue(models, sweep, images)
     lines = [[guarded(row[name]) for name in COLUMNS] for row in rescued.rows]
@@ -306,7 +306,7 @@ def in_words(setting: Setting, start: Setting) -> str:
     return ", ".join(parts)
 
 
-def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, converted: bool = False) -> str:
+def code_of(trained: TrainedModel, setting: Setting, start: Setting, size: Size, converted: bool = False) -> str:
     """Return Python code that applies a setting at `size` (h, w) pixels; "" for `start`.
 
     The code loads the model where `trained.path` is a file, and else changes a variable `model`; for a window policy it
@@ -329,7 +329,7 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     return f"{first}model.set_position_options({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
-def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[Task]:
+def _places(trained: TrainedModel, sweep: Sweep, notes: list[str]) -> list[Task]:
     """One task for each size and protocol with settings to try, at the first crop; not the training size or "native".
 
     Appends a sentence to `notes` where there is nothing to try. A timm model is replaced by its conversion. ValueError for a
@@ -452,7 +452,7 @@ def _predicted(
     """Log probabilities [m, K] with every setting, of the m images of `mask`, bool [n], and the labels of all images [n].
 
     Labels are indices in K (the model's outputs, or the data's classes where `restrict` is set); -1 for images that could not
-    be read, whose log probabilities are meaningless. The model is on the CPU and not optimised afterwards.
+    be read, whose log probabilities are meaningless. The model is on the CPU and not optimized afterwards.
     """
     trained, size, device = place.trained, place.size, sweep.torch_device
     _, outputs = classes_of(place, sweep, images)

@@ -23,7 +23,7 @@ from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.evaluate.advice import MARGIN, Judged, judge
-from vitrel.evaluate.checkpoint import Trained, load_checkpoint, trained_model
+from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.claims import Claim, judge_claims
 from vitrel.evaluate.measure import Evaluated, measure
 from vitrel.evaluate.policies import gflops
@@ -65,7 +65,7 @@ EXPLAINED = {  # those columns of the dry run that need words, and the column of
 
 
 def at_sizes(
-    model: nn.Module | Trained | str | Path,
+    model: nn.Module | TrainedModel | str | Path,
     data: str | Dataset | Callable[[Size], Dataset],
     sizes: Sequence[int | str | Size | Budget],
     *,
@@ -83,7 +83,7 @@ def at_sizes(
     Args:
         model: a trained classifier of vitrel or timm, or the path of a checkpoint of vitrel train. It is not changed.
         data: a name or folder that `create_dataset` takes; or a data set of (uint8 [3, h, w] or PIL image, label), which is
-            preprocessed as a folder is; or a function from (H, W) to a data set of (normalised float32 [3, H, W], label), for
+            preprocessed as a folder is; or a function from (H, W) to a data set of (normalized float32 [3, H, W], label), for
             which the only protocol is "scale". An attribute `classes` of the data set gives names of classes, by label.
         sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). The
             training size is evaluated too.
@@ -122,7 +122,7 @@ def at_sizes(
 
 
 def run_sweep(
-    models: Sequence[Trained],
+    models: Sequence[TrainedModel],
     sweep: Sweep,
     folder: Path,
     title: str = "",
@@ -186,7 +186,7 @@ def run_sweep(
     return rows
 
 
-def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool = False) -> str:
+def describe_tasks(models: Sequence[TrainedModel], sweep: Sweep, folder: Path, replace: bool = False) -> str:
     """Return the dry run of `run_sweep` as text: a Markdown table with a line per task (resampling, cost, whether `folder` has
     it), and what would happen to other rows in `folder`.
 
@@ -221,7 +221,7 @@ def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replac
 
 
 def evaluate_rows(
-    models: Sequence[Trained],
+    models: Sequence[TrainedModel],
     sweep: Sweep,
     previous: Iterable[Evaluated] = (),
     advance: Callable[[Task, float], None] = lambda task, share: None,
@@ -273,7 +273,7 @@ def _measured(
         yield result._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
 
 
-def _keyed_tasks(models: Sequence[Trained], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
+def _keyed_tasks(models: Sequence[TrainedModel], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
     """Every task of a sweep with the columns that are known before it runs."""
     common, of_model = environment(sweep.data, images.source is not None), {}
     tasks = tasks_of(models, sweep)
@@ -334,7 +334,9 @@ def _all_translations(former: Evaluated | None, new: Evaluated) -> list[Row]:
     return sorted([*kept, *new.translation], key=lambda line: line["translation"])
 
 
-def _header(models: Sequence[Trained], sweep: Sweep, keyed: Sequence[tuple[Task, Row]], images: Images, tables: Tables) -> str:
+def _header(
+    models: Sequence[TrainedModel], sweep: Sweep, keyed: Sequence[tuple[Task, Row]], images: Images, tables: Tables
+) -> str:
     """Three lines printed at the start: the models, the images and sizes, the number of rows and the output folder."""
     tasks = [task for task, _ in keyed]
     texts = [
@@ -430,11 +432,11 @@ def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
     ]
 
 
-def _as_trained(model: nn.Module | Trained | str | Path, options: Mapping[str, Any]) -> Trained:
-    """`model` as Trained; options: arguments of `trained_model`, of which checkpoints take only label and restrict."""
+def _as_trained(model: nn.Module | TrainedModel | str | Path, options: Mapping[str, Any]) -> TrainedModel:
+    """`model` as TrainedModel; options: arguments of `trained_model`, of which checkpoints take only label and restrict."""
     if isinstance(model, nn.Module):
         return trained_model(model, **options)
-    trained = model if isinstance(model, Trained) else load_checkpoint(model)
+    trained = model if isinstance(model, TrainedModel) else load_checkpoint(model)
     if any(options[name] for name in options if name not in ("label", "restrict")):
         raise ValueError("img_size, preprocessing and class_indices are for plain models: a checkpoint contains its own")
     return replaced(trained, label=options["label"] or trained.label, restrict=options["restrict"] or trained.restrict)

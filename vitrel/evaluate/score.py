@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor
 
-from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.prepare import ImageList
 from vitrel.evaluate.statistics import wilson
 
 
-def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
+def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
     """Return the index of the model's output for each class of the data, in the data's order.
 
     A model that knows its classes has to know all classes of the data, by name, and may know more. For others:
@@ -49,7 +49,7 @@ def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[
     return tuple(range(count))
 
 
-def class_map(trained: Trained, classes: Sequence[str]) -> str:
+def class_map(trained: TrainedModel, classes: Sequence[str]) -> str:
     """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "names" (the model knows them in
     another order, or knows more), "wordnet" (by WordNet IDs), or "file" with a digest of `trained.outputs`; followed by
     ", restricted" where only these outputs are compared.
@@ -74,7 +74,7 @@ def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
     return tuple(index[name] for name in classes) if all(name in index for name in classes) else None
 
 
-def _by_name(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
+def _by_name(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
     """The outputs of classes by the names that the model knows; ValueError where it does not know all, or one name twice."""
     if list(trained.classes) == list(classes):
         return tuple(range(len(classes)))

@@ -41,13 +41,13 @@ class Estimate:
 
     Fields may be arrays, for many estimates at once.
 
-    mean: the estimate. centre: the middle of its intervals, with the four added images. seeds, images: their numbers. between:
+    mean: the estimate. center: the middle of its intervals, with the four added images. seeds, images: their numbers. between:
     variance of a single seed's mean; 0 with one seed, where it is not known. shared: variance that all seeds have in common,
     because they score the same images. noise: the part of `between` that more images would reduce.
     """
 
     mean: Number
-    centre: Number
+    center: Number
     seeds: int
     images: int
     between: Number
@@ -60,32 +60,32 @@ class Estimate:
         return self.between / self.seeds + self.shared
 
     def half(self, tail: Number = TAIL) -> Number:
-        """Return the distance of an interval's end from its centre, in points; tail: probability of error beyond this end."""
+        """Return the distance of an interval's end from its center, in points; tail: probability of error beyond this end."""
         return _critical(self.seeds, self.between / self.seeds / self.variance, tail) * np.sqrt(self.variance)
 
     def low(self, tail: Number = TAIL) -> Number:
         """Return the lower end of the interval, in points."""
-        return np.maximum(self.centre - self.half(tail), -100.0)
+        return np.maximum(self.center - self.half(tail), -100.0)
 
     def high(self, tail: Number = TAIL) -> Number:
         """Return the upper end of the interval, in points."""
-        return np.minimum(self.centre + self.half(tail), 100.0)
+        return np.minimum(self.center + self.half(tail), 100.0)
 
     def p_above(self, value: float = 0.0) -> Number:
         """Return the one-sided p-value of the hypothesis that the true value is `value` or less: the tail of `low` there."""
-        return self._tail_at(self.centre - value)
+        return self._tail_at(self.center - value)
 
     def p_below(self, value: float = 0.0) -> Number:
         """Return the one-sided p-value of the hypothesis that the true value is `value` or more: the tail of `high` there."""
-        return self._tail_at(value - self.centre)
+        return self._tail_at(value - self.center)
 
     def of_share(self, tail: float = TAIL) -> tuple[float, float]:
         """Return the interval (low, high) of a mean of scores, in percent: Wilson's (1927), of the effective number of images.
 
         That is the number whose sampling alone would give this variance; with one seed and scores 0 or 1 it is `images`.
         """
-        centre, critical = self.centre / 100, float(self.half(tail) / np.sqrt(self.variance))
-        effective = self.images / (self.images + 3) * centre * (1 - centre) / (self.variance / 1e4)
+        center, critical = self.center / 100, float(self.half(tail) / np.sqrt(self.variance))
+        effective = self.images / (self.images + 3) * center * (1 - center) / (self.variance / 1e4)
         return wilson(min(max(self.mean / 100, 0.0), 1.0), float(effective), critical)
 
     def _tail_at(self, distance: Number) -> Number:
@@ -115,13 +115,13 @@ def estimate(plus: Sequence[np.ndarray], minus: Sequence[np.ndarray] = ()) -> Es
         raise ValueError("no image has a score in all rows: there is nothing to compare")
     added = np.array([0.0, len(plus), -len(minus), len(plus) - len(minus)])
     of_seeds, single = _mean_and_variance(scores, added)  # [..., S]
-    centre, shared = _mean_and_variance(scores.mean(-2), added)  # of the mean over seeds; with one seed, all of it
-    between, single = np.zeros(centre.shape), single.mean(-1)
+    center, shared = _mean_and_variance(scores.mean(-2), added)  # of the mean over seeds; with one seed, all of it
+    between, single = np.zeros(center.shape), single.mean(-1)
     if seeds > 1:
         between = of_seeds.var(-1, ddof=1) + ROUNDING / images**2
         shared = np.maximum((seeds * shared - single) / (seeds - 1), 0.0)
     noise = np.maximum(single - shared, 0.0)
-    return Estimate(100 * scores.mean((-2, -1)), 100 * centre, seeds, images, 1e4 * between, 1e4 * shared, 1e4 * noise)
+    return Estimate(100 * scores.mean((-2, -1)), 100 * center, seeds, images, 1e4 * between, 1e4 * shared, 1e4 * noise)
 
 
 def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,11 +141,11 @@ def estimate_of_means(plus: Sequence[Sequence[float]], minus: Sequence[Sequence[
     sides = [*plus, *minus]
     by_seed = [sum(given[: len(plus)]) - sum(given[len(plus) :]) for given in zip(*sides, strict=True)]
     n, mean = images + 4, sum(by_seed) / len(by_seed)
-    centre = (images * mean + 200 * (len(plus) - len(minus))) / n
+    center = (images * mean + 200 * (len(plus) - len(minus))) / n
     shares = [(images * sum(side) / len(side) / 100 + 2) / n for side in sides]
     shared = 1e4 * sum(share * (1 - share) for share in shares) / (images + 3)
     between = float(np.var(by_seed, ddof=1)) + 1e4 * ROUNDING / images**2 if len(by_seed) > 1 else 0.0
-    return Estimate(mean, centre, len(by_seed), images, between, shared)
+    return Estimate(mean, center, len(by_seed), images, between, shared)
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
@@ -168,10 +168,10 @@ def wilson(share: float, n: float, critical: float = Z95) -> tuple[float, float]
     if not 0 <= share <= 1 or n <= 0:
         raise ValueError(f"wilson interval needs a share from 0 to 1 and n > 0, got {share=}, {n=}")
     z2 = critical * critical
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    center = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = critical / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     # exactly 0 and 100 at the ends, where rounding could exclude the share itself from the interval
-    return 100 * (centre - half) * (share > 0), 100.0 if share == 1 else 100 * (centre + half)
+    return 100 * (center - half) * (share > 0), 100.0 if share == 1 else 100 * (center + half)
 
 
 def holm(p: Number, tail: float = TAIL) -> np.ndarray:
@@ -197,7 +197,7 @@ def p_values(estimates: Sequence[Estimate], value: float = 0.0, above: bool = Tr
     found = np.empty(len(estimates))
     for seeds in {one.seeds for one in estimates}:
         at = [index for index, one in enumerate(estimates) if one.seeds == seeds]
-        names = ("mean", "centre", "between", "shared", "noise")
+        names = ("mean", "center", "between", "shared", "noise")
         arrays = {name: np.array([getattr(estimates[index], name) for index in at]) for name in names}
         together = Estimate(seeds=seeds, images=0, **arrays)
         found[at] = together.p_above(value) if above else together.p_below(value)
@@ -205,7 +205,7 @@ def p_values(estimates: Sequence[Estimate], value: float = 0.0, above: bool = Tr
 
 
 def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 1_000_000) -> tuple[int | None, int | None]:
-    """Return how many (images, seeds) are needed for an end at most `distance` points from the centre, each with the present
+    """Return how many (images, seeds) are needed for an end at most `distance` points from the center, each with the present
     number of the other; None where no number up to `most` images, or 100 seeds, is enough, and for seeds where there is one,
     which does not tell how seeds vary.
     """

@@ -30,7 +30,7 @@ class Sweep:
     (autocast). on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
     follow_links: also search folders that are linked inside class folders. val_fraction: share of the images to evaluate where
     the data has no evaluation split, as in `vitrel.data.Reading`. crop_pct: shares of the resized image that the
-    centre crop keeps, each evaluated (None: the model's default). translations: numbers of pixels by which the content is
+    center crop keeps, each evaluated (None: the model's default). translations: numbers of pixels by which the content is
     translated down and right at the training size, each evaluated. attention_n: number of images for the attention statistics,
     0 for none. border_leak: test whether tokens see the opposite border (models with windows; seconds per size). skip:
     combinations to leave out, such as "192x192 canvas". compile: run the models through torch.compile. optimize: run them

@@ -108,7 +108,7 @@ COLUMNS = {
     "oom": "number of times memory ran out and the batch size was halved",
     "param_count": "number of parameters, millions",
     "params": "number of parameters",
-    "crop_pct": "share of the resized image that the centre crop keeps; native: 1, without cropping",
+    "crop_pct": "share of the resized image that the center crop keeps; native: 1, without cropping",
     "crop_mode": "how an image is resized before the crop: center, to cover the size; squash, to the size, whatever its aspect "
     "ratio; border, to fit into the size, with a border; native: empty",
     "interpolation": "interpolation by which images are resized",
@@ -814,7 +814,7 @@ def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path) 
 
 
 def _packed(value: Sequence[Any]) -> np.ndarray:
-    """Compress a JSON-serialisable sequence: uint8 [bytes]."""
+    """Compress a JSON-serializable sequence: uint8 [bytes]."""
     return np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
 
 

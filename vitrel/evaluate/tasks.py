@@ -7,7 +7,7 @@ from itertools import product
 from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.data import BadImage
-from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.policies import at_size_with, native_columns, policies_at, policies_of, sample_shapes, static_columns
 from vitrel.evaluate.prepare import Images, Preprocessing
 from vitrel.evaluate.score import class_outputs
@@ -18,13 +18,13 @@ from vitrel.evaluate.sweep import Row, Sweep
 class Task:
     """The settings of one row: a model, a size (h, w) in pixels, a protocol, a policy and a crop.
 
-    policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps.
+    policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the center crop keeps.
     translations: numbers of pixels by which the content is translated, each evaluated after the row itself. budget: in the
     native protocol, the maximum number of patch tokens of an image, else None; `size` then is the size that the budget was
     given as, or the largest square within it, and images have shapes of their own.
     """
 
-    trained: Trained
+    trained: TrainedModel
     size: Size
     protocol: str
     policy: str
@@ -54,7 +54,7 @@ class Task:
         return Preprocessing(self.size, self.protocol, self.crop_pct, *as_trained, *native)
 
 
-def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
+def tasks_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Task]:
     """Return the tasks of a sweep: first every model at its training size, to which retention refers, then size by size.
 
     A model's training size is evaluated even if `sweep.sizes` does not list it. There is one task for every protocol, every
@@ -93,7 +93,7 @@ def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
     return tasks
 
 
-def sizes_of(trained: Trained, sweep: Sweep) -> tuple[Size, ...]:
+def sizes_of(trained: TrainedModel, sweep: Sweep) -> tuple[Size, ...]:
     """Return every size of a sweep in pixels (h, w), in its order, without adding the training size.
 
     A token budget becomes the largest square of the model's patches within it, so two entries may be equal.
@@ -101,7 +101,7 @@ def sizes_of(trained: Trained, sweep: Sweep) -> tuple[Size, ...]:
     return tuple(map(trained.size_of, sweep.sizes))
 
 
-def _sizes_by_pixels(trained: Trained, sweep: Sweep) -> dict[Size, list[Size | Budget]]:
+def _sizes_by_pixels(trained: TrainedModel, sweep: Sweep) -> dict[Size, list[Size | Budget]]:
     """{size in pixels: sizes and token budgets of the sweep with these pixels}, the training size first."""
     by_pixels: dict[Size, list[Size | Budget]] = {trained.img_size: [trained.img_size]}
     for given, size in zip(sweep.sizes, sizes_of(trained, sweep), strict=True):

@@ -1,6 +1,6 @@
 """Position terms of a part of a grid, in the coordinates of the whole grid.
 
-An encoding called on the part alone would count from the part's corner, resample its tables to the part, and normalise by the
+An encoding called on the part alone would count from the part's corner, resample its tables to the part, and normalize by the
 part's size. So it is called on the whole grid, and the rows of the part are gathered here.
 """
 

@@ -238,7 +238,7 @@ def _pixels(image: Any, crop: Crop, patch: tuple[int, int]) -> Tensor:
     pixels = image[:, :, y, x]
     pixels = pixels if isinstance(pixels, Tensor) else torch.from_numpy(np.array(pixels))
     if not pixels.is_floating_point():
-        raise TypeError(f"the image has dtype {pixels.dtype}: pass floats, normalised as the model expects")
+        raise TypeError(f"the image has dtype {pixels.dtype}: pass floats, normalized as the model expects")
     return pixels
 
 

@@ -75,7 +75,7 @@ class Trace(NamedTuple):
     blocks: tuple[TracedBlock, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
     resampled: dict[str, int]  # {rule: number of parameter values resampled inside forward}
-    attends: bool = True  # False: forward has no softmax of what depends on the image, so no attention, recognised or not
+    attends: bool = True  # False: forward has no softmax of what depends on the image, so no attention, recognized or not
 
 
 class ModelAtSize(NamedTuple):

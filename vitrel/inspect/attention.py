@@ -65,7 +65,7 @@ class Layer(NamedTuple):
     content: Tensor | None  # [B, W, H, N, N] float32; None if only weights were recorded
     position: Tensor | None  # [B, W, H, N, N] float32, 0 where not visible; None if only weights were recorded
     visible: Tensor | None = None  # [B, W, H, N, N] bool: both tokens real, hidden by neither mask nor encoding; None: all
-    stride: tuple[float, float] = (1.0, 1.0)  # pixels between the centres of neighbouring tokens, (h, w)
+    stride: tuple[float, float] = (1.0, 1.0)  # pixels between the centers of neighboring tokens, (h, w)
     image: Size | None = None  # pixels (h, w); None: the grid times the stride
 
     @property
@@ -158,7 +158,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
     their embedding is not measured; {} for a model without position.
     """
     embeddings = [module for module in model.modules() if isinstance(module, PositionEncoding) and module.site == "tokens"]
-    own = any(isinstance(module, PositionEncoding) and module.behaviour != "nothing" for module in model.modules())
+    own = any(isinstance(module, PositionEncoding) and module.behavior != "nothing" for module in model.modules())
     shares: dict[str, float] = {}
     first: list[Layer] = []
 
@@ -196,7 +196,7 @@ def _acts_in_attention(module: nn.Module) -> bool:
     """Whether a module is an encoding, not a composition, that adds to attention."""
     if not isinstance(module, PositionEncoding) or isinstance(module, Composition):
         return False
-    return module.site == "attention" and module.behaviour != "nothing"
+    return module.site == "attention" and module.behavior != "nothing"
 
 
 def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:
@@ -228,7 +228,7 @@ def layer_statistics(layer: Layer) -> dict[str, float]:
     """Entropy, span and distance of a layer's attention, averaged over images, heads and queries that are patches.
 
     attention_entropy: -sum p log p over all keys, prefix tokens and attended padding included, in nats. attention_span: exp of
-    the entropy, a number of tokens. attention_distance: mean distance between the centres of query and key in patches of this
+    the entropy, a number of tokens. attention_distance: mean distance between the centers of query and key in patches of this
     layer, over keys that are patches, with their weights rescaled to sum to 1 (queries without weight on patches are left out).
     attention_distance_share: the same distance in pixels, as a share of the image's diagonal.
     """

@@ -207,7 +207,7 @@ def explain(
             q, k and v.
         k: keys [N, D] or [H, N, D].
         v: values [N, D] or [H, N, D].
-        position: a key of POSITIONS, built with its `options` and learned values as initialised; an encoding; or Terms.
+        position: a key of POSITIONS, built with its `options` and learned values as initialized; an encoding; or Terms.
         grid: (h, w) or (h, w, prefix) of the keys; None: a row of N tokens. The queries are its last M tokens.
         query: the index of one token or (row, column) of one patch; None: all.
         mask: broadcastable to [H, M, N], bool with True = attend, or additive.

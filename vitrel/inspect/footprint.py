@@ -1,6 +1,6 @@
 """Gradient footprints: the input tokens that the output of a block at one token depends on, and leaks found by them.
 
-A window is a run of neighbouring rows and columns, so the rows (columns) that a token sees must be one run that includes its
+A window is a run of neighboring rows and columns, so the rows (columns) that a token sees must be one run that includes its
 own. Where there is a gap, the token sees the opposite border of the image. This needs no knowledge of how a block forms its
 windows.
 

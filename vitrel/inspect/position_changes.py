@@ -1,12 +1,12 @@
 """Changes of position at another image size: of the bias or rotation at an offset, and of the values added at a token.
 
-Offsets: resampled tables, coordinates normalised by the window, and angles scaled to the grid give two tokens at the same
+Offsets: resampled tables, coordinates normalized by the window, and angles scaled to the grid give two tokens at the same
 distance another bias than in training, without an error (`own_bias_changes`, `timm_bias_changes`).
 
 Tokens: forward runs with an image on the meta device, which has no values. Every tensor that does have values therefore comes
 from parameters, buffers and the size alone; it is recorded where it is combined with the image (`independent_values`). The
 records of two sizes are compared on the rows and columns that both grids have, counted from the first or from the middle
-(`token_changes`). Absolute encodings keep their values by one of these two counts, encodings normalised by the grid by neither.
+(`token_changes`). Absolute encodings keep their values by one of these two counts, encodings normalized by the grid by neither.
 """
 
 import copy
@@ -54,7 +54,7 @@ class BiasChange(NamedTuple):
     """Layers in which the bias or rotation at an offset differs from that at the trained size.
 
     A "bias" is any row of a table (also of query, key and value tables); a "rotation" is compared by its angles from the first
-    token to the neighbours below and right.
+    token to the neighbors below and right.
     """
 
     what: str  # "bias" | "rotation"
@@ -101,7 +101,7 @@ def timm_bias_changes(before: nn.Module, after: nn.Module, old: Size, new: Size,
         pairs = [None if biases is None else (biases, coordinate_bias(module, other)), _from_table(module, other, tables)]
         changes += [BiasChange("bias", 1, _relative_change(*pair)) for pair in pairs if pair is not None]
         if hasattr(module, "get_embed") and old != new:
-            angles = [_neighbours(_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
+            angles = [_neighbors(_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
             changes.append(BiasChange("rotation", 1, _angle_change(*angles)))
     return _summed(changes)
 
@@ -205,7 +205,7 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
         yield BiasChange("bias", 1, max(_relative_change(x, y) for x, y in rows))
     if a.rotary is not None:
         angles = [
-            _neighbours([part[..., grid.prefix :, :] for part in terms.rotary[::-1]], grid[:2])
+            _neighbors([part[..., grid.prefix :, :] for part in terms.rotary[::-1]], grid[:2])
             for terms, grid in ((a, old), (b, new))
         ]
         yield BiasChange("rotation", 1, _angle_change(*angles))
@@ -247,8 +247,8 @@ def _relative_change(a: Tensor, b: Tensor) -> float:
     return float(change / a.std(correction=0)) if change > 0 else 0.0
 
 
-def _neighbours(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
-    """Angles [2, ..., D] from the first token to its neighbours below and right, from sines and cosines [..., h*w, D]."""
+def _neighbors(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
+    """Angles [2, ..., D] from the first token to its neighbors below and right, from sines and cosines [..., h*w, D]."""
     sin, cos = (part.unflatten(-2, grid) for part in sin_and_cos)
     first, below, right = ((..., y, x, slice(None)) for y, x in ((0, 0), (min(1, grid[0] - 1), 0), (0, min(1, grid[1] - 1))))
     return torch.stack(

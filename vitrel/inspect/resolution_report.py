@@ -43,7 +43,7 @@ class EncodingReport:
     layers: int
     grid: Size  # at this image size
     trained: Size  # training grid of its parameters
-    behaviour: str  # at grids never trained on: "nothing changes" | "evaluated" | "resized" | "nothing"
+    behavior: str  # at grids never trained on: "nothing changes" | "evaluated" | "resized" | "nothing"
     policy: str  # policy in use, "" if there is no choice
     policies: tuple[str, ...]
     parameters: int
@@ -56,14 +56,14 @@ class EncodingReport:
     def effect(self) -> str:
         """The effect of this size on the encoding, in words."""
         rules = " + ".join(self.resized)
-        if self.behaviour == "nothing":
+        if self.behavior == "nothing":
             words = "no position"
         elif self.grid == self.trained:
             words = "as trained"
         elif rules:
             words = f"resampled by {rules}" if any(self.resized.values()) else f"read by {rules}"
         else:
-            words = "read as trained" if self.behaviour == "resized" else self.behaviour
+            words = "read as trained" if self.behavior == "resized" else self.behavior
         if not any(self.resized.values()):
             words += ", far offsets read a trained edge" if self.saturated else ""
             words += ", at offsets never trained" if self.unseen > self.saturated + 1e-9 else ""  # tolerance for sums of floats
@@ -208,7 +208,7 @@ def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[Enco
                 layers=1,
                 grid=grid[:2],
                 trained=(part.grid or trained)[:2],  # of the part itself, which a window policy does not change
-                behaviour=part.behaviour,
+                behavior=part.behavior,
                 policy=part.resize if part.policies else "",
                 policies=part.policies,
                 parameters=sum(parameter.numel() for parameter in part.parameters()),
@@ -229,7 +229,7 @@ def _alike(lines: Iterable[EncodingReport]) -> tuple[EncodingReport, ...]:
             resized = sum_counts((total.resized, line.resized))
             line = replace(line, layers=total.layers + 1, parameters=total.parameters + line.parameters, resized=resized)
         merged[kind] = line
-    return tuple(line for line in merged.values() if line.behaviour != "nothing") or tuple(merged.values())
+    return tuple(line for line in merged.values() if line.behavior != "nothing") or tuple(merged.values())
 
 
 def _stage_lines(stages: Iterable[StageReport]) -> list[str]:

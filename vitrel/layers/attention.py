@@ -35,8 +35,8 @@ class Attention(nn.Module):
         cosine: attention of Swin V2 (arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head,
             at most 100, and keys have no bias. Rotation, query and key tables and query_bias then apply to k of unit length and
             q of length scale * sqrt(D).
-        qk_norm: `q_norm` and `k_norm` normalise q and k of every head before position acts on them (arXiv 2302.05442, sec. 2).
-        attn_norm: `norm` normalises the output of attention before `proj` (EVA-02's CLIP, BEiT-3).
+        qk_norm: `q_norm` and `k_norm` normalize q and k of every head before position acts on them (arXiv 2302.05442, sec. 2).
+        attn_norm: `norm` normalizes the output of attention before `proj` (EVA-02's CLIP, BEiT-3).
         norm_eps: epsilon of the norms of qk_norm and attn_norm.
         device: of the parameters, as for torch's modules.
         dtype: of the parameters, as for torch's modules.
@@ -64,7 +64,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         if cosine and qk_norm:
-            raise ValueError("cosine attention already normalises q and k: leave out qk_norm")
+            raise ValueError("cosine attention already normalizes q and k: leave out qk_norm")
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
         if window is not None:
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise cosine attention: scale 10 per head, zero biases. Linear layers have their own method."""
+        """Initialize cosine attention: scale 10 per head, zero biases. Linear layers have their own method."""
         if self.cosine:
             nn.init.constant_(self.logit_scale, math.log(10.0))
             for bias in (self.q_bias, self.v_bias):
@@ -126,12 +126,12 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """Return q, k and v of all heads before position acts on them, [..., C] -> [..., 3C].
 
-        They are normalised by qk_norm or cosine.
+        They are normalized by qk_norm or cosine.
         """
         return self.normalized(self.qkv(x))
 
     def normalized(self, qkv: Tensor) -> Tensor:
-        """Return the output of the linear layer `qkv` [..., 3C] with q and k normalised by qk_norm or cosine."""
+        """Return the output of the linear layer `qkv` [..., 3C] with q and k normalized by qk_norm or cosine."""
         if self.cosine:
             return self._cosine(qkv)
         if isinstance(self.q_norm, nn.Identity):
@@ -153,7 +153,7 @@ class Attention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
     def _cosine(self, qkv: Tensor) -> Tensor:
-        """Add the biases and normalise, [..., 3C] -> [..., 3C].
+        """Add the biases and normalize, [..., 3C] -> [..., 3C].
 
         k gets length 1, and q length scale * sqrt(D), which cancels the logits' D**-0.5.
         """

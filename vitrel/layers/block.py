@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, GELUTanh, LayerScale, Mlp, QuickGELU, SwiGLU
 from torch import Tensor, nn
 
-from vitrel.constants import is_known
+from vitrel.geometry import is_known
 from vitrel.grid import Grid
 from vitrel.layers.attention import Attention
 from vitrel.position import PositionEncoding, Terms
@@ -124,7 +124,7 @@ class ResidualNorm(nn.LayerNorm):
 
 
 class PatchMerging(nn.Module):
-    """Swin's downsampling (arXiv 2103.14030, sec. 3.1): merge each 2x2 neighbourhood into one token.
+    """Swin's downsampling (arXiv 2103.14030, sec. 3.1): merge each 2x2 neighborhood into one token.
 
     [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']; an odd side is padded with zeros at the bottom or on the right.
 
@@ -154,7 +154,7 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = pad_to_even(pad_to_even(x, 1), 2)
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
-        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighbourhood column by column, as in Swin's weights
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighborhood column by column, as in Swin's weights
         return self.norm(self.reduction(x)) if self.post_norm else self.reduction(self.norm(x))
 
 

@@ -210,10 +210,10 @@ class Backbone(nn.Module, abc.ABC):
                 module.grad_checkpointing = enable  # type: ignore[assignment]
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all parameters, for example of a model built on the meta device and moved by `to_empty`.
+        """Initialize all parameters, for example of a model built on the meta device and moved by `to_empty`.
 
         Args:
-            needs_reset: False: only draw the linear layers again, after layers have initialised themselves at construction.
+            needs_reset: False: only draw the linear layers again, after layers have initialized themselves at construction.
         """
         if needs_reset:
             for module in reversed([*self.modules()]):  # parts first: an encoding overrules the layers it contains

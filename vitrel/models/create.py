@@ -49,7 +49,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Return a context in which models are built on the meta device: shapes without values, and no time to initialise them."""
+    """Return a context in which models are built on the meta device: shapes without values, and no time to initialize them."""
     with torch.device("meta"), _Unfilled():
         yield
 

@@ -181,7 +181,7 @@ class ViT(Backbone):
         self.init_weights(needs_reset=False)
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all parameters and buffers.
+        """Initialize all parameters and buffers.
 
         Args:
             needs_reset: False: only linear layers outside encodings, prefix tokens and attention pooling.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vitrel.constants import is_exporting, is_known, is_traced
+from vitrel.geometry import is_exporting, is_known, is_traced
 from vitrel.ops.backends import augmented_qk
 from vitrel.ops.reference import Call, has_content_terms, in_forward_mode
 from vitrel.ops.sdpa import computed_in

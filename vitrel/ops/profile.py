@@ -22,7 +22,7 @@ import torch
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.machine import driver_version, hardware_name, installed_version
-from vitrel.constants import is_exporting, is_known, is_traced
+from vitrel.geometry import is_exporting, is_known, is_traced
 from vitrel.ops.reference import Call
 from vitrel.ops.window import hides_pairs
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrel.constants import is_exporting, is_known
+from vitrel.geometry import is_exporting, is_known
 from vitrel.grid import Grid
 from vitrel.ops import sdpa_faults
 from vitrel.ops.reference import (

@@ -6,7 +6,7 @@ and below, and no token sees the padding. The result equals the same attention o
 the image is masked. An axis that fits into one window is not shifted.
 
 Layouts are constants, computed by index arithmetic on tensors without branches on a symbolic grid size: one exported graph
-serves every grid, and compiling for many sizes makes two graphs (torch specialises the first size).
+serves every grid, and compiling for many sizes makes two graphs (torch specializes the first size).
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant, is_known
+from vitrel.geometry import cached_geometry, is_known
 
 _PADDING = 2  # label of padded slots along an axis; 0 and 1 label the two sides of the cyclic border
 
@@ -83,7 +83,7 @@ def axis_shift(n: int, window: int, shift: int, device: torch.device | str | Non
     return torch.where(torch.ones((), dtype=torch.int64, device=device) * n > window, shift, 0)
 
 
-@constant
+@cached_geometry
 def _windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device) -> Windows:
     rows, columns = _axis(h, window[0], shift[0], device), _axis(w, window[1], shift[1], device)
     count, n = rows.count * columns.count, window[0] * window[1]
@@ -101,7 +101,7 @@ def _windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], de
     return Windows(slot, source, visible, (down * columns.count + across) * n + y * window[1] + x)
 
 
-@constant
+@cached_geometry
 def _window_mask(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], dtype: str, device: torch.device) -> Tensor:
     visible = _windows(h, w, window, shift, device=device).visible
     return torch.zeros((), dtype=getattr(torch, dtype), device=device).masked_fill(~visible, float("-inf"))

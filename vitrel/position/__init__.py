@@ -16,7 +16,7 @@ from vitrel.position.clipped import Clipped
 from vitrel.position.cpb import CPB
 from vitrel.position.deberta import DeBERTa
 from vitrel.position.decomposed import Decomposed
-from vitrel.position.factorised import Factorised
+from vitrel.position.factorized import Factorized
 from vitrel.position.fire import FIRE
 from vitrel.position.log_decay import LogDecay
 from vitrel.position.lookhere import LookHere
@@ -24,7 +24,7 @@ from vitrel.position.none import NoPosition
 from vitrel.position.pape import PaPE
 from vitrel.position.perturb import STRENGTHS
 from vitrel.position.rope import RopeAxial, RopeMixed
-from vitrel.position.rope_normalised import RopeNormalised
+from vitrel.position.rope_normalized import RopeNormalized
 from vitrel.position.shaw import Shaw
 from vitrel.position.sincos import SinCos
 from vitrel.position.t5 import T5
@@ -52,7 +52,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
     "absolute": Absolute,
     "sincos": SinCos,
     "table": OffsetTable,
-    "factorised": Factorised,
+    "factorized": Factorized,
     "clipped": Clipped,
     "t5": T5,
     "cpb": CPB,
@@ -65,7 +65,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
     "deberta": DeBERTa,
     "rope_axial": RopeAxial,
     "rope_mixed": RopeMixed,
-    "rope_normalised": RopeNormalised,
+    "rope_normalized": RopeNormalized,
     "xpos": XPos,
     "lookhere": LookHere,
     "pape": PaPE,

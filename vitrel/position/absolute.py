@@ -5,7 +5,7 @@ rows are resampled by antialiased bicubic interpolation, always from the trained
 `resample_abs_pos_embed`). The rows of prefix tokens are never resampled, and their number cannot change.
 
 `shift_coords`, `jitter_coords` and `rescale_coords` perturb coordinates in training (vitrel.position.perturb). They are counted
-in patches of the current grid from its centre; each token then reads the resampled rows by bilinear interpolation, and a
+in patches of the current grid from its center; each token then reads the resampled rows by bilinear interpolation, and a
 position outside the grid reads the nearest border row.
 """
 
@@ -32,7 +32,7 @@ class Absolute(PositionEncoding):
     """
 
     site = "tokens"
-    behaviour = "resized"
+    behavior = "resized"
     policies = ("bicubic",)
 
     def __init__(
@@ -59,8 +59,8 @@ class Absolute(PositionEncoding):
             prefix, rows = rows[: grid.prefix], resize_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)
             if self.perturbs:
                 at = grid.coordinates(rows.device).float()  # [h*w, 2]
-                centre = at[-1] / 2
-                rows = sample_embedding(rows.unflatten(0, grid[:2]), self._perturbed(at - centre) + centre)
+                center = at[-1] / 2
+                rows = sample_embedding(rows.unflatten(0, grid[:2]), self._perturbed(at - center) + center)
             rows = torch.cat((prefix, rows))
         return Terms(tokens=rows)
 

@@ -2,7 +2,7 @@
 logit[i, j] -= m_n |(y_i - y_j, x_i - x_j)|, m_n = 2^(-8n/H) for head n = 1..H.
 
 The distance is Euclidean, in patches, unless `distance` chooses another. Slopes are fixed unless `learnable` is set. A larger
-grid continues the same function; with resize="renormalise" offsets are first multiplied by trained side / side of the grid,
+grid continues the same function; with resize="renormalize" offsets are first multiplied by trained side / side of the grid,
 along each axis. The bias depends on the distance alone; `directional` adds direction by four learned factors per head, for the
 offset component of keys above, below, to the left and to the right. Pairs with a prefix token have no bias.
 """
@@ -30,7 +30,7 @@ class Alibi(PositionEncoding):
         direction: learned logarithms [4, H] of the factors for keys above, below, to the left and to the right, if directional.
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
     policies = POLICIES
     lr_scale = 10.0  # one number per head, which has to move by tenths in some hundred updates
 

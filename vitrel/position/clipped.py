@@ -28,7 +28,7 @@ class Clipped(PositionEncoding):
             dx + R_w; the 3 last rows exist if there are prefix tokens.
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(

@@ -2,7 +2,7 @@
 logit[i, j] += 16 sigmoid(MLP(g(y_i - y_j), g(x_i - x_j))), g(d) = sign(d) log2(1 + 8 |d| / (M0 - 1)) / log2 8.
 
 M0 is the side, in patches, of the training window (or grid) along the axis. With resize="keep" M0 is the same on every grid: a
-near offset keeps its bias, and the MLP extrapolates to a far one. With "renormalise" M0 is the side of the current grid, as
+near offset keeps its bias, and the MLP extrapolates to a far one. With "renormalize" M0 is the side of the current grid, as
 timm does silently when a window grows: the MLP's input for offset 1 then falls from 0.3665 to 0.2056 between windows of 8 and
 16. The constants 8, log2 8 and 16 sigmoid are those of the published code. Pairs with a prefix token, which the paper does not
 have, read three learned rows.
@@ -13,7 +13,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides, run_upcast
@@ -55,7 +55,7 @@ class CPB(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as Swin V2: linear weights truncated normal with standard deviation 0.02, biases zero.
+        """Initialize as Swin V2: linear weights truncated normal with standard deviation 0.02, biases zero.
 
         `prefix_bias` starts near 8, the bias 16 sigmoid(0) of a new MLP.
         """
@@ -68,19 +68,19 @@ class CPB(PositionEncoding):
     def terms(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
         weight = self.cpb_mlp[2].weight
-        side = grid[:2] if self.resize == "renormalise" else self.pretrained_window
+        side = grid[:2] if self.resize == "renormalize" else self.pretrained_window
         coordinates = _log_spaced_offsets(*grid[:2], side, device=weight.device)  # [R, 2]
         rows = 16 * run_upcast(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))
         return Terms(tables=(Table("hw", bias=rows.mT),))
 
 
-@constant
+@cached_geometry
 def _log_spaced_offsets(h: int, w: int, side: tuple[int, int], device: torch.device) -> Tensor:
     y, x = Grid(h, w).offsets(device=device).float().unbind(-1)
     return torch.stack((_log_spaced(y, side[0]), _log_spaced(x, side[1])), -1)
 
 
 def _log_spaced(offset: Tensor, side: int) -> Tensor:
-    normalised = 8 * offset / (torch.ones((), device=offset.device) * (side - 1)).clamp(min=1)
-    return normalised.sign() * torch.log2(1 + normalised.abs()) / 3  # log2 8
+    normalized = 8 * offset / (torch.ones((), device=offset.device) * (side - 1)).clamp(min=1)
+    return normalized.sign() * torch.log2(1 + normalized.abs()) / 3  # log2 8

@@ -34,7 +34,7 @@ class DeBERTa(PositionEncoding):
         query_w: as query_h, [H, 2R_w+1, D], along x.
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
     lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 
     def __init__(

@@ -3,7 +3,7 @@ logit[i, j] += q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j].
 
 q is not multiplied by D^-1/2 here, as in the published code; a temperature (vitrel.position.log_n) does multiply both terms.
 (2h-1 + 2w-1) D parameters, shared by all heads. On another grid, an axis that grows is resampled by the policy `resize`,
-linearly by default as in the published code; an axis that shrinks reads its exact centre rows (the published code interpolates
+linearly by default as in the published code; an axis that shrinks reads its exact center rows (the published code interpolates
 those too). Pairs with a prefix token have no term.
 """
 
@@ -31,7 +31,7 @@ class Decomposed(PositionEncoding):
         rel_pos_w: learned rows [2w-1, D] by column offset.
     """
 
-    behaviour = "resized"
+    behavior = "resized"
     policies = ("linear", "clip", "geometric", "bicubic")
     lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.terms import upcast
 
 DISTANCES = ("euclidean", "l1", "squared")
-POLICIES = ("keep", "renormalise")  # distances in patches, or in units of side / trained side
+POLICIES = ("keep", "renormalize")  # distances in patches, or in units of side / trained side
 
 
 def scaled_distances(
@@ -28,7 +28,7 @@ def scaled_distances(
     Args:
         trained: the training grid.
         grid: the grid whose offsets are measured.
-        resize: "keep", offsets in patches, or "renormalise", offsets multiplied by trained side / current side.
+        resize: "keep", offsets in patches, or "renormalize", offsets multiplied by trained side / current side.
         kind: see `distances`.
         device: of the result.
         axis: "hw", or "h" or "w" for the classes of that axis alone.
@@ -40,7 +40,7 @@ def scaled_distances(
     return distances(_scaled_offsets(*key, device=device), kind, direction)
 
 
-@constant
+@cached_geometry
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], resize: str, axis: str, device: torch.device) -> Tensor:
     """Return offsets (dy, dx), [R, 2]; of an axis "h" or "w" with 0 as the other component."""
     offsets = Grid(h, w).offsets(axis, device).float()
@@ -51,7 +51,7 @@ def _scaled_offsets(h: int, w: int, trained: tuple[int, int], resize: str, axis:
     return torch.stack((offsets[:, 0] * (trained[0] / h), offsets[:, 1] * (trained[1] / w)), -1)
 
 
-@constant
+@cached_geometry
 def _scaled_distances(
     h: int, w: int, trained: tuple[int, int], resize: str, axis: str, kind: str, device: torch.device
 ) -> Tensor:
@@ -76,7 +76,7 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
     return (offsets.abs() if kind == "l1" else offsets.square()).sum(-1)
 
 
-@constant
+@cached_geometry
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return ALiBi's slopes 2^(-8 n / H) for heads n = 1..H, [H]; the same formula where H is not a power of two."""
     return 2.0 ** (-8.0 * (torch.arange(num_heads, device=device) + 1).float() / num_heads)

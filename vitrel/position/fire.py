@@ -41,7 +41,7 @@ class FIRE(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise c to 0.1 and L to 1 as in the paper's code, the MLP as torch does, and the prefix bias near 0."""
+        """Initialize c to 0.1 and L to 1 as in the paper's code, the MLP as torch does, and the prefix bias near 0."""
         nn.init.constant_(self.c, 0.1)
         nn.init.ones_(self.L)
         for layer in (self.mlp[0], self.mlp[2]):

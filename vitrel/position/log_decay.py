@@ -2,7 +2,7 @@
 logit[i, j] -= a_n log(1 + b_n |(y_i - y_j, x_i - x_j)|) for head n; with `decay`, lambda log(1 + |.|) for all heads.
 
 a, b > 0 are learned per head, as logarithms so that they stay positive (KERPLE clamps them). Every parameter acts at every
-distance, so a larger grid continues the same trained function. resize="renormalise" and `directional` as in alibi. Pairs with a
+distance, so a larger grid continues the same trained function. resize="renormalize" and `directional` as in alibi. Pairs with a
 prefix token have no bias.
 """
 
@@ -31,7 +31,7 @@ class LogDecay(PositionEncoding):
             right, if directional.
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
     policies = POLICIES
     lr_scale = 10.0  # one number per head, a logarithm, which has to move by tenths in some hundred updates
 

@@ -9,7 +9,7 @@ window, whose N is fixed, it has no effect.
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 
 POWERS = {"none": 0.0, "log_n": 0.5}
@@ -38,7 +38,7 @@ def temperature(trained: Grid, grid: Grid, rule: str | float = "log_n", device: 
     return _temperature(*grid, *trained, checked_power(rule), device=device)
 
 
-@constant
+@cached_geometry
 def _temperature(h: int, w: int, prefix: int, th: int, tw: int, tp: int, power: float, device: torch.device) -> Tensor:
     one = torch.ones((), device=device)  # a float would cost a graph per size
     current, training = ((one * grid.tokens).clamp(min=2).log() for grid in (Grid(h, w, prefix), Grid(th, tw, tp)))

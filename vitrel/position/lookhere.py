@@ -18,7 +18,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.distance import distances
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix
@@ -36,7 +36,7 @@ class LookHere(PositionEncoding):
         slope: factor of the penalties of all heads.
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
 
     def __init__(
         self, grid: Grid, num_heads: int, head_dim: int, *, fov: int = 90, slope: float = 1.0, **factory: Unpack[Factory]
@@ -60,7 +60,7 @@ class LookHere(PositionEncoding):
         return Terms(tables=(Table("hw", bias=bias),))
 
 
-@constant
+@cached_geometry
 def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, device: torch.device) -> Tensor:
     grid, head, directed = Grid(h, w, prefix), torch.arange(num_heads, device=device), _directed(num_heads)
     offsets = grid.offsets(device=device).float()

@@ -47,7 +47,7 @@ class PaPE(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as torch's linear layers, which the published code uses: uniform in +-1/sqrt(inputs)."""
+        """Initialize as torch's linear layers, which the published code uses: uniform in +-1/sqrt(inputs)."""
         for parameter in (self.position, self.a, self.b):
             reach = 1 / math.sqrt(parameter.shape[-1])
             nn.init.uniform_(parameter, -reach, reach)

@@ -5,7 +5,7 @@ embeddings too.
 
 Every forward pass in training draws once from torch's generator, for the whole batch. Encodings of different layers draw
 independently; an encoding shared by all layers (`share_position`) draws once. The unit is that of the encoding's coordinates:
-patches, or in rope_normalised half a side of the grid. A rotary logit depends on differences of coordinates only, so with RoPE
+patches, or in rope_normalized half a side of the grid. A rotary logit depends on differences of coordinates only, so with RoPE
 `shift_coords` changes only pairs of a patch with a prefix token, whose coordinates stay in place.
 """
 

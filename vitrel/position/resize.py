@@ -1,8 +1,8 @@
 """Resampling of learned tables and embeddings to another grid: the only place where a position parameter is interpolated.
 
 Every row of the target is a weighted sum of a few source rows, called its taps. They depend on the two grids and the policy
-only, so they are constants (vitrel.constants). The sum is not rounded by autocast or TF32, and a new size needs no new compiled
-graph. An axis that does not grow is read exactly, as the centre of the trained axis; the policy applies to an axis that grows.
+only, so they are constants (vitrel.geometry). The sum is not rounded by autocast or TF32, and a new size needs no new compiled
+graph. An axis that does not grow is read exactly, as the center of the trained axis; the policy applies to an axis that grows.
 
 Offsets clipped to a radius are read here too: all farther offsets share the edge row (Shaw et al., arXiv 1803.02155).
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.constants import constant, is_known, is_traced
+from vitrel.geometry import cached_geometry, is_known, is_traced
 from vitrel.grid import Grid, same_size
 from vitrel.position.terms import check_choice, pad_prefix, upcast
 
@@ -67,7 +67,7 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
     return _weighted_sum(table, table_taps(source[:2], target[:2], prefix, policy, device=table.device))
 
 
-@constant
+@cached_geometry
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
     """Return the taps of a table over one axis of offsets, T = 2*target-1.
 
@@ -84,7 +84,7 @@ def _line_taps(source: int, target: int, policy: str, device: torch.device) -> T
     return Taps(torch.where(grows, taps, exact[:, None]), torch.where(grows, weights.float(), first))
 
 
-@constant
+@cached_geometry
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
     """Return the taps of a table over both axes, all products of a tap of each axis.
 
@@ -131,13 +131,13 @@ def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool
     return rows if rows.dim() == 3 else rows[None]
 
 
-@constant
+@cached_geometry
 def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
     """Return the row of every offset of an axis of `length` patches in a table of 2*radius+1 rows, [2*length-1] int64."""
     return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
 
 
-@constant
+@cached_geometry
 def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
     y, x = (clipped_rows(m, n - 1, device=device) for n, m in zip(source, target, strict=True))
     index = (y[:, None] * (2 * source[1] - 1) + x).flatten()

@@ -4,7 +4,7 @@ angle = y theta_t or x theta_t (axial), f_y y + f_x x (mixed).
 Channels p and p + D/2 of q and k form a pair, rotated by an angle that is linear in the token's integer position (y, x), so the
 logit depends on the offset alone. rope_axial: half of the pairs rotate with the row, half with the column, theta_t =
 base^(-4t/D), t = 0..D/4-1, base 100. rope_mixed: the frequencies f_y and f_x of every pair are learned per head and layer,
-initialised with base 10 and one random direction per head. D is a multiple of 4. On a training grid of one row or column (a
+initialized with base 10 and one random direction per head. D is a multiple of 4. On a training grid of one row or column (a
 sequence) any even D serves; where 4 does not divide D, rope_axial rotates all pairs along that axis, theta_t = base^(-2t/D).
 Published code stores pairs interleaved and the column first; the loaders of this package permute the weights. Prefix tokens are
 not rotated. Angles are computed in at least float32.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.rope_scaling import Scaling
 from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, of_axes, split_axes, upcast
@@ -105,7 +105,7 @@ class Rotary(NamedTuple):
     sin: Tensor  # [H|1, N, D/2]; 0 on prefix rows
 
 
-@constant
+@cached_geometry
 def _frequencies(
     h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], device: torch.device,
@@ -120,7 +120,7 @@ def _frequencies(
     return theta * torch.stack([one * n / side for n, side in zip(reference, (h, w), strict=True)])[:, None]
 
 
-@constant
+@cached_geometry
 def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], axes: str, device: torch.device,
@@ -129,7 +129,7 @@ def _axial_rotation(
     return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
 
-@constant
+@cached_geometry
 def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
     """Return row and column (y, x) of every token, [N, 2] float32; 0 for prefix tokens."""
     return F.pad(Grid(h, w).coordinates(device).float(), (0, 0, prefix, 0))
@@ -183,7 +183,7 @@ class RopeMixed(PositionEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the frequencies of each head with magnitudes base^(-4t/D).
+        """Initialize the frequencies of each head with magnitudes base^(-4t/D).
 
         The first half of them lies along a random direction, the second half at right angles.
         """

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 
 SCALINGS = ("none", "linear", "ntk", "yarn")
@@ -58,7 +58,7 @@ class Scaling(NamedTuple):
 
     @property
     def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
-        """Return rule, training grid, turns and strength as hashable arguments for functions with @constant."""
+        """Return rule, training grid, turns and strength as hashable arguments for functions with @cached_geometry."""
         return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
@@ -93,12 +93,12 @@ class Scaling(NamedTuple):
         return {f"{self.key} {self.rule}{strength}": 0} if grows and self.rule != "none" else {}
 
 
-@constant
+@cached_geometry
 def _growth(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
     one = torch.ones((), device=device)  # tensors: a float would cost a compiled graph per size
     return torch.stack((one * h / trained[0], one * w / trained[1])).clamp(min=1) ** strength  # [2]
 
 
-@constant
+@cached_geometry
 def _temperature(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
     return (0.1 * _growth(h, w, trained, strength, device=device).log().mean() + 1).square()

@@ -35,7 +35,7 @@ class Shaw(PositionEncoding):
         value_w: vectors a^V' added to values, by column offset, 2R_w+1 rows.
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
     lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 
     def __init__(

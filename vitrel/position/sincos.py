@@ -11,7 +11,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.terms import Factory, PositionEncoding, Terms, of_axes, split_axes
 
@@ -38,7 +38,7 @@ class SinCos(PositionEncoding):
         return Terms(tokens=_rows(*grid, self.axes, self.bands, float(self.base), device=self.device_marker.device))
 
 
-@constant
+@cached_geometry
 def _rows(h: int, w: int, prefix: int, axes: str, bands: int, base: float, device: torch.device) -> Tensor:
     frequency = base ** (-torch.arange(bands, device=device).float() / bands)  # [T]
     angle = of_axes(axes, Grid(h, w).coordinates(device), 1)[..., None] * frequency  # [h*w, 1|2, T]

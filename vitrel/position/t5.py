@@ -14,7 +14,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid, unseen_share
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
 
@@ -38,7 +38,7 @@ class T5(PositionEncoding):
         table_w: learned biases [n_w, H] with mode="sum".
     """
 
-    behaviour = "nothing changes"
+    behavior = "nothing changes"
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(
@@ -106,7 +106,7 @@ class Rule(NamedTuple):
         return len(self.first) * (2 if self.signed else 1)
 
 
-@constant
+@cached_geometry
 def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bool, device: torch.device) -> Tensor:
     """Return the bucket of every offset along an axis of `length` patches, [2*length-1] int64.
 
@@ -125,7 +125,7 @@ def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bo
     return bucket + len(first) * (offset < 0) if signed else bucket
 
 
-@constant
+@cached_geometry
 def _pairs(
     h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
     w_signed: bool, device: torch.device,

@@ -1,7 +1,7 @@
 """table: one learned bias per offset and head (Swin, arXiv 2103.14030, eq. 4; BEiT), logit[i, j] += B[y_i - y_j, x_i - x_j].
 
 The parameter has Swin's name and layout, [(2h-1)(2w-1), H]; with prefix tokens BEiT's three rows follow. On another grid, an
-axis that shrinks reads the exact centre of the table, and an axis that grows is resampled by the policy `resize`. In a windowed
+axis that shrinks reads the exact center of the table, and an axis that grows is resampled by the policy `resize`. In a windowed
 model the grid is the window; while the window stays the same, the table is read unchanged at any image size.
 """
 
@@ -27,7 +27,7 @@ class OffsetTable(PositionEncoding):
         relative_position_bias_table: learned biases [R, H] of the R offset classes of the training grid.
     """
 
-    behaviour = "resized"
+    behavior = "resized"
     policies = POLICIES
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 

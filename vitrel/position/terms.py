@@ -93,7 +93,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     Attributes:
         site: of the class: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
         rotates: of the class: True if the terms hold a rotation; a model can have only one.
-        behaviour: of the class: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows
+        behavior: of the class: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows
             only, or the same function continues), "evaluated" (a function at arguments beyond those of training), "resized"
             (parameters are resampled by a policy) or "nothing" (there is no position).
         lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
@@ -111,7 +111,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     site: ClassVar[str] = "attention"
     rotates: ClassVar[bool] = False
-    behaviour: ClassVar[str] = "evaluated"
+    behavior: ClassVar[str] = "evaluated"
     lr_scale: ClassVar[float] = 1.0
     policies: ClassVar[tuple[str, ...]] = ()
     grid: Grid | None = None
@@ -137,7 +137,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         values of options (radius, pretrained_window), depend on the training grid.
         """
         scaled = self.scaling is not None and self.scaling.rule != "none"
-        return scaled or self.temperature != "none" or self.resize == "renormalise"
+        return scaled or self.temperature != "none" or self.resize == "renormalize"
 
     @property
     def perturbs(self) -> bool:
@@ -202,15 +202,15 @@ class PositionEncoding(nn.Module, abc.ABC):
         if self.scaling is not None:
             return self.scaling.resized(grid)
         key = type(self).__module__.rpartition(".")[2]
-        return {f"{key} renormalise": 0} if self.resize == "renormalise" and grid[:2] != self.grid[:2] else {}
+        return {f"{key} renormalize": 0} if self.resize == "renormalize" and grid[:2] != self.grid[:2] else {}
 
     def unseen(self, grid: Grid) -> float:
         """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
-        0 for absolute and rope_normalised, without a training grid, and with resize="renormalise", scaling="linear" or a
+        0 for absolute and rope_normalized, without a training grid, and with resize="renormalize", scaling="linear" or a
         reference grid (rope_axial).
         """
-        rescaled = self.resize == "renormalise" or (self.scaling is not None and self.scaling.rule == "linear")
+        rescaled = self.resize == "renormalize" or (self.scaling is not None and self.scaling.rule == "linear")
         return 0.0 if self.grid is None or rescaled else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
@@ -223,7 +223,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return self.unseen(grid) if self.resize == "clip" else 0.0
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters; the default is truncated normal with standard deviation `init_std`."""
+        """Initialize the parameters; the default is truncated normal with standard deviation `init_std`."""
         for parameter in self.parameters(recurse=False):
             nn.init.trunc_normal_(parameter, std=self.init_std)
 

@@ -12,7 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, split_axes, upcast
 
@@ -65,7 +65,7 @@ class TransformerXL(PositionEncoding):
         return Terms(query_bias=self.v_bias, tables=tuple(tables))
 
 
-@constant
+@cached_geometry
 def _sinusoid(h: int, w: int, axis: str, bands: int, base: float, device: torch.device) -> Tensor:
     frequency = base ** (-torch.arange(bands, device=device).float() / bands)
     angle = Grid(h, w).offsets(axis, device).float()[:, None] * frequency

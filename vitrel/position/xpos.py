@@ -7,7 +7,7 @@ layer with a single head sees one side only. One-sided heads are necessary becau
 zeta^(p / scale_base) and keys scaled by its inverse: for keys on the other side the factor would grow without bound.
 
 Prefix tokens are not rotated and are seen by all heads. A pair of a patch and a prefix token keeps the scale of the patch, with
-p counted from the centre of the grid. On a grid larger than the training grid the prefix side is scaled down, so that this
+p counted from the center of the grid. On a grid larger than the training grid the prefix side is scaled down, so that this
 factor never exceeds its maximum in training. A larger grid is evaluated at angles and distances beyond those of training.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.rope import axial_frequencies, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, split_axes
@@ -80,7 +80,7 @@ class _Rotations(NamedTuple):
     key_sin: Tensor  # [H, N, D/2]
 
 
-@constant
+@cached_geometry
 def _rotations(
     h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
     gamma: float, scale_base: float, device: torch.device,
@@ -88,7 +88,7 @@ def _rotations(
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
     at = grid.coordinates(device).float()  # [h*w, 2]
     cos, sin = rotary_terms(at[..., None] * axial_frequencies(band, base), axes, grid)  # [1, N, D/2]
-    # Positions are centred to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
+    # Positions are centerd to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
     along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
     grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
     excess = grown.index_select(0, torch.arange(num_heads, device=device) % 4 // 2)[:, None].expand(-1, prefix)  # [H, P]
@@ -97,7 +97,7 @@ def _rotations(
     return _Rotations(cos * q, sin * q, cos * k, sin * k)
 
 
-@constant
+@cached_geometry
 def _one_sided(h: int, w: int, prefix: int, num_heads: int, device: torch.device) -> Tensor:
     hidden = _along(Grid(h, w).offsets(device=device).float(), num_heads) < 0  # [H, R]
     return pad_prefix(torch.zeros((), device=device).masked_fill(hidden, float("-inf")), Grid(h, w, prefix))

@@ -1,4 +1,4 @@
-"""Training: a Lightning module over any timm model, its data, its optimiser and the command line.
+"""Training: a Lightning module over any timm model, its data, its optimizer and the command line.
 
 Nothing else in the package imports Lightning. Other code reads a run through its checkpoint alone
 (`torch.load(path, weights_only=True)`; layout in `vitrel.train.module`).
@@ -14,7 +14,7 @@ with optional_import():
     from vitrel.train.execution import Execution
     from vitrel.train.module import Classifier
     from vitrel.train.objective import Mixing, Objective
-    from vitrel.train.optim import Optimisation, Schedule
+    from vitrel.train.optim import Optimization, Schedule
     from vitrel.train.tuning import Tuning
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "ImageData",
     "Mixing",
     "Objective",
-    "Optimisation",
+    "Optimization",
     "Schedule",
     "Tuning",
     "run",

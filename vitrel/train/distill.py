@@ -134,8 +134,8 @@ class Teacher:
         self.size = to_2tuple(size or model.pretrained_cfg["input_size"][-2:])
         self.model = DistillationTeacher(model).requires_grad_(False).eval()
 
-    def set_normalisation(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Set the mean and standard deviation per channel with which the student's images are normalised."""
+    def set_normalization(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Set the mean and standard deviation per channel with which the student's images are normalized."""
         self.mean, self.std = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -143,7 +143,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits [B, classes] for the student's normalised images [B, 3, h, w]."""
+        """Logits [B, classes] for the student's normalized images [B, 3, h, w]."""
         if self.mean.device != images.device:
             self.model.to(images.device)
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)

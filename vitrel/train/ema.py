@@ -21,7 +21,7 @@ class Ema:
         warmup: use a smaller decay at first: at most 1 - (1 + n)**(-2/3) after n updates of the average, as with timm's
             `use_warmup`.
         start_epoch: first epoch, counted from 0, that is averaged; before it, the average is a copy of the weights.
-        every: number of optimiser updates per update of the average.
+        every: number of optimizer updates per update of the average.
     """
 
     decay: float = 0.9998
@@ -63,7 +63,7 @@ class AveragedWeights(WeightAveraging):
             torch._foreach_copy_(averages, weights)  # counters
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True after every `every`-th optimiser update, never at the end of an epoch (`step_idx` None)."""
+        """Return True after every `every`-th optimizer update, never at the end of an epoch (`step_idx` None)."""
         return step_idx is not None and (step_idx + 1) % self.settings.every == 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

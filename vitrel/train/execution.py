@@ -138,7 +138,7 @@ def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) ->
     Args:
         strategy: the trainer's strategy.
         averaged: the weights are averaged (EMA), which needs whole weights.
-        clip_mode: `Optimisation.clip_mode`; "agc" needs whole weights.
+        clip_mode: `Optimization.clip_mode`; "agc" needs whole weights.
     """
     if isinstance(strategy, FSDPStrategy):
         # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off

@@ -66,7 +66,7 @@ class FiniteLoss(Callback):
     """Stops the run at the first loss or weight that is not finite, before it is saved in a checkpoint.
 
     The loss is checked on its device. On a GPU the result is read only at logging steps, at the end of an epoch and before
-    every checkpoint, to avoid a synchronisation per step. The images of the batch are listed in `bad_batch.txt`
+    every checkpoint, to avoid a synchronization per step. The images of the batch are listed in `bad_batch.txt`
     (`bad_batch.RANK.txt` with several devices).
 
     Args:

@@ -40,7 +40,7 @@ class EpochMeans(nn.ModuleDict):
     """
 
     def __init__(self, *names: str) -> None:
-        # A search for NaN would synchronise the device at every step. With it disabled, torchmetrics ignores weights, hence
+        # A search for NaN would synchronize the device at every step. With it disabled, torchmetrics ignores weights, hence
         # `add` takes one value per image.
         super().__init__({name: MeanMetric(nan_strategy="disable") for name in names})
         self.epoch = 0

@@ -42,7 +42,7 @@ from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.execution import Execution, ResourceAdvice, check_strategy, shard
 from vitrel.train.metrics import EpochMeans, ImageMean
 from vitrel.train.objective import Mixing, Objective
-from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
+from vitrel.train.optim import Optimization, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record
@@ -56,7 +56,7 @@ class Classifier(LightningModule):
         num_classes: number of classes of the data, and of outputs of the head unless a teacher has others (`Distillation`).
         img_size: (H, W) in pixels for which the model is built.
         model_args: further keywords of `timm.create_model`, e.g. `drop_path_rate`, `position`, `pretrained`.
-        optim: optimiser and learning-rate schedule.
+        optim: optimizer and learning-rate schedule.
         mixing: mixup and cutmix; null for none, {} for the defaults.
         label_smoothing: share of a label that is spread evenly over all classes, 0 <= share < 1.
         seed: seed of drop path, dropout and mixing; the generators are seeded with (seed, epoch, batch, rank) at every batch.
@@ -75,7 +75,7 @@ class Classifier(LightningModule):
         num_classes: int,
         img_size: int | tuple[int, int],
         model_args: dict[str, Any] | None = None,
-        optim: Optimisation = Optimisation(),
+        optim: Optimization = Optimization(),
         mixing: Mixing | None = None,
         label_smoothing: float = 0.0,
         seed: int = 0,
@@ -100,7 +100,7 @@ class Classifier(LightningModule):
         self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing)
         self.loss = objective.build(label_smoothing)
         if self.teacher is not None:
-            self.teacher.set_normalisation(self.preprocessing["mean"], self.preprocessing["std"])
+            self.teacher.set_normalization(self.preprocessing["mean"], self.preprocessing["std"])
         self.resumed = False
         self.means = EpochMeans("train/loss", "train/top1")
         self.top_k = [k for k in (1, 5) if k < max(self.num_classes, 2)]
@@ -166,7 +166,7 @@ class Classifier(LightningModule):
         return [ResourceAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [B, num_classes] of normalised images [B, 3, H, W]."""
+        """Return logits [B, num_classes] of normalized images [B, 3, H, W]."""
         if self.execution.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.model(images)
@@ -177,7 +177,7 @@ class Classifier(LightningModule):
             shard(self.model, self.device_mesh)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return the optimiser and the learning-rate schedule, which advances at every update.
+        """Return the optimizer and the learning-rate schedule, which advances at every update.
 
         Also sets the length of the absolute embedding's fade (`Tuning.fade_over`). ValueError if the run has no length.
         """
@@ -219,7 +219,7 @@ class Classifier(LightningModule):
             self.tuning.fit_position(self.model, self.name, self.trainer.datamodule.unaugmented)
 
     def updates_per_epoch(self) -> int:
-        """Number of optimiser updates in an epoch, an incomplete last accumulation included; does not build the loaders.
+        """Number of optimizer updates in an epoch, an incomplete last accumulation included; does not build the loaders.
 
         Lightning's `estimated_stepping_batches` gives the same number, but builds the loaders early, after which a loader's
         saved state is no longer restored (Lightning issue 20550).
@@ -229,7 +229,7 @@ class Classifier(LightningModule):
         return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def updates(self) -> int:
-        """Number of optimiser updates in the run, limited by max_steps and max_epochs; 0 if neither is set."""
+        """Number of optimizer updates in the run, limited by max_steps and max_epochs; 0 if neither is set."""
         limits = self.trainer.max_steps, self.updates_per_epoch() * (self.trainer.max_epochs or 0)
         return min((limit for limit in limits if limit > 0), default=0)
 

@@ -1,4 +1,4 @@
-"""The optimiser, its parameter groups (weight decay, layer-wise learning-rate decay) and the learning-rate schedule."""
+"""The optimizer, its parameter groups (weight decay, layer-wise learning-rate decay) and the learning-rate schedule."""
 
 import bisect
 import inspect
@@ -114,24 +114,24 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Optimisation:
-    """Settings of the optimiser and of the learning rate.
+class Optimization:
+    """Settings of the optimizer and of the learning rate.
 
     Args:
-        name: name of an optimiser in timm (`timm.optim.list_optimizers()`), e.g. "adamw", "lamb", "sgd".
+        name: name of an optimizer in timm (`timm.optim.list_optimizers()`), e.g. "adamw", "lamb", "sgd".
         lr: peak learning rate, reached at the end of the warm-up.
         weight_decay: weight decay of matrices; biases, norms, position parameters and the parameters named by the model's
             `no_weight_decay()` are not decayed.
-        betas: the optimiser's betas, if it has them; null is the optimiser's default.
-        eps: the optimiser's epsilon, if it has one; null is the optimiser's default.
-        momentum: the optimiser's momentum, if it has one; null is 0.9.
+        betas: the optimizer's betas, if it has them; null is the optimizer's default.
+        eps: the optimizer's epsilon, if it has one; null is the optimizer's default.
+        momentum: the optimizer's momentum, if it has one; null is 0.9.
         position_lr_scale: factor on the learning rate of position parameters. Null: with `layer_decay`, which is for
             fine-tuning, encodings in attention have their own factor (their `lr_scale`) on `lr`, without layer decay, since
             most of their parameters are logits, which have to move further than weights; without `layer_decay` it is 1.
         warmup_epochs: length of the linear warm-up in epochs, fractions allowed; the rate rises at every update. Null: 5, or a
             tenth of a run of less than 50.
         final_lr: learning rate at the end of a cosine, linear or poly schedule, as a share of `lr`.
-        opt_args: further keywords of the optimiser.
+        opt_args: further keywords of the optimizer.
         layer_decay: layer-wise learning-rate decay: each layer's rate is that of the next layer times this factor, and the
             head has the full rate. Null: no decay.
         lr_base_size: number of images per update for which `lr` is meant; `lr` is scaled to the actual number, batch_size *
@@ -187,17 +187,17 @@ class Optimisation:
         return self.lr * (math.sqrt(ratio) if self.lr_base_scale == "sqrt" else ratio)
 
 
-def check_optimizer(settings: Optimisation) -> None:
-    """Raise ValueError for an unknown optimiser, or settings that the optimiser does not have."""
+def check_optimizer(settings: Optimization) -> None:
+    """Raise ValueError for an unknown optimizer, or settings that the optimizer does not have."""
     name = settings.name.lower()
     base = name.removeprefix("lookahead_")
     if base not in list_optimizers():
         near = nearest(base, list_optimizers()) or ["adamw", "lamb", "sgd"]
-        raise ValueError(f"model.optim.name: timm has no optimiser {settings.name!r}; nearest: {', '.join(near)}")
+        raise ValueError(f"model.optim.name: timm has no optimizer {settings.name!r}; nearest: {', '.join(near)}")
     info = get_optimizer_info(base)
     for key, has in (("betas", info.has_betas), ("eps", info.has_eps), ("momentum", info.has_momentum)):
         if getattr(settings, key) is not None and not has:
-            raise ValueError(f"model.optim.{key}: the optimiser {name} has no {key}; leave it out")
+            raise ValueError(f"model.optim.{key}: the optimizer {name} has no {key}; leave it out")
     if settings.betas is not None and len(settings.betas) != info.num_betas:
         raise ValueError(f"model.optim.betas: {name} takes {info.num_betas}, not {len(settings.betas)}")
     parameters = inspect.signature(get_optimizer_class(base, bind_defaults=False)).parameters
@@ -208,7 +208,7 @@ def check_optimizer(settings: Optimisation) -> None:
         raise ValueError(f"model.optim.opt_args: {', '.join(wrong)} cannot be set here; {name} takes {allowed}")
 
 
-def check_clipping(settings: Optimisation, value: float | None, algorithm: Enum | None) -> None:
+def check_clipping(settings: Optimization, value: float | None, algorithm: Enum | None) -> None:
     """Raise ValueError if `clip_mode` is set but gradient_clip_val is not, or if gradient_clip_algorithm is another mode.
 
     value, algorithm: the trainer's gradient_clip_val and gradient_clip_algorithm.
@@ -229,7 +229,7 @@ def parameter_groups(
     position_lr_scale: float | None = None,
     layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the optimiser's parameter groups, as dictionaries of name, params, names, lr and weight_decay.
+    """Return the optimizer's parameter groups, as dictionaries of name, params, names, lr and weight_decay.
 
     The groups are "decayed", "undecayed" (biases, all parameters of at most one dimension, and those that a name or pattern of
     `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, learning rate times `position_lr_scale`).
@@ -284,11 +284,11 @@ def layer_of(model: nn.Module) -> dict[str, int]:
     return group_parameters(model, model.group_matcher(coarse=False), reverse=True)
 
 
-def create_optimizer(model: nn.Module, settings: Optimisation, images: int = 1) -> Optimizer:
-    """Return timm's optimiser `settings.name` over `parameter_groups`, with `lr` scaled to `images` images per update.
+def create_optimizer(model: nn.Module, settings: Optimization, images: int = 1) -> Optimizer:
+    """Return timm's optimizer `settings.name` over `parameter_groups`, with `lr` scaled to `images` images per update.
 
     Raises:
-        ValueError: see `parameter_groups`; or an optimiser that needs second derivatives.
+        ValueError: see `parameter_groups`; or an optimizer that needs second derivatives.
     """
     lr, decay = settings.scaled_lr(images), settings.weight_decay
     groups = parameter_groups(model, lr, decay, settings.position_lr_scale, settings.layer_decay)
@@ -299,11 +299,11 @@ def create_optimizer(model: nn.Module, settings: Optimisation, images: int = 1) 
         keywords["fused"] = True  # one kernel instead of several per parameter, on CPUs too
     keywords |= settings.opt_args or {}
     optimizer = create_optimizer_v2(groups, opt=settings.name, lr=lr, weight_decay=decay, **keywords)
-    # Fused optimisers can unscale gradients themselves. Lightning then refuses to clip gradients, even where nothing is scaled
+    # Fused optimizers can unscale gradients themselves. Lightning then refuses to clip gradients, even where nothing is scaled
     # (bf16-mixed).
     optimizer._step_supports_amp_scaling = False
     if getattr(optimizer, "is_second_order", False):
         raise ValueError(
-            f"model.optim.name: {settings.name} needs second derivatives, which are not computed: use another optimiser"
+            f"model.optim.name: {settings.name} needs second derivatives, which are not computed: use another optimizer"
         )
     return optimizer

@@ -73,7 +73,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
     if module.teacher is not None:  # compared by its weights, since its file may have been moved
         no_source = dict.fromkeys(("checkpoint", "pretrained"), "")
         settings["objective"]["distillation"] |= no_source | {"weights": module.teacher.digest}
-    # a resumed run takes the optimiser's state and rates from the checkpoint, so other settings would be ignored silently
+    # a resumed run takes the optimizer's state and rates from the checkpoint, so other settings would be ignored silently
     settings |= {f"optim.{name}": value for name, value in model["optim"].items()}
     return json.loads(json.dumps(settings, default=str))
 

@@ -213,11 +213,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
         return {}  # only time and resumptions are read from it
 
 
-def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, colour: str, dash: str) -> None:
+def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, color: str, dash: str) -> None:
     scale = 100 if "top1" in name else 1
     points = [(row["epoch"] + 1, scale * row[name]) for row in epochs if name in row]
     if points:
-        axes.plot(*zip(*points, strict=True), dash, color=colour, label=label, marker="." if len(points) < 30 else "")
+        axes.plot(*zip(*points, strict=True), dash, color=color, label=label, marker="." if len(points) < 30 else "")
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -158,7 +158,7 @@ class Tuning:
 
         Args:
             model: the model that `build` returned for `name`; its classifier is left as it is.
-            images_of: function of a number of images that returns that many or fewer, normalised [n, 3, H, W] of the model's
+            images_of: function of a number of images that returns that many or fewer, normalized [n, 3, H, W] of the model's
                 size, without labels.
 
         Raises:
@@ -298,7 +298,7 @@ class Tuning:
         return model.train()
 
     def _new(self, base: Backbone, **changes: Any) -> Backbone:
-        """A model like `base` with new weights, and with the encoding `position`, as it is initialised, in attention.
+        """A model like `base` with new weights, and with the encoding `position`, as it is initialized, in attention.
 
         The encoding is beside the absolute embedding (unless that is dropped) and a rotation, and takes the place of any other.
         """

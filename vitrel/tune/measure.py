@@ -138,7 +138,7 @@ USUAL: tuple[tuple[str, dict[str, Any], tuple[tuple[int, int, int], ...]], ...] 
     ("vitrel_swin_t", {"depths": (2, 2, 2, 2)}, ((224, 1, 128), (224, 4, 2))),
     ("vitrel_swin_t", {"depths": (2, 2, 2, 2), "window_size": 12}, ((384, 1, 16),)),
     ("vitrel_vit_s16_table", {"depth": 1}, ((224, 8, 64), (320, 2, 2), (448, 1, 16), (576, 1, 8), (1024, 1, 2))),
-    ("vitrel_vit_s16_factorised", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (1024, 1, 2))),
+    ("vitrel_vit_s16_factorized", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (1024, 1, 2))),
     ("vitrel_vit_s16_decomposed", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (576, 1, 8))),
     ("vitrel_vit_s16_rope_axial", {"depth": 1}, ((224, 8, 64),)),
     ("vitrel_vit_s16_shaw", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),

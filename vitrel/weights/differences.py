@@ -21,7 +21,7 @@ _DIFFERENCES = (
     ("unused", r"cls_token", "a class token", "build with class_token=True"),
     ("unused", r"reg_token", _REGISTERS, "build with as many reg_tokens"),
     ("unset", r"reg_token", f"the file has no {_REGISTERS}", "build with reg_tokens=0"),
-    ("unset", r"fc_norm\..*", "the file normalises before it pools", "build with global_pool='token' or ''"),
+    ("unset", r"fc_norm\..*", "the file normalizes before it pools", "build with global_pool='token' or ''"),
     ("unused", r"fc_norm\..*", "a norm after pooling", "build with global_pool='avg'"),
     ("unused", r"pos_embed", "an absolute embedding", "build with 'absolute' in position"),
     ("unset", r"pos_embed\..*", "the file has no absolute embedding", "build without 'absolute' in position"),

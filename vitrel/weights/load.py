@@ -24,7 +24,7 @@ from vitrel.weights.swin_names import read_swin
 from vitrel.weights.unwrap import Unwrapped, unwrap
 from vitrel.weights.vit_names import read_vit
 
-# Dtypes that are cast to a float parameter. Quantised values (integers, 8-bit floats) are wrong without their scales.
+# Dtypes that are cast to a float parameter. Quantized values (integers, 8-bit floats) are wrong without their scales.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -79,7 +79,7 @@ def load_pretrained(
 
     Raises:
         RuntimeError: other tensors, listed in the message, are unused, unset or of another shape, or hold NaN or infinity.
-        ValueError: another patch size or rotation, an unknown grid, quantised weights, or integers. The model is unchanged
+        ValueError: another patch size or rotation, an unknown grid, quantized weights, or integers. The model is unchanged
             after every error.
     """
     return apply_plan(model, plan_weights(model, source, source_grid, key_minus_query), reset_head, allow_unused, allow_unset)
@@ -248,8 +248,8 @@ def _check_dtypes(draft: Draft, state: dict[str, Tensor], own: dict[str, Tensor]
             if state[name].dtype not in _FLOATS:
                 dtype = str(state[name].dtype).removeprefix("torch.")
                 raise ValueError(
-                    f"{name} is {dtype}, the model's {target} {str(own[target].dtype).removeprefix('torch.')}: quantised or "
-                    "integer weights mean nothing without their scales; save the file dequantised, in a float dtype"
+                    f"{name} is {dtype}, the model's {target} {str(own[target].dtype).removeprefix('torch.')}: quantized or "
+                    "integer weights mean nothing without their scales; save the file dequantized, in a float dtype"
                 )
 
 

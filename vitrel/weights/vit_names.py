@@ -188,7 +188,7 @@ def _rotation(draft: Draft, model: nn.Module, separate: bool, storage: bool) -> 
     if swiglu and absolute and separate:
         return Rotation("EVA-02", "rope_axial", _EVA, interleaved=True, x_first=False)
     if not absolute and registers and (token or storage):
-        return Rotation(_DINOV3, "rope_normalised", dict(base=100.0), interleaved=False, x_first=False)
+        return Rotation(_DINOV3, "rope_normalized", dict(base=100.0), interleaved=False, x_first=False)
     if not absolute and registers:
         return Rotation("timm's ViT with RoPE and registers", "rope_axial", _EVA, interleaved=True, x_first=False)
     # RoPE-ViT with an embedding has the names of DeiT III: the model decides.

@@ -39,8 +39,8 @@ def test_every_size_is_in_the_table_with_its_verdict(rows):
 
 def test_a_policy_that_matters_at_some_sizes_belongs_to_all_its_combinations(rows):
     at = {
-        "24x24": ["keep", "renormalise"],
-        "48x48": ["clip+keep", "clip+renormalise", "geometric+keep", "geometric+renormalise"],
+        "24x24": ["keep", "renormalize"],
+        "48x48": ["clip+keep", "clip+renormalize", "geometric+keep", "geometric+renormalize"],
     }
     mixed = [rows[0]] + [dict(rows[0], img_size=size, policy=policy) for size in at for policy in at[size]]
     found = {policy: [row["policy"] for row in part] for _, policy, part in curves(aggregate(mixed))}

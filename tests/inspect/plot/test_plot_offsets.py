@@ -17,7 +17,7 @@ from vitrel.inspect.plot.offsets import attended_offset, bias_mean_offset
 from vitrel.ops.reference import masked_logits
 
 GRID = Grid(3, 4, 1)
-ROTARY = ["rope_axial", "rope_mixed", "rope_normalised", "xpos"]
+ROTARY = ["rope_axial", "rope_mixed", "rope_normalized", "xpos"]
 TINY = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=2)
 
 
@@ -103,8 +103,8 @@ def test_mixed_rotation_by_explicit_angles():
             np.testing.assert_allclose(found.values[:, yi - yj + 2, xi - xj + 3], expected, atol=1e-5)
 
 
-def test_factorised_is_the_sum_of_its_axes():
-    encoding = perturbed(make("factorised", (3, 4, 1)))
+def test_factorized_is_the_sum_of_its_axes():
+    encoding = perturbed(make("factorized", (3, 4, 1)))
     (found,) = lattices(encoding)
     for dy in range(-2, 3):
         for dx in range(-3, 4):
@@ -153,7 +153,7 @@ def test_windows_of_every_stage_and_heads_that_only_some_have():
         offset_maps(swin, layers=[6])
 
 
-def test_hidden_offsets_have_a_colour_of_their_own():
+def test_hidden_offsets_have_a_color_of_their_own():
     figure = offset_maps(make("lookhere", (3, 4), heads=6, fov=180))
     assert np.isnan(drawn(figure)[0][:2]).all() and not np.isnan(drawn(figure)[0][2:]).any()  # head 0 looks up
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hidden, or no pair has it"]
@@ -161,12 +161,12 @@ def test_hidden_offsets_have_a_colour_of_their_own():
     np.testing.assert_allclose(line, [np.nan, np.nan, 0, -0.5, -1])
 
 
-def test_colours_are_centred_at_zero_or_at_the_mean():
-    for key, centred in (("alibi", False), ("cpb", True), ("rope_axial", False)):
+def test_colors_are_centerd_at_zero_or_at_the_mean():
+    for key, centerd in (("alibi", False), ("cpb", True), ("rope_axial", False)):
         torch.manual_seed(0)
-        encoding = perturbed(make(key, (3, 4)))  # as initialised, cpb is negligible
+        encoding = perturbed(make(key, (3, 4)))  # as initialized, cpb is negligible
         figure, (found,) = offset_maps(encoding), lattices(encoding)
-        expected = found.values - found.values.mean((1, 2), keepdim=True) if centred else found.values
+        expected = found.values - found.values.mean((1, 2), keepdim=True) if centerd else found.values
         np.testing.assert_allclose(np.stack(drawn(figure)), expected.detach(), atol=1e-6)
         image = panels(figure)[0].images[0]
         assert (
@@ -176,7 +176,7 @@ def test_colours_are_centred_at_zero_or_at_the_mean():
                 -float(expected.abs().max()) if key == "rope_axial" else -max(1.0, float(expected.abs().max()))  # logits
             )
         )
-        assert ("minus mean of head" in figure.axes[-1].get_ylabel()) == centred
+        assert ("minus mean of head" in figure.axes[-1].get_ylabel()) == centerd
 
 
 def test_compositions_are_drawn_part_by_part():
@@ -351,13 +351,13 @@ def test_span_of_attention_by_plain_softmax():
         spans("alibi", (0,))
 
 
-def test_logits_that_are_negligible_are_grey_and_others_are_on_a_fixed_scale():
+def test_logits_that_are_negligible_are_gray_and_others_are_on_a_fixed_scale():
     encoding = make("table", (3, 4))
     with torch.no_grad():
-        for scale, grey in ((5e-4, True), (0.3, False)):
+        for scale, gray in ((5e-4, True), (0.3, False)):
             for parameter in encoding.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * scale)
             figure = offset_maps(encoding)
-            assert np.isnan(np.ma.filled(np.ma.asarray(drawn(figure)[0]), np.nan)).all() == grey
-            assert any("negligible" in text.get_text() for text in panels(figure)[0].texts) == grey
+            assert np.isnan(np.ma.filled(np.ma.asarray(drawn(figure)[0]), np.nan)).all() == gray
+            assert any("negligible" in text.get_text() for text in panels(figure)[0].texts) == gray
             assert panels(figure)[0].images[0].get_clim()[1] >= 1

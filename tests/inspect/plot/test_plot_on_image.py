@@ -181,5 +181,5 @@ def test_what_does_not_fit_an_image():
         attention(model, image, (0, 0), heads=[])
     with pytest.raises(ValueError, match="top is the number of attended patches to look among, at least 1, not 0"):
         overruled(model, image[None], top=0)
-    with pytest.raises(ValueError, match="an image of 4 channels has no colours to draw: pass shown"):
+    with pytest.raises(ValueError, match="an image of 4 channels has no colors to draw: pass shown"):
         attention(record(model, image[None]), torch.rand(4, 32, 48), (0, 0))

@@ -18,11 +18,11 @@ from vitrel.position.alibi import alibi_slopes
 
 double = torch.float64
 GRIDS = [Grid(2, 5), Grid(3, 2, 1), Grid(1, 4, 3)]
-SUMS_OF_AXES = ("factorised", "decomposed", "shaw", "deberta", "transformer_xl", "t5", "pape")
+SUMS_OF_AXES = ("factorized", "decomposed", "shaw", "deberta", "transformer_xl", "t5", "pape")
 CASES = [(key, o) for key, o in VARIANTS if key in SUMS_OF_AXES]
 CASES = [(key, o) for key, o in CASES if key != "t5" or o.get("mode") == "sum"]
 CASES += [("alibi", o) for key, o in VARIANTS if key == "alibi" and o.get("distance") in ("l1", "squared")]
-CASES += [("factorised+rope_mixed", {}), ("decomposed+factorised", {}), ("rope_axial+shaw", {})]
+CASES += [("factorized+rope_mixed", {}), ("decomposed+factorized", {}), ("rope_axial+shaw", {})]
 
 
 def both(encoding, grid, queries, dtype=double):
@@ -93,7 +93,7 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
 def test_temperature():
     """As of log_n: it multiplies all that content does, and no bias."""
     grid = Grid(3, 4, 1)
-    encoding = create_position("factorised+deberta+pape", grid, 2, 8, dtype=double)
+    encoding = create_position("factorized+deberta+pape", grid, 2, 8, dtype=double)
     terms = perturbed(encoding)(grid)._replace(temperature=torch.tensor(0.7, dtype=double))
     q, k, v = torch.randn(3, 2, 2, grid.tokens, 8, dtype=double)
     out, expected = (backend.attention(q, k, v, terms, grid) for backend in (augmented_qk, reference))
@@ -101,7 +101,7 @@ def test_temperature():
     assert not out.allclose(augmented_qk.attention(q, k, v, terms._replace(temperature=None), grid))
 
 
-@pytest.mark.parametrize("key", ["factorised", "decomposed", "shaw", "deberta"])
+@pytest.mark.parametrize("key", ["factorized", "decomposed", "shaw", "deberta"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_lower_precision(key, dtype, tolerance):
     grid = Grid(5, 3, 1)
@@ -187,7 +187,7 @@ def test_pape_has_no_scores_of_all_offsets(backend):
 
 @pytest.mark.parametrize("side", [32, 48])
 def test_squared_distances_keep_their_precision(side):
-    """Near neighbours in bfloat16, far from the corner: as columns of coordinates the logit would be off by 0.25 and more."""
+    """Near neighbors in bfloat16, far from the corner: as columns of coordinates the logit would be off by 0.25 and more."""
     grid = Grid(side, side)
     slopes = alibi_slopes(2, device="cpu")
     terms = Terms(tables=tuple(Table(a, bias=-slopes[:, None] * grid.offsets(a).float().square()) for a in "hw"))
@@ -256,7 +256,7 @@ def test_a_sweep_of_sizes_compiles_twice():
     """With all kinds of tables at once: biases, queries, values and gates."""
     counter = CompileCounter()
     attend = torch.compile(augmented_qk.attention, backend=counter, fullgraph=True)
-    encoding = perturbed(create_position("factorised+shaw+pape", Grid(4, 5, 1), 2, 8, parabolas=3))
+    encoding = perturbed(create_position("factorized+shaw+pape", Grid(4, 5, 1), 2, 8, parabolas=3))
     for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1), Grid(9, 6, 1)):
         q, k, v = torch.randn(3, 2, 2, grid.tokens, 8)
         out, expected = (function(q, k, v, encoding(grid), grid) for function in (attend, reference.attention))

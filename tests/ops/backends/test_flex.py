@@ -14,7 +14,7 @@ from vitrel.ops.capability import refusal
 double = torch.float64
 KEYS = [
     "table",
-    "factorised",
+    "factorized",
     "t5",
     "decomposed",
     "deberta",
@@ -63,7 +63,7 @@ def test_masks(kind):
     visible = torch.rand(2, 1, queries, grid.tokens) > 0.4
     visible[0, 0, 2] = False
     mask = visible if kind == "bool" else torch.randn(visible.shape, dtype=double).masked_fill(~visible, -math.inf)
-    out = agree(perturbed(make("factorised", grid, dtype=double))(grid), grid, queries, mask)
+    out = agree(perturbed(make("factorized", grid, dtype=double))(grid), grid, queries, mask)
     assert (out[0, :, 2] == 0).all() and (out[1] != 0).all()
 
 

@@ -23,8 +23,8 @@ runs = pytest.mark.skipif(
 )
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 SERVED = {  # keys that the kernels take under global attention; the others meet keys or values, or tables of both axes
-    "none", "table", "factorised", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "decomposed", "rope_axial",
-    "rope_mixed", "rope_normalised", "lookhere",
+    "none", "table", "factorized", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "decomposed", "rope_axial",
+    "rope_mixed", "rope_normalized", "lookhere",
 }  # fmt: skip
 MODELS = {
     "swin table": ("vitrel_swin_n", dict(depths=(2, 1), num_heads=(1, 2))),
@@ -37,7 +37,7 @@ MODELS = {
 WAYS = {
     "none",
     "table",
-    "factorised",
+    "factorized",
     "t5",
     "alibi",
     "decomposed",
@@ -88,7 +88,7 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
 
 
 @runs
-@pytest.mark.parametrize("key", ["table", "factorised", "rope_mixed", "lookhere"])
+@pytest.mark.parametrize("key", ["table", "factorized", "rope_mixed", "lookhere"])
 def test_windows(key):
     heads, batch = heads_of(key), 2 if key == "table" else 1
     encoding = perturbed(make(key, Grid(3, 4), heads, dim=16).to(DEVICE))

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 WINDOWS, TABLE, DECOMPOSED = QUICK_SHAPES
 SMALL = (4, 6)
 BRIEF = Repeats(1, 2, 0.0, 1)
-ENCODINGS = ("table", "factorised", "decomposed", "rope")
+ENCODINGS = ("table", "factorized", "decomposed", "rope")
 SDPA = methods(TABLE, gpu=False)[0]
 
 
@@ -121,7 +121,7 @@ def test_global_peers_are_right(encoding, prefix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["table", "factorised", "rope"])
+@pytest.mark.parametrize("encoding", ["table", "factorized", "rope"])
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_global_flex_is_right(encoding, prefix):
@@ -239,7 +239,7 @@ def test_warps_are_forced(monkeypatch):
         force_warps(4)
 
 
-@pytest.mark.parametrize("encoding", ["table", "factorised", "rope"])
+@pytest.mark.parametrize("encoding", ["table", "factorized", "rope"])
 def test_the_truth_of_the_last_rows(encoding):
     problem = make_problem(sized_shape(encoding, SMALL), torch.float32, CPU)
     found = last_rows(problem, 5)
@@ -262,8 +262,8 @@ def test_a_row_of_every_size(engine):
 def test_of_many_tokens_the_last_are_checked(engine, monkeypatch):
     monkeypatch.setattr(attention, "_WHOLE", 10)
     monkeypatch.setattr(attention, "_ROWS", 5)
-    engine.measure(sized_case([Sized("auto", "factorised")], SMALL, "training"))
-    errors = by_contender(engine, "size")["auto, factorised"]["errors"]
+    engine.measure(sized_case([Sized("auto", "factorized")], SMALL, "training"))
+    errors = by_contender(engine, "size")["auto, factorized"]["errors"]
     assert list(errors) == ["output"] and 0 < errors["output"] < 2e-6
     Here.wrong = {"auto": 1 + 1e-5}
     engine.measure(sized_case([Sized("auto")], SMALL, "training"))

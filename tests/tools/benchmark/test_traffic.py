@@ -67,7 +67,7 @@ def test_attention_with_a_learned_bias():
 
 
 @counts
-def test_constants_are_not_counted():
+def test_geometry_are_not_counted():
     from vitrel.ops.window import window_mask
 
     assert moved(lambda: window_mask(9, 9, (4, 4), (2, 2), torch.float32, torch.device("meta"))) == []

@@ -18,8 +18,8 @@ from tools.study.photographs import headline, kept_beside, study_tables
 from vitrel.evaluate.compare import load_comparison
 from vitrel.evaluate.table import aggregate, read_csv
 
-RELATIVE = ["table", "factorised", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
-ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalised"]
+RELATIVE = ["table", "factorized", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
+ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalized"]
 DATA = ("imagenette224", "flowers256")
 
 
@@ -55,7 +55,7 @@ def test_both_data_sets_are_asked_the_same():
 
 
 def photographs(folder, side=40):
-    """Two classes, told apart by colour, three training and two validation images each."""
+    """Two classes, told apart by color, three training and two validation images each."""
     generator = torch.Generator().manual_seed(0)
     for split, n in (("train", 6), ("val", 2)):
         for label, channel in (("blue", 2), ("red", 0)):

@@ -1,4 +1,4 @@
-// What every section uses: what is set, elements, numbers as text, colours.
+// What every section uses: what is set, elements, numbers as text, colors.
 const $ = (id) => document.getElementById(id);
 const DEFAULTS = {
   contents: [1, 0, 0, 1, 1, 1, 0, 0], positions: [0, 0, 0, 0.5, 0.5, 0, 0.5, 0.5], // two numbers for each patch
@@ -53,8 +53,8 @@ const ramp = (side) => RAMPS[dark() ? "dark" : "light"][side];
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
-// The colour at a share of 0 to 1 of a ramp, and black or white for text on it, whichever stands out more.
-function colour(side, share) {
+// The color at a share of 0 to 1 of a ramp, and black or white for text on it, whichever stands out more.
+function color(side, share) {
   const stops = ramp(side), at = Math.min(1, Math.max(0, share)) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
   const [from, to] = [channels(stops[low]), channels(stops[low + 1])];
   const mixed = from.map((value, i) => Math.round(value + (to[i] - value) * (at - low)));

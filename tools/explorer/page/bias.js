@@ -34,12 +34,12 @@ function calculation(query, key) {
 
 function showCalculation(query, key) {
   say($("calculation"), ...calculation(query, key).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
-  const side = 26, centre = (n) => n * side + side / 2 + 1, [i, j] = [place(query, state.w), place(key, state.w)];
+  const side = 26, center = (n) => n * side + side / 2 + 1, [i, j] = [place(query, state.w), place(key, state.w)];
   const patches = tokens(state.h * state.w, (at) => {
     const [y, x] = place(at, state.w), kind = at === query ? "query" : at === key ? "goal" : "";
     return `<rect class="patch ${kind}" x="${x * side + 1}" y="${y * side + 1}" width="${side}" height="${side}"/>`;
   });
-  const line = `<line class="here" x1="${centre(j[1])}" y1="${centre(j[0])}" x2="${centre(i[1])}" y2="${centre(i[0])}"/>`;
+  const line = `<line class="here" x1="${center(j[1])}" y1="${center(j[0])}" x2="${center(i[1])}" y2="${center(i[0])}"/>`;
   const legend = ["query", "goal"].map((kind, at) => `<rect class="${kind}" x="${1 + at * 70}" y="${state.h * side + 10}" width="12" height="12"/><text x="${18 + at * 70}" y="${state.h * side + 20}">${at ? "key" : "query"}</text>`);
   const wide = Math.max(state.w * side + 2, 130), high = state.h * side + 28;
   $("bias-picture").innerHTML = `<svg width="${wide}" height="${high}" viewBox="0 0 ${wide} ${high}">${patches.join("")}${line}${legend.join("")}</svg>`;
@@ -53,7 +53,7 @@ function drawBias() {
     rows: n, columns: n, size, high: Math.min(size, 52), font: size < 46 ? 11 : 13, picked: [state.query, state.key],
     heads: { corner: "query ↓\nkey →", rows: names, columns: names }, block: h > 1 && w > 1 ? [w, w] : null,
     cell: (query, key) => {
-      const bias = biasAt(offsetOf(query, key, w), decay, lambda), { background, ink } = colour("down", 1 - Math.exp(bias));
+      const bias = biasAt(offsetOf(query, key, w), decay, lambda), { background, ink } = color("down", 1 - Math.exp(bias));
       const label = `query ${patchName(query)}, key ${patchName(key)}: bias ${fixed(bias)}`;
       return { text: size < 34 ? "" : fixed(bias, 2), label, background, ink };
     },

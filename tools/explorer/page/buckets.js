@@ -89,7 +89,7 @@ function drawLattice(rule) {
     rows: 2 * h - 1, columns: wide, size, high: Math.min(size, 34), heads, font: size < 34 ? 10 : 12, picked: [lattice[0] + h - 1, lattice[1] + w - 1],
     cell: (i, j) => {
       const at = latticeOffset(i, j), pair = t5Pair(rule, at), within = at.map((one) => t5Within(rule, t5Distance(rule, one)));
-      const side = within.some((one) => one >= rule.exact) ? "up" : "down", { background, ink } = colour(side, (within[0] + within[1]) % 2 ? 0.12 : 0.3);
+      const side = within.some((one) => one >= rule.exact) ? "up" : "down", { background, ink } = color(side, (within[0] + within[1]) % 2 ? 0.12 : 0.3);
       return { text: pair, label: `offset (${at.map(signed).join(", ")}): bucket ${pair}`, background, ink };
     },
   });

@@ -20,7 +20,7 @@ function drawClip() {
       cell: (query, key) => {
         const number = value(query, key), beyond = Math.abs(lineOffset(query, key)) > radius;
         const label = `query ${query}, key ${key}: ${text(number)}${beyond ? ", beyond R" : ""}`;
-        return { text: text(number), label, ...colour(number < 0 ? "down" : "up", top ? (Math.abs(number) / top) * 0.8 : 0) };
+        return { text: text(number), label, ...color(number < 0 ? "down" : "up", top ? (Math.abs(number) / top) * 0.8 : 0) };
       },
     });
   }

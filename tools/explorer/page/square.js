@@ -36,9 +36,9 @@ const arrow = ([up, left]) => ["↘↓↙", "→•←", "↗↑↖"][up + 1][le
 
 const only = (dy, dx, value) => tokens(9, (at) => (at === 3 * (dy + 1) + dx + 1 ? value : 0));
 const BLANK = [0, 0, 0, 0, 0, 0, 0, 0];
-const headPreset = (biases, neighbour, storyQuery, storyKey) => [
+const headPreset = (biases, neighbor, storyQuery, storyKey) => [
   { contents: BLANK, biases, sign: "key", storyQuery, storyKey },
-  `All contents are 0, so that the bias alone decides: a patch with a neighbour ${neighbour} looks at it, one without sees all four alike. Change a content, and it competes with the bias. Change the sign of the offset, and the head looks the other way.`,
+  `All contents are 0, so that the bias alone decides: a patch with a neighbor ${neighbor} looks at it, one without sees all four alike. Change a content, and it competes with the bias. Change the sign of the offset, and the head looks the other way.`,
 ];
 const PRESETS = {
   "The example": [

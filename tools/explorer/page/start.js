@@ -1,4 +1,4 @@
-// Puts the page together: controls, the address, the colours.
+// Puts the page together: controls, the address, the colors.
 const CHOICES = { decay: Object.keys(GROWTH), traceDecay: Object.keys(GROWTH), sign: ["query", "key"], show: ["logits", "weights"], line: Object.keys(LINES) };
 let writing = 0;
 

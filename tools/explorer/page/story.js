@@ -25,16 +25,16 @@ const named = (keys) => (keys.length === 4 ? "all alike" : keys.join(" or "));
 
 // Arrows from each query to its target, a ring where it is the query itself.
 function lookPicture(name, rows) {
-  const cell = 52, centre = (patch) => place(patch, 2).map((n) => n * cell + cell / 2 + 1);
+  const cell = 52, center = (patch) => place(patch, 2).map((n) => n * cell + cell / 2 + 1);
   const patches = tokens(4, (patch) => {
-    const [y, x] = centre(patch);
+    const [y, x] = center(patch);
     return `<rect class="patch" x="${x - cell / 2}" y="${y - cell / 2}" width="${cell}" height="${cell}"/><text x="${x - cell / 2 + 5}" y="${y - cell / 2 + 14}">${patch}</text>`;
   });
   const lines = rows.flatMap(({ logits }, query) => {
-    const keys = targets(logits), kind = query === state.storyQuery ? "look now" : "look", [y, x] = centre(query);
+    const keys = targets(logits), kind = query === state.storyQuery ? "look now" : "look", [y, x] = center(query);
     return (keys.length === 4 ? [] : keys).map((key) => {
       if (key === query) return `<circle class="${kind}" cx="${x}" cy="${y}" r="10"/>`;
-      const [ty, tx] = centre(key), far = Math.hypot(ty - y, tx - x), [uy, ux] = [(ty - y) / far, (tx - x) / far];
+      const [ty, tx] = center(key), far = Math.hypot(ty - y, tx - x), [uy, ux] = [(ty - y) / far, (tx - x) / far];
       const at = (along, across) => [x + along * ux - across * uy, y + along * uy + across * ux].map((n) => n.toFixed(1)).join(" "); // beside the way back
       return `<path class="${kind}" d="M${at(12, 5)} L${at(far - 16, 5)}"/><path class="${kind} tip" d="M${at(far - 10, 5)} L${at(far - 20, 0)} L${at(far - 20, 10)}z"/>`;
     });
@@ -53,7 +53,7 @@ function drawCase(name, all, top) {
       const { logits, biased } = rows[query], value = weights ? biased.weights[key] : logits[key];
       const mark = targets(logits).length < 4 && targets(logits).includes(key), text = fixed(value);
       const label = `${CASES[name]}, query ${query}, key ${key}: ${text}${mark ? ", the largest of its row" : ""}`;
-      return { text, label, mark, ...colour(weights || value < 0 ? "down" : "up", top ? Math.abs(value) / top : 0) };
+      return { text, label, mark, ...color(weights || value < 0 ? "down" : "up", top ? Math.abs(value) / top : 0) };
     },
   });
   const sameBias = new Set(name === "relative" ? sharing(state.storyQuery, state.storyKey).map(String) : []);

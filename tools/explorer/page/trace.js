@@ -62,7 +62,7 @@ function drawTrace() {
     heads: { corner: channel ? "token ↓\nchannel →" : "query ↓\nkey →", rows: TOKENS, columns: names },
     cell: (row, column) => {
       const value = matrix[row][column], label = `${line} of ${TOKENS[row]}, ${channel}${names[column]}: ${fixed(value)}`;
-      return { text: fixed(value), label, ...colour(value < 0 ? "down" : "up", top > 1e-9 ? (Math.abs(value) / top) * 0.8 : 0) };
+      return { text: fixed(value), label, ...color(value < 0 ? "down" : "up", top > 1e-9 ? (Math.abs(value) / top) * 0.8 : 0) };
     },
   });
   $("trace-title").textContent = code(line);

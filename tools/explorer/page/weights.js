@@ -6,7 +6,7 @@ function drawMap(name, values, top, side) {
   weightGrids[name].draw({
     rows: h, columns: w, size, high: Math.min(size, 52), picked: place(state.query, w),
     cell: (y, x) => {
-      const value = values[y * w + x], share = top ? Math.abs(value) / top : 0, { background, ink } = colour(side(value), share);
+      const value = values[y * w + x], share = top ? Math.abs(value) / top : 0, { background, ink } = color(side(value), share);
       const own = y * w + x === state.query ? ", the query" : "";
       return { text: fixed(value), label: `${name}, key (${y}, ${x})${own}: ${fixed(value)}`, background, ink };
     },

@@ -402,7 +402,7 @@ def _stretches(resized: str) -> bool:
     Unseen offsets then get values from trained ones. False for "absolute bicubic", which is not a bias.
     """
     encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resized.split(" + ")) if key in POSITIONS]
-    return any((encoding.site, encoding.behaviour) == ("attention", "resized") for encoding in encodings)
+    return any((encoding.site, encoding.behavior) == ("attention", "resized") for encoding in encodings)
 
 
 def _image_labels(changed: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Sequence[int]) -> dict[str, list[Any]]:

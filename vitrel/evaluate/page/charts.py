@@ -17,7 +17,7 @@ from vitrel.common.files import atomic_write
 from vitrel.common.sizes import parse_size
 
 Item = dict[str, Any]
-# Okabe and Ito's palette, safe for colour-blind readers; shapes and dashes distinguish curves without colour
+# Okabe and Ito's palette, safe for color-blind readers; shapes and dashes distinguish curves without color
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 DASHES = ((1, 0), (6, 4), (2, 3), (8, 3, 2, 3))
@@ -248,7 +248,7 @@ def _styles(points: Sequence[Item], styles: Sequence[Any], every: int = 1) -> It
 
 
 def _curve(points: Sequence[Item]) -> Item:
-    """Colour by curve, and opacity by the curves chosen in the legend."""
+    """Color by curve, and opacity by the curves chosen in the legend."""
     color = {"field": "curve", "type": "nominal", "scale": _styles(points, COLORS), "legend": LEGEND}
     return {"color": color, "opacity": {"condition": {"param": "picked", "value": 1}, "value": 0.12}}
 

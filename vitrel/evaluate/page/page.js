@@ -142,7 +142,7 @@ function mixed(stops, share) {
 const diverging = (top) => (value) => `rgb(${mixed(TWO_HUES[isDark()], (value / top + 1) / 2)})`;
 const overTwo = (top) => (value) => `rgba(${mixed(TWO_HUES[isDark()], value < 0 ? 0.15 : 0.85)}, ${Math.min(1, Math.abs(value) / top)})`;
 const overOne = (top) => (value) => `rgba(${ONE_HUE[isDark()]}, ${0.9 * Math.min(1, value / top)})`;
-const grey = () => "#9e9e9e";
+const gray = () => "#9e9e9e";
 
 function colorBar(id, color, low, high, unit) {
   const stops = Array.from({ length: 21 }, (_, i) => color(low + ((high - low) * i) / 20));
@@ -237,7 +237,7 @@ function drawLattice() {
   };
   const item = at(size), trained = at(model.train_size), [heads, rows, columns] = item.shape;
   const top = Math.max(1, ...model.lattices.flatMap((other) => other.scale)), negligible = isNegligible(model, layer);
-  const steps = new Int8Array(bytesOf(PICTURES.blobs[item.values]).buffer), color = negligible ? grey : diverging(top);
+  const steps = new Int8Array(bytesOf(PICTURES.blobs[item.values]).buffer), color = negligible ? gray : diverging(top);
   const outside = trained && (item.window[0] > trained.window[0] || item.window[1] > trained.window[1]);
   const reach = outside && trained.window.map((n, axis) => Math.min(n - 0.5, [rows, columns][axis] / 2));
   const box = reach && [rows / 2 - reach[0], columns / 2 - reach[1], 2 * reach[0], 2 * reach[1]];
@@ -350,7 +350,7 @@ function drawAttention() {
   const difference = without && withIt.grid.map((row, i) => row.map((value, j) => (value === null ? null : value - without.grid[i][j])));
   const top = Math.max(1e-6, ...item.scale), image = PICTURES.blobs[item.pictures[item.image]] || null, box = $("attention-query").value === "patch" ? [y, x, 1, 1] : null;
   const empty = withIt.grid.map((row) => row.map(() => null));
-  const drawn = { image: image && [empty, grey], with: [withIt.grid, overOne(top)], without: without && [without.grid, overOne(top)], difference: difference && [difference, negligible ? () => "rgba(158,158,158,0.8)" : overTwo(top)] };
+  const drawn = { image: image && [empty, gray], with: [withIt.grid, overOne(top)], without: without && [without.grid, overOne(top)], difference: difference && [difference, negligible ? () => "rgba(158,158,158,0.8)" : overTwo(top)] };
   for (const [name, view] of Object.entries(views)) {
     view.whole.hidden = !drawn[name];
     if (drawn[name]) paint(view.canvas, ...drawn[name], { box, image, faded: name !== "image" });

@@ -25,7 +25,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import Size, format_size
-from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.page.mistakes import changed_images
 from vitrel.evaluate.policies import at_size_with
 from vitrel.evaluate.prepare import Images
@@ -53,7 +53,7 @@ Item = dict[str, Any]
 
 
 def collect_pictures(
-    models: Sequence[Trained],
+    models: Sequence[TrainedModel],
     sweep: Sweep,
     folder: Path,
     budget: int = BUDGET,
@@ -285,7 +285,7 @@ def _thumbnails(task: Task, samples: Images, folder: Path, rows: Sequence[Row]) 
     return thumbnails
 
 
-def _described_classes(models: Sequence[Trained], task: Task, samples: Images) -> dict[str, str]:
+def _described_classes(models: Sequence[TrainedModel], task: Task, samples: Images) -> dict[str, str]:
     """{class of the data: its name or description in a model's `pretrained_cfg`}, for classes where these differ."""
     classes = getattr(samples.dataset(task.preprocessing), "classes", None) or []
     words: dict[str, str] = {}
@@ -434,8 +434,8 @@ def _picture(task: Task, image: int, pixels: Tensor, blobs: dict[str, str]) -> s
     return key
 
 
-def _data_url(trained: Trained, pixels: Tensor, side: int) -> str:
-    """A data URL of normalised pixels [3, H, W] as a WebP picture of at most `side` pixels."""
+def _data_url(trained: TrainedModel, pixels: Tensor, side: int) -> str:
+    """A data URL of normalized pixels [3, H, W] as a WebP picture of at most `side` pixels."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (trained.mean, trained.std))
     picture = to_pil_image((pixels * std + mean).clamp(0, 1))
     picture.thumbnail((side, side))

@@ -1,4 +1,4 @@
-"""Helpers of the figures: the encodings and layers of a source, colours for common colour blindness, axes, legends."""
+"""Helpers of the figures: the encodings and layers of a source, colors for common color blindness, axes, legends."""
 
 import math
 import textwrap
@@ -111,7 +111,7 @@ def grid_of_panels(count: int, width: float, height: float, title: str) -> tuple
 
 
 def color_bar(figure: Figure, image: AxesImage, beside: Sequence[Axes], label: str) -> None:
-    """Add the colours of `image` with their values and a label beside panels."""
+    """Add the colors of `image` with their values and a label beside panels."""
     bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.01, aspect=14)
     bar.set_label(label, fontsize=7)
     bar.ax.tick_params(labelsize=7)
@@ -125,7 +125,7 @@ def head_name(head: int, heads: int) -> str:
 def draw_offsets(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
     """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
 
-    reach: the values of the first and last colour.
+    reach: the values of the first and last color.
     """
     h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
     shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()
@@ -154,7 +154,7 @@ def name_axes(panel: Axes, x: str, y: str, fontsize: int = 7) -> None:
 
 
 def legend(figure: Figure, outlined: bool, hidden: bool) -> None:
-    """Add a legend below the panels for outlines and grey cells, if there are any."""
+    """Add a legend below the panels for outlines and gray cells, if there are any."""
     handles = [Patch(facecolor="none", edgecolor="black", label="offsets of the training grid")] if outlined else []
     handles += [Patch(facecolor=HIDDEN, label="hidden, or no pair has it")] if hidden else []
     if handles:
@@ -162,7 +162,7 @@ def legend(figure: Figure, outlined: bool, hidden: bool) -> None:
 
 
 def line_style(number: int) -> dict[str, object]:
-    """Colour, dashes and width of line `number`, from 0."""
+    """Color, dashes and width of line `number`, from 0."""
     return {"color": LINES[number % len(LINES)], "linestyle": DASHES[number // len(LINES) % len(DASHES)], "linewidth": 1.4}
 
 

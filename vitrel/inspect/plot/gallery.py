@@ -20,7 +20,7 @@ PIXELS = 100  # per inch
 
 
 def gallery(path: Path) -> Path:
-    """Write one PNG of encodings at their seeded initialisation and return its path.
+    """Write one PNG of encodings at their seeded initialization and return its path.
 
     Tables are left out, since they are noise before training: see `learned_gallery`. Sets torch's seed to 0; creates missing
     folders.
@@ -38,7 +38,7 @@ def gallery(path: Path) -> Path:
         [maps("alibi"), maps("log_decay")],
         [maps("fire"), maps("cpb")],
         [maps("lookhere", 6, fov=180)],
-        [maps("xpos", 4), maps("rope_axial"), maps("rope_normalised")],
+        [maps("xpos", 4), maps("rope_axial"), maps("rope_normalized")],
         [maps("rope_mixed"), similarity(built("sincos"), GRID, [(0, 0), (4, 6)])],
         [bucket_map(built("t5"), GRID), profiles(built("alibi+log_decay"), LARGER)],
     )
@@ -92,7 +92,7 @@ def _sheet(path: Path, *rows: Sequence[Figure], pixels: int = PIXELS) -> Path:
             left += picture.width
         top += max(picture.height for picture in row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # 64 levels of each colour make the file a quarter smaller; a palette of 256 would lose the colours of thin lines
+    # 64 levels of each color make the file a quarter smaller; a palette of 256 would lose the colors of thin lines
     sheet.point([min(255, (level + 2) // 4 * 4) for level in range(256)] * 3).save(path, optimize=True)
     return path
 

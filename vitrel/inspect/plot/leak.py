@@ -10,8 +10,8 @@ from numpy import ndarray
 
 from vitrel.inspect.diagnose import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
 
-# Okabe and Ito's colours, which remain distinct in common colour blindness
-_COLOURS = ("#e8e8e8", "#d55e00", "#56b4e9", "#000000")
+# Okabe and Ito's colors, which remain distinct in common color blindness
+_COLORS = ("#e8e8e8", "#d55e00", "#56b4e9", "#000000")
 _MEANING = (
     "attends within its window",
     "attends across the image border",
@@ -36,14 +36,14 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
     for (left, right), (diagnosis, way, line, number, stage) in zip(axes, shown, strict=True):
         (h, w), size = stage.windows.grid, "x".join(map(str, line.size))
         where = f"stage {number} at {size} px: {h}x{w} tokens, window {'x'.join(map(str, stage.windows.window))}"
-        _draw(left, stage.map, _COLOURS, f"{diagnosis.model}, {way.way}\n{where}")
+        _draw(left, stage.map, _COLORS, f"{diagnosis.model}, {way.way}\n{where}")
         seen = stage.sees.copy()
         seen[stage.token] = 3
         _draw(
             right, seen, _SEEN, f"tokens attended by the one at row {stage.token[0]}, column {stage.token[1]}\nin {stage.block}"
         )
-    for panel, colours, meaning in zip(axes[-1], (_COLOURS, _SEEN), (_MEANING, _SEEN_MEANING), strict=True):
-        handles = [Patch(facecolor=colour, edgecolor="#999999") for colour in colours]
+    for panel, colors, meaning in zip(axes[-1], (_COLORS, _SEEN), (_MEANING, _SEEN_MEANING), strict=True):
+        handles = [Patch(facecolor=color, edgecolor="#999999") for color in colors]
         panel.legend(handles, meaning, loc="upper center", bbox_to_anchor=(0.5, -0.02), frameon=False, fontsize=9)
     return figure
 
@@ -66,8 +66,8 @@ def _shown(
             yield worst
 
 
-def _draw(axes: Axes, values: ndarray, colours: Sequence[str], title: str) -> None:
-    axes.imshow(values, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5)
+def _draw(axes: Axes, values: ndarray, colors: Sequence[str], title: str) -> None:
+    axes.imshow(values, cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5)
     axes.set_xticks([x - 0.5 for x in range(1, values.shape[1])], labels=[])
     axes.set_yticks([y - 0.5 for y in range(1, values.shape[0])], labels=[])
     axes.grid(color="white", linewidth=0.5)

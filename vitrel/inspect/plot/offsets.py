@@ -95,9 +95,9 @@ def offset_maps(
     """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
 
     Arguments and errors as for `lattices`; the module lists the quantities. Red is positive, blue negative, white 0, on one
-    scale per row, of ±1 logit at least; logits with a spread below NEGLIGIBLE are grey.
+    scale per row, of ±1 logit at least; logits with a spread below NEGLIGIBLE are gray.
     If a head's logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax
-    does not depend on it), and the colour bar says so. An outline encloses the offsets of a smaller training grid. heads:
+    does not depend on it), and the color bar says so. An outline encloses the offsets of a smaller training grid. heads:
     indices, by default all; ValueError if no layer has them.
     """
     drawn = lattices(source, size, layers)
@@ -106,7 +106,7 @@ def offset_maps(
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
     for row, lattice, shown in zip(axes, drawn, columns, strict=True):
-        values, centred = _centred(lattice)
+        values, centerd = _centerd(lattice)
         reach, image = _reach(values[shown], lattice.signed, lattice.unit == "logits"), None
         negligible = lattice.unit == "logits" and _spread(values) < NEGLIGIBLE
         for column, panel in enumerate(row):
@@ -114,7 +114,7 @@ def offset_maps(
                 panel.set_axis_off()
                 continue
             drawn_values = values[shown[column]]
-            if negligible:  # grey
+            if negligible:  # gray
                 drawn_values = torch.full_like(drawn_values, torch.nan)
                 panel.text(0.5, 0.5, "negligible", transform=panel.transAxes, ha="center", va="center", fontsize=8)
             image = draw_offsets(panel, drawn_values, lattice.trained, lattice.signed, reach)
@@ -122,7 +122,7 @@ def offset_maps(
             panel.set_xlabel(DX, fontsize=7)
         if image is not None:
             row[0].set_ylabel(f"{lattice.layer}\n{DY}".strip(), fontsize=7)
-            label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centred else ''})"
+            label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centerd else ''})"
             color_bar(figure, image, row, label)
     hidden = any(not d.values.isfinite().all() for d in drawn)
     legend(figure, any(panel.patches for row in axes for panel in row), hidden)
@@ -196,7 +196,7 @@ def directions(
         _arrows(panel, -mean, reach)
         panel.set_title(name, fontsize=8)
     most = max(len(mean) for _, mean in found)
-    handles = [panels[0].plot([], [], marker="o", linestyle="", color=_colour(head))[0] for head in range(most)]
+    handles = [panels[0].plot([], [], marker="o", linestyle="", color=_color(head))[0] for head in range(most)]
     names = [f"head {head}" for head in range(most)]
     figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
     return figure
@@ -224,7 +224,7 @@ def attended_offset(layer: Layer) -> Tensor:
 
 def _in_attention(source: nn.Module, size: int | Size | None) -> list[tuple[str, list[PositionEncoding], Grid]]:
     named = [
-        (name, [part for part in parts_of(encoding) if part.site == "attention" and part.behaviour != "nothing"], grid)
+        (name, [part for part in parts_of(encoding) if part.site == "attention" and part.behavior != "nothing"], grid)
         for name, encoding, grid in encodings_of(source, size)
     ]
     return [layer for layer in named if layer[1]]
@@ -334,8 +334,8 @@ def _heads(drawn: Sequence[Lattice], heads: Sequence[int] | None) -> list[list[i
     return found
 
 
-def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
-    """(values, True if centred): if some head's logits do not include 0, all heads minus each head's mean over visible offsets.
+def _centerd(lattice: Lattice) -> tuple[Tensor, bool]:
+    """(values, True if centerd): if some head's logits do not include 0, all heads minus each head's mean over visible offsets.
 
     Hidden offsets are NaN in both cases.
     """
@@ -347,13 +347,13 @@ def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
 
 
 def _spread(values: Tensor) -> float:
-    """Root mean square over heads and visible offsets, each head's mean subtracted, of centred values with NaN where hidden."""
-    centred = values - values.flatten(1).nanmean(1)[:, None, None]
-    return float(centred.square().nanmean().sqrt().nan_to_num())
+    """Root mean square over heads and visible offsets, each head's mean subtracted, of centerd values with NaN where hidden."""
+    centerd = values - values.flatten(1).nanmean(1)[:, None, None]
+    return float(centerd.square().nanmean().sqrt().nan_to_num())
 
 
 def _reach(values: Tensor, signed: bool, logits: bool = False) -> tuple[float, float]:
-    """Values of the first and last colour: symmetric about 0 for signed values, from 0 for others; of logits 1 at least."""
+    """Values of the first and last color: symmetric about 0 for signed values, from 0 for others; of logits 1 at least."""
     top = max(float(values.nan_to_num().abs().max()), 1.0 if logits else 1e-9) if values.numel() else 1.0
     return (-top if signed else 0.0), top
 
@@ -363,12 +363,12 @@ def _arrows(axes: Axes, places: Tensor, reach: float) -> None:
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(0, color="0.8", linewidth=0.8, zorder=0)
     for head, (dy, dx) in enumerate(places.tolist()):
-        axes.annotate("", (dx, dy), (0, 0), arrowprops={"arrowstyle": "->", "color": _colour(head), "lw": 1.4})
-        axes.plot(dx, dy, "o", color=_colour(head), markersize=5)
+        axes.annotate("", (dx, dy), (0, 0), arrowprops={"arrowstyle": "->", "color": _color(head), "lw": 1.4})
+        axes.plot(dx, dy, "o", color=_color(head), markersize=5)
         axes.annotate(str(head), (dx, dy), (4, 3), textcoords="offset points", fontsize=7)
     axes.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect="equal")  # down is down
     name_axes(axes, "keys to the right (patches)", "keys below (patches)")
 
 
-def _colour(head: int) -> str:
+def _color(head: int) -> str:
     return LINES[head % len(LINES)]

@@ -60,7 +60,7 @@ def attention(
     source: a model that `vitrel.inspect.attention.record` supports, or the layers it recorded with this image first. image:
     [3, height, width] as the model takes it. query: (row, column) in patches of the layer. layer: its index in the order in
     which layers run. heads: indices, a row of panels each; by default their mean. shown: [3, height, width] from 0 to 1, drawn
-    in place of the image; by default the image with the model's normalisation undone. With windows, only the query's window has
+    in place of the image; by default the image with the model's normalization undone. With windows, only the query's window has
     weights. Raises ValueError for a layer, head or patch that does not exist, and for layers recorded without `content`.
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
@@ -115,8 +115,8 @@ def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None
     for number, slot in enumerate(ranked, 1):
         y, x = layer.patch_at(case.window, slot)
         names.append(f"{number}: ({y}, {x})")
-        centre = ((x + 0.5) * layer.stride[1], (y + 0.5) * layer.stride[0])
-        axes[0][0].annotate(str(number), centre, ha="center", va="center", fontsize=7, color="black", bbox=_LABEL)
+        center = ((x + 0.5) * layer.stride[1], (y + 0.5) * layer.stride[0])
+        axes[0][0].annotate(str(number), center, ha="center", va="center", fontsize=7, color="black", bbox=_LABEL)
     axes[0][0].set_title("blue: query; orange: the key", fontsize=8)
     content, position = case.content[ranked], case.position[ranked]
     logits = {"content": (content, LINES[5]), "position": (position, LINES[1]), "sum": (content + position, "0.3")}
@@ -167,12 +167,10 @@ def on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
 
 
 def picture_of(source: Source, image: Tensor) -> Tensor:
-    """The image [3, height, width] from 0 to 1, with the model's normalisation undone, or stretched if that is unknown."""
+    """The image [3, height, width] from 0 to 1, with the model's normalization undone, or stretched if that is unknown."""
     image = image.detach().float().cpu()
     if len(image) not in (1, 3):
-        raise ValueError(
-            f"an image of {len(image)} channels has no colours to draw: pass shown, [3, height, width] from 0 to 1"
-        )
+        raise ValueError(f"an image of {len(image)} channels has no colors to draw: pass shown, [3, height, width] from 0 to 1")
     known = getattr(source, "pretrained_cfg", None) or {}
     if "mean" in known and "std" in known:
         mean, std = (torch.tensor(known[name])[:, None, None] for name in ("mean", "std"))
@@ -193,10 +191,10 @@ def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False)
     axes.set(xlim=(0, w), ylim=(h, 0), xticks=[], yticks=[])
 
 
-def outline(axes: Axes, layer: Layer, patch: tuple[int, int], colour: str) -> None:
+def outline(axes: Axes, layer: Layer, patch: tuple[int, int], color: str) -> None:
     """Draw a frame around a patch (row, column), with a white border that makes it visible on any image."""
     (y, x), (h, w) = patch, layer.stride
-    for ink, width in (("white", 3.2), (colour, 1.8)):
+    for ink, width in (("white", 3.2), (color, 1.8)):
         axes.add_patch(Rectangle((x * w, y * h), w, h, fill=False, color=ink, lw=width, clip_on=False))
 
 
@@ -236,9 +234,9 @@ def _row(
 
 
 def _overlay(axes: Axes, layer: Layer, values: Tensor, scale: tuple) -> AxesImage:
-    (colours, low, high), (h, w) = scale, _extent(layer)
-    colours = colours.with_extremes(bad=CLEAR)
-    return axes.imshow(values.numpy(), colours, vmin=low, vmax=high, extent=(0, w, h, 0), interpolation="nearest")
+    (colors, low, high), (h, w) = scale, _extent(layer)
+    colors = colors.with_extremes(bad=CLEAR)
+    return axes.imshow(values.numpy(), colors, vmin=low, vmax=high, extent=(0, w, h, 0), interpolation="nearest")
 
 
 def _extent(layer: Layer) -> tuple[float, float]:
@@ -283,9 +281,9 @@ def _case(layer: Layer, at: tuple[int, ...]) -> Overruled:
 
 def _bars(axes: Axes, names: Sequence[str], series: dict[str, tuple[Tensor, str]], label: str) -> None:
     height = 0.8 / len(series)
-    for place, (name, (values, colour)) in enumerate(series.items()):
+    for place, (name, (values, color)) in enumerate(series.items()):
         at = [row + (place - (len(series) - 1) / 2) * height for row in range(len(names))]
-        axes.barh(at, values.tolist(), height, color=colour, label=name)
+        axes.barh(at, values.tolist(), height, color=color, label=name)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()

@@ -48,7 +48,7 @@ class Buckets(NamedTuple):
 
 
 def bucket_map(source: nn.Module, size: int | Size | None = None) -> Figure:
-    """Draw the index of the learned row that each offset reads, coloured by distance.
+    """Draw the index of the learned row that each offset reads, colored by distance.
 
     Inside the outline each offset has its own row; outside, t5 has logarithmic buckets, and encodings that clip read the edge
     rows. source, size: as for `lattices`; the first encoding with buckets is drawn. Indices are rows of the table of both axes
@@ -147,7 +147,7 @@ def _numbers(encoding: nn.Module, rows: Tensor, columns: Tensor) -> list[list[st
 
 
 def _edges(exact: tuple[int, int], count: int) -> tuple[float, float]:
-    """First and last edge of the cells of offsets `exact`, within `count` cells centred on 0."""
+    """First and last edge of the cells of offsets `exact`, within `count` cells centerd on 0."""
     return max(exact[0] - 0.5, -count / 2), min(exact[1] + 0.5, count / 2)
 
 

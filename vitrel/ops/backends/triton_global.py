@@ -219,7 +219,7 @@ def _in_log2(bias: Tensor | None) -> Tensor | None:
 
 
 def _like_tokens(x: Tensor) -> Tensor:
-    """Return an uninitialised tensor like x [B, H, N, D], stored as [B, N, H, D], so that merging the heads needs no copy."""
+    """Return an uninitialized tensor like x [B, H, N, D], stored as [B, N, H, D], so that merging the heads needs no copy."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 

@@ -146,6 +146,6 @@ def _like(x: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """Return an uninitialised tensor [B, H, N, D] with the kernels' memory layout, [B, N, H, D]."""
+    """Return an uninitialized tensor [B, H, N, D] with the kernels' memory layout, [B, N, H, D]."""
     b, h, n, d = x.shape
     return x.new_empty(b, n, h, d).transpose(1, 2)

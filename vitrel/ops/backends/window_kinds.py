@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.ops.sdpa import four_dimensional, fused, prepare
 from vitrel.ops.window import windows
@@ -55,7 +55,7 @@ class Kinds(NamedTuple):
     inverse: Tensor  # [b*h*w] slot of each token
 
 
-@constant
+@cached_geometry
 def window_kinds(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], images: int, device: torch.device) -> Kinds:
     """Order the windows of a batch by their mask.
 

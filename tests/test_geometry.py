@@ -15,8 +15,8 @@ from torch._dynamo.utils import get_static_address_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
-from vitrel import Grid, Table, Terms, constants
-from vitrel.constants import constant
+from vitrel import Grid, Table, Terms, geometry
+from vitrel.geometry import cached_geometry
 from vitrel.ops import attention, window_attention
 from vitrel.ops.window import windows
 from vitrel.position.resize import table_taps
@@ -27,7 +27,7 @@ SEVERAL = [(9, 13), (8, 16), (6, 10)]
 GRIDS = [(9, 13), (3, 14), (4, 3), (1, 1), (8, 12)]
 
 
-@constant
+@cached_geometry
 def counted(n: int, pair: tuple[int, int], name: str, share: float, flag: bool, device: torch.device) -> Tensor:
     MADE.append((n, pair, name, share, flag))
     return torch.arange(n, device=device) * share + pair[0] - pair[1]
@@ -39,10 +39,10 @@ def make(n=3, pair=(1, 2), name="a", share=0.5, flag=True, device="cpu"):
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch):
-    constants.clear()
+    geometry.clear()
     MADE.clear()
     yield
-    constants.clear()
+    geometry.clear()
 
 
 def test_made_once_and_told_apart():
@@ -52,16 +52,16 @@ def test_made_once_and_told_apart():
     for other in ({"n": 4}, {"pair": (2, 1)}, {"name": "b"}, {"share": 0.25}, {"flag": False}):
         assert make(**other) is not first
     assert len(MADE) == 6 and make() is first
-    assert constants.held() == sum(4 * key[0] for key in MADE)
+    assert geometry.held() == sum(4 * key[0] for key in MADE)
 
 
 def test_bounded_in_bytes_with_the_oldest_dropped(monkeypatch):
-    monkeypatch.setattr(constants, "limit", 3 * 400)
+    monkeypatch.setattr(geometry, "limit", 3 * 400)
     for n in (100, 101, 99):
         make(n)
     make(100)  # used again, so 101 is the oldest now
     make(98)
-    assert constants.held() <= 1200
+    assert geometry.held() <= 1200
     MADE.clear()
     make(100), make(99), make(98)
     assert not MADE
@@ -69,7 +69,7 @@ def test_bounded_in_bytes_with_the_oldest_dropped(monkeypatch):
     assert len(MADE) == 1
     assert make(1000) is make(1000)  # larger than the bound alone: kept until the next
     make(2)
-    assert constants.held() == 8
+    assert geometry.held() == 8
 
 
 def test_the_first_caller_may_be_in_any_mode():
@@ -90,7 +90,7 @@ def test_not_kept_where_tensors_are_no_values():
     torch.func.grad(lambda x: (x * make()).sum())(torch.ones(3))
     traced = torch.jit.trace(lambda x: x + make(x.shape[0]), torch.ones(3), check_trace=False)
     assert "aten::arange" in str(traced.graph)
-    assert constants.held() == 0
+    assert geometry.held() == 0
     assert type(make()) is Tensor and make() is make()
 
 
@@ -110,7 +110,7 @@ def test_a_fork_while_another_thread_makes_one():
     holding, done = threading.Event(), threading.Event()
 
     def hold():
-        with constants._lock:
+        with geometry._lock:
             holding.set()
             done.wait()
 
@@ -129,7 +129,7 @@ def test_nothing_of_them_in_a_model():
     names, size = [*model.state_dict()], len(pickle.dumps(model))
     buffers = [name for name, _ in model.named_buffers()]
     model(torch.zeros(1, 3, 200, 120))
-    assert constants.held() > 10_000
+    assert geometry.held() > 10_000
     for same in (model, copy.deepcopy(model)):
         assert [*same.state_dict()] == names and [name for name, _ in same.named_buffers()] == buffers
     assert len(pickle.dumps(model)) == size
@@ -138,10 +138,10 @@ def test_nothing_of_them_in_a_model():
 @pytest.fixture
 def capturing(monkeypatch):
     """A GPU whose constants lie on the CPU; [False] or [True]: whether a CUDA graph is being captured."""
-    now, compute = [False], constants._computed
+    now, compute = [False], geometry._computed
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
-    monkeypatch.setattr(constants, "_computed", lambda name, key, device: compute(name, key, torch.device("cpu")))
-    monkeypatch.setattr(constants, "_captured", {})
+    monkeypatch.setattr(geometry, "_computed", lambda name, key, device: compute(name, key, torch.device("cpu")))
+    monkeypatch.setattr(geometry, "_captured", {})
     return now
 
 
@@ -159,11 +159,11 @@ def test_what_a_captured_graph_reads_stays(capturing, monkeypatch):
     capturing[0] = True
     make(100, device="cuda:0")
     capturing[0] = False
-    monkeypatch.setattr(constants, "limit", 4)
+    monkeypatch.setattr(geometry, "limit", 4)
     make(2, device="cuda:0")  # drops both from the cache
     assert read() is not None and other() is None
-    assert constants.held() == 4 * (100 + 2)
-    constants.clear()
+    assert geometry.held() == 4 * (100 + 2)
+    geometry.clear()
     capturing[0] = False
     again = make(100, device="cuda:0")
     capturing[0] = True
@@ -202,9 +202,9 @@ def test_a_graph_for_any_size_holds_one_operator(shift):
             assert torch.equal(found, expected)
     assert counter.frame_count == 1
     called = {str(node.target) for node in counter.graphs[0].graph.nodes if node.op == "call_function"}
-    assert called == {"vitrel.constant.default", "<built-in function getitem>"}
+    assert called == {"vitrel.cached_geometry.default", "<built-in function getitem>"}
     # What it computes first would lie in the memory of a CUDA graph, and be overwritten by the next replay.
-    assert torch.Tag.cudagraph_unsafe in torch.ops.vitrel.constant.default.tags
+    assert torch.Tag.cudagraph_unsafe in torch.ops.vitrel.cached_geometry.default.tags
 
 
 @pytest.mark.parametrize("size", GRIDS[:2])
@@ -212,7 +212,7 @@ def test_the_operators_fake_tensors_are_as_the_real_ones(size):
     for key in ((*size, (4, 3), (2, 1)), ((5, 4), size, 3, "geometric"), ((5, 4), size, 0, "bicubic")):
         name = "vitrel.ops.window._windows" if len(key[2:]) == 2 and isinstance(key[2], tuple) else table_taps.__module__
         name = name if name.endswith("_windows") else f"{name}.table_taps"
-        torch.library.opcheck(constants._operator, (name, *constants._flat(key), torch.device("cpu")))
+        torch.library.opcheck(geometry._operator, (name, *geometry._flat(key), torch.device("cpu")))
 
 
 def test_what_a_graph_writes_into_an_operators_result_stays_there():
@@ -234,9 +234,9 @@ def test_a_graph_of_one_size_reads_them():
         assert all(map(torch.equal, compiled(torch.empty(size)), layout(torch.empty(size))))
     called = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes if "call" in node.op}
     assert called == {"clone"}
-    read = list(vars(constants._graphs).values())
+    read = list(vars(geometry._graphs).values())
     assert len(read) == 8 and all(get_static_address_type(t) for t in read)  # replays of CUDA graphs do not copy them
-    constants.clear()  # they are made, and the graph compiled, again
+    geometry.clear()  # they are made, and the graph compiled, again
     for _ in range(2):
         assert all(map(torch.equal, compiled(torch.empty(9, 13)), layout(torch.empty(9, 13))))
     assert counter.frame_count == 3
@@ -257,7 +257,7 @@ def test_inductor_at_any_size():
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert counter.frame_count == 1
-    assert "vitrel.constant" in counter.graphs[0].print_readable(print_output=False)
+    assert "vitrel.cached_geometry" in counter.graphs[0].print_readable(print_output=False)
 
 
 class Layout(torch.nn.Module):
@@ -316,7 +316,7 @@ def test_exported_attention_takes_any_batch(global_attention, strict):
 def test_exporting_is_not_compiling():
     class Says(torch.nn.Module):
         def forward(self, x):
-            return x + (1 if constants.is_exporting() else 0)
+            return x + (1 if geometry.is_exporting() else 0)
 
     x = torch.zeros(3)
     assert not Says()(x).any() and not torch.compile(Says(), backend="eager", fullgraph=True)(x).any()

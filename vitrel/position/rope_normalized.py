@@ -1,4 +1,4 @@
-"""rope_normalised: rotary position in normalised coordinates (DINOv3, arXiv 2508.10104, and its code):
+"""rope_normalized: rotary position in normalized coordinates (DINOv3, arXiv 2508.10104, and its code):
 angle = 2 pi y / period_t or 2 pi x / period_t, y = 2 (i + 1/2) / h - 1, x = 2 (j + 1/2) / w - 1, period_t = base^(4t/D).
 
 (i, j) is the patch's row and column, base 100. Coordinates run from -1 to 1 on every grid, so positions scale with the image: a
@@ -13,14 +13,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.rope import Rotary, axial_frequencies, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Terms, split_axes
 
 
-class RopeNormalised(PositionEncoding):
-    """Rotation by normalised coordinates; no parameters, the same for all heads.
+class RopeNormalized(PositionEncoding):
+    """Rotation by normalized coordinates; no parameters, the same for all heads.
 
     Args:
         base: of the periods.
@@ -48,7 +48,7 @@ class RopeNormalised(PositionEncoding):
     ):
         super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid, self.base = grid, base
-        self.axes, self.bands = split_axes("rope_normalised", "head width", head_dim, grid)
+        self.axes, self.bands = split_axes("rope_normalized", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
     def terms(self, grid: Grid) -> Terms:
@@ -62,12 +62,12 @@ class RopeNormalised(PositionEncoding):
         return 0.0
 
 
-@constant
+@cached_geometry
 def _rotation(h: int, w: int, prefix: int, axes: str, bands: int, base: float, device: torch.device) -> Rotary:
     return _rotation_at(_coordinates(h, w, device=device), Grid(h, w, prefix), axes, bands, base)
 
 
-@constant
+@cached_geometry
 def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
     y, x = Grid(h, w).coordinates(device).float().unbind(-1)
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]

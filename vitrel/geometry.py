@@ -1,12 +1,12 @@
-"""Constants: tensors that depend on integers and a device only, computed once and shared by all layers and models.
+"""Cached geometry: tensors that depend on integers and a device only, computed once and shared by all layers and models.
 
 Examples are the layout of windows, the offset class of every pair, the taps by which a table is resampled, and the terms of
-encodings without parameters. `@constant` decorates the function that computes one. Tensors that depend on a learned value are
-never stored here.
+encodings without parameters. `@cached_geometry` decorates the function that computes one. Tensors that depend on a learned
+value are never stored here.
 
-In eager mode constants are cached, up to `limit` bytes in all; the least recently used are dropped first. A torch.compile graph
-for one size reads its constants from here, where they stay until `clear`; a graph for any size computes each once through an
-operator, vitrel::constant. Exported programs, ONNX graphs, fake tensors and function transforms compute constants with
+In eager mode they are cached, up to `limit` bytes in all; the least recently used are dropped first. A torch.compile graph
+for one size reads them from here, where they stay until `clear`; a graph for any size computes each once through an
+operator, vitrel::cached_geometry. Exported programs, ONNX graphs, fake tensors and function transforms compute them with
 PyTorch's operators; an exported program computes each once for all layers.
 """
 
@@ -45,7 +45,7 @@ _attributes: dict[tuple, str] = {}
 _numbers = itertools.count()  # of attributes, never reused, since a graph may still read an old one
 
 
-def constant(function: F) -> F:
+def cached_geometry(function: F) -> F:
     """Cache the results of the decorated function, (*key, device) -> Tensor or a NamedTuple of tensors.
 
     The results are shared: callers must not change them in place.
@@ -253,7 +253,7 @@ def _key(layout: str, integers: Sequence[int], floats: Sequence[float]) -> tuple
 
 # What this operator computes for the first time, it keeps, which memory of a CUDA graph would not allow: the next replay writes
 # there. The tag makes torch.compile(mode="reduce-overhead") run the operator between graphs.
-@torch.library.custom_op("vitrel::constant", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
+@torch.library.custom_op("vitrel::cached_geometry", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def _operator(name: str, layout: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
     # Copies, since a compiled graph may reuse the memory of an operator's outputs.
     return [t.clone() for t in _lookup(name, _key(layout, integers, floats), device)]

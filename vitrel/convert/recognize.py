@@ -1,6 +1,6 @@
 """Recognition of timm models: the vitrel architecture, its constructor arguments and the weights for its loader.
 
-Everything is read from the module itself, so changed options, another head or another image size are recognised. A model
+Everything is read from the module itself, so changed options, another head or another image size are recognized. A model
 without a counterpart in vitrel raises a ValueError that names the part that differs.
 """
 
@@ -72,7 +72,7 @@ _ATTENTION = (
 _ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
 
 
-class Recognised(NamedTuple):
+class Recognized(NamedTuple):
     """The vitrel architecture and arguments for a timm model, and its weights under timm's names.
 
     `plan_weights(model, state, rotation=rotation)` renames and rearranges the weights for the vitrel model.
@@ -84,7 +84,7 @@ class Recognised(NamedTuple):
     rotation: Rotation | None  # memory layout of its rotary encoding; None without one
 
 
-def recognise(model: nn.Module) -> Recognised:
+def recognize(model: nn.Module) -> Recognized:
     """Return the vitrel architecture and arguments for a timm model, and its weights under timm's names, not yet rearranged.
 
     Raises:
@@ -116,7 +116,7 @@ def _other_parts(model: nn.Module) -> str:
         kind for name, kind in parts if name == "attn" or re.search("attn|attention", kind, re.IGNORECASE)
     )
     if not attention:
-        return "no attention was recognised in it"
+        return "no attention was recognized in it"
     return f"its attention ({', '.join(attention)}) is that of {type(model).__module__}, for which vitrel has no counterpart"
 
 
@@ -133,15 +133,15 @@ def as_vitrel(model: nn.Module) -> Backbone:
         raise TypeError(
             f"expected a timm or vitrel model, not {type(model).__name__}: build it first, or pass a name to from_timm"
         )
-    recognised = recognise(model)
+    recognized = recognize(model)
     weight: Any = model.patch_embed.proj.weight
     preparation = preparation_of(getattr(model, "pretrained_cfg", None) or {})
-    preparation["input_size"] = (recognised.arguments["in_chans"], *recognised.arguments["img_size"])
-    config = Config(recognised.architecture, recognised.arguments, recognised.arguments["img_size"], preparation)
+    preparation["input_size"] = (recognized.arguments["in_chans"], *recognized.arguments["img_size"])
+    config = Config(recognized.architecture, recognized.arguments, recognized.arguments["img_size"], preparation)
     converted = config.build(weight.device, weight.dtype)
     try:
-        apply_plan(converted, plan_weights(converted, recognised.state, rotation=recognised.rotation))
-    except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantised
+        apply_plan(converted, plan_weights(converted, recognized.state, rotation=recognized.rotation))
+    except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantized
         raise refusal(model, f"its weights are not those of {type(model).__name__}: {error}") from error
     return converted.train(model.training)
 
@@ -156,7 +156,7 @@ def refusal(model: nn.Module, reason: str) -> ValueError:
 # ------------------------------------------------------------------------------------------------------------ plain ViTs
 
 
-def _vit(model: Any) -> Recognised:
+def _vit(model: Any) -> Recognized:
     for reason in _unlike(model):
         raise refusal(model, reason)
     blocks = [*model.blocks]
@@ -202,7 +202,7 @@ def _vit(model: Any) -> Recognised:
         block_args=block_args,
         **_drop_rates(model),
     )
-    return Recognised("vitrel_vit", arguments, state, rotation)
+    return Recognized("vitrel_vit", arguments, state, rotation)
 
 
 def _unlike(model: Any) -> Iterator[str]:
@@ -213,7 +213,7 @@ def _unlike(model: Any) -> Iterator[str]:
     if type(model.patch_embed) is not PatchEmbed:
         yield f"its patches come from {type(model.patch_embed).__name__}, not from one convolution"
     elif _is_norm(model.patch_embed.norm) or not isinstance(model.patch_embed.norm, nn.Identity):
-        yield "it normalises its patch embeddings"
+        yield "it normalizes its patch embeddings"
     if getattr(getattr(model, "patch_drop", None), "prob", 0):
         yield "it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0"
     if model.global_pool not in ("token", "avg", "max", "avgmax", "map", "") or (
@@ -230,7 +230,7 @@ def _unlike(model: Any) -> Iterator[str]:
     if any(type(block.attn) not in _ATTENTION for block in blocks):
         yield f"its attention is {type(blocks[0].attn).__name__}"
     if any(not isinstance(part, nn.LayerNorm) for block in blocks for part in (block.norm1, block.norm2)):
-        yield f"it normalises by {type(blocks[0].norm1).__name__}, vitrel by LayerNorm ({', '.join(sorted(kinds))})"
+        yield f"it normalizes by {type(blocks[0].norm1).__name__}, vitrel by LayerNorm ({', '.join(sorted(kinds))})"
     if any(type(block.mlp) not in (Mlp, GluMlp, SwiGLU) or not _mlp_kind(block.mlp) for block in blocks):
         yield f"its MLP is {type(blocks[0].mlp).__name__} with {type(getattr(blocks[0].mlp, 'act', None)).__name__}"
     yield from _unlike_the_first(blocks)
@@ -253,7 +253,7 @@ def _unlike(model: Any) -> Iterator[str]:
     if getattr(model, "rope_global", None) is not None or getattr(rope, "in_pixels", False):
         yield "its rotary encoding is for windows, or counts in pixels"
     if isinstance(rope, RotaryEmbeddingDinoV3) and (rope.min_period is not None or rope.normalize_coords != "separate"):
-        yield f"its rotary encoding normalises coordinates by {rope.normalize_coords!r}"
+        yield f"its rotary encoding normalizes coordinates by {rope.normalize_coords!r}"
     if isinstance(model, vision_transformer_sam.VisionTransformerSAM):
         if isinstance(model.neck, nn.Sequential):
             yield "its convolutional neck has no counterpart: build it with neck_chans=0 for the encoder alone"
@@ -288,7 +288,7 @@ def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[st
                 state["rope.freqs"] = state["rope.freqs"].flip(0)
         elif isinstance(rope, RotaryEmbeddingDinoV3):
             options["base"] = rope.temperature
-            rotation = Rotation("a timm model", "rope_normalised", {}, interleaved=not half, x_first=x_first)
+            rotation = Rotation("a timm model", "rope_normalized", {}, interleaved=not half, x_first=x_first)
         else:
             options |= dict(base=rope.temperature, reference=rope.ref_feat_shape and tuple(rope.ref_feat_shape))
             rotation = Rotation("a timm model", "rope_axial", {}, interleaved=not half, x_first=x_first)
@@ -370,7 +370,7 @@ def _final_norm(model: Any) -> nn.LayerNorm | None:
 # ------------------------------------------------------------------------------------------------------------------- Swin
 
 
-def _swin(model: Any) -> Recognised:
+def _swin(model: Any) -> Recognized:
     v2, stages = isinstance(model, SwinTransformerV2), [*model.layers]
     blocks = [[*stage.blocks] for stage in stages]
     flat = [block for stage in blocks for block in stage]
@@ -408,13 +408,13 @@ def _swin(model: Any) -> Recognised:
         attn_drop_rate=_p(flat[0].attn.attn_drop),
         drop_path_rate=getattr(flat[-1].drop_path1, "drop_prob", 0.0) or 0.0,
     )
-    return Recognised("vitrel_swin", arguments, dict(model.state_dict()), None)
+    return Recognized("vitrel_swin", arguments, dict(model.state_dict()), None)
 
 
 def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
     """Yield the reasons why a Swin of timm has no counterpart in vitrel."""
     if type(model.patch_embed) is not PatchEmbed or not _is_norm(model.patch_embed.norm):
-        yield f"its patches come from {type(model.patch_embed).__name__}, or are not normalised"
+        yield f"its patches come from {type(model.patch_embed).__name__}, or are not normalized"
     if not isinstance(blocks[0].norm1, nn.LayerNorm) or _mlp_kind(blocks[0].mlp).get("mlp") != "gelu":
         yield f"it has {type(blocks[0].norm1).__name__} and {type(blocks[0].mlp.act).__name__}; vitrel LayerNorm and GELU"
     yield from _unlike_the_first(blocks)

@@ -1,8 +1,8 @@
-"""factorised: one learned bias per row offset and one per column offset (iRPE, arXiv 2107.14222, "cross" method, bias mode),
+"""factorized: one learned bias per row offset and one per column offset (iRPE, arXiv 2107.14222, "cross" method, bias mode),
 logit[i, j] += B_h[y_i - y_j] + B_w[x_i - x_j].
 
 (2h-1 + 2w-1) H parameters instead of the (2h-1)(2w-1) H of `table`. On another grid each axis is resampled like `table`: an
-axis that shrinks reads its exact centre rows, an axis that grows follows the policy `resize`. Pairs with a prefix token read
+axis that shrinks reads its exact center rows, an axis that grows follows the policy `resize`. Pairs with a prefix token read
 three more rows of `table_h`.
 """
 
@@ -17,7 +17,7 @@ from vitrel.position.resize import POLICIES, resize_axis, resized_axes
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
 
 
-class Factorised(PositionEncoding):
+class Factorized(PositionEncoding):
     """Bias per row offset plus bias per column offset.
 
     Args:
@@ -28,7 +28,7 @@ class Factorised(PositionEncoding):
         table_w: learned biases [2w-1, H] by column offset.
     """
 
-    behaviour = "resized"
+    behavior = "resized"
     policies = POLICIES
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
@@ -40,7 +40,7 @@ class Factorised(PositionEncoding):
         self.reset_parameters()
 
     def terms(self, grid: Grid) -> Terms:
-        check_prefix("factorised", self.grid, grid)
+        check_prefix("factorized", self.grid, grid)
         n = self.grid.offset_classes("h")
         rows = resize_axis(self.table_h[:n], self.grid.h, grid.h, self.resize)
         columns = resize_axis(self.table_w, self.grid.w, grid.w, self.resize)
@@ -49,4 +49,4 @@ class Factorised(PositionEncoding):
         return Terms(tables=(Table("h", bias=rows.mT), Table("w", bias=columns.mT)))
 
     def resized(self, grid: Grid) -> dict[str, int]:
-        return resized_axes("factorised", self.resize, self.grid, grid, self.table_w.shape[1])
+        return resized_axes("factorized", self.resize, self.grid, grid, self.table_w.shape[1])
