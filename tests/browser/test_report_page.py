@@ -17,16 +17,16 @@ import torch
 import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
 from helpers.explorer_page import driven, until
+from helpers.predictions import classified
 from vitrel.data import Shapes, create_shapes
 from vitrel.evaluate.advice import judge
 from vitrel.evaluate.checkpoint import TrainedModel, trained_model
 from vitrel.evaluate.page import contents, write_html
 from vitrel.evaluate.page.pictures import collect_pictures
-from vitrel.evaluate.prepare import ImageList
 from vitrel.evaluate.run import run_sweep
-from vitrel.evaluate.score import Predicted
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import TRANSLATION, line_key, read_csv, read_predictions, read_scores, write_predictions
+from vitrel.evaluate.table import line_key, read_csv, read_predictions, read_scores, translation_columns, write_predictions
+from vitrel.evaluate.tasks import ImageList
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = [
@@ -69,7 +69,7 @@ def predict(folder, n, classes):
     for row in rows:
         wrong = (np.arange(n) % 3 == 0) & (row["img_size"] != row["train_size"])
         own = np.where(wrong, (labels + 1) % len(classes), labels).astype(np.int32)
-        made[line_key(row)] = Predicted(images, labels, own, np.ones(n, np.float32), ~wrong)
+        made[line_key(row)] = classified(images, labels, own, top5=~wrong)
     write_predictions(made, folder)
 
 
@@ -87,7 +87,7 @@ def folder(tmp_path_factory):
         "top1_low": [0] * 2,
         "top1_high": [0] * 2,
     }
-    lines(TRANSLATION, **translated).to_csv(folder / "translation.csv", index=False)
+    lines(translation_columns("classification"), **translated).to_csv(folder / "translation.csv", index=False)
     models = [
         model_of(TABLE, TABLE, img_size=(64, 64)), model_of(SWIN, SWIN, img_size=(64, 64)), model_of("resnet10t", "convnet"),
     ]  # fmt: skip
@@ -400,11 +400,11 @@ def families(tmp_path_factory):
         torch.manual_seed(0)
         side = how["img_size"]
         model = trained_model(timm.create_model(name, num_classes=4, **how).eval(), name, img_size=(side, side))
-        sweep = Sweep("shapes", ((side * 3 // 2,) * 2,), n=3, attention_n=0, border_leak=False, device="cpu")
+        sweep = Sweep("shapes", ((side * 3 // 2,) * 2,), n=3, attention_n=0, border_leak=False, device="cpu", report=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("vitrel.evaluate.page.plot_all", lambda *given: [])
             patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
-            run_sweep([model], sweep, folder / name, name, report=True)
+            run_sweep([model], sweep, folder / name, name)
     return folder
 
 

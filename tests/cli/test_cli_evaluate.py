@@ -15,6 +15,7 @@ from helpers.pictures import write_classes
 from helpers.tars import write_tars
 from vitrel.data import class_names
 from vitrel.evaluate import run
+from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.table import read_predictions
 
 tool = command("evaluate")
@@ -77,7 +78,7 @@ def test_table_verdicts_and_files(checkpoint, tmp_path, capsys, whole_evaluation
     assert frame["unchanged"].all() and (frame["n"] == 8).all()
     assert (out / "table.md").read_text("utf-8").startswith("# shapes\n")
     predictions = read_predictions(out)
-    assert len(predictions.rows) == len(frame) and len(predictions.names) == 8 and len(predictions.classes) == 4
+    assert len(predictions.rows) == len(frame) and len(predictions.images.names) == 8 and len(predictions.images.classes) == 4
     assert not (out / "translation.csv").exists() and frame["best_size"].notna().any()
     assert (out / "plots" / "accuracy.png").exists() and (out / "plots" / "throughput.png").exists()
 
@@ -140,17 +141,6 @@ def weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_rescue_is_written_and_printed(checkpoint, tmp_path, capsys):
-    out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
-    tool.main([checkpoint("vitrel_vit_n8_table", "a.ckpt"), *arguments, "--attention-n", "0", "--no-report", "--rescue"])
-    printed = capsys.readouterr().out
-    assert "settings each on 4 images without labels, then top-1 on 4 others" in printed
-    assert "# Rescue without training" in printed
-    frame = pd.read_csv(out / "rescue.csv")
-    assert frame["img_size"].tolist() == ["96x96"] and frame["judged_n"].tolist() == [4] and (out / "rescue.md").exists()
-
-
 def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
@@ -320,7 +310,7 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tmp_path)
     frame = pd.read_csv(tmp_path / "out" / "results.csv")
     assert set(frame["n"]) == {12} and set(frame["left_out"]) == {2}
     for row in read_predictions(tmp_path / "out").rows.values():
-        assert row.class_counts()[0].tolist() == [6, 6]
+        assert TASK.by_class(row)[0].tolist() == [6, 6]
     with pytest.raises(SystemExit, match=r"apple/loop.png: Too many levels"):
         tool.main(given)
     (val / "apple" / "loop.png").unlink()

@@ -19,8 +19,9 @@ from torch.utils.data import Dataset
 import vitrel
 from helpers import shared
 from vitrel.evaluate.checkpoint import _label_of, encoding_of, load_checkpoint, load_model, read_class_indices, trained_model
+from vitrel.evaluate.classes import NO_CLASS, class_map, class_outputs
+from vitrel.evaluate.classification import TASK, right_of
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.score import NO_CLASS, class_map, class_outputs
 from vitrel.evaluate.sweep import Sweep
 
 
@@ -237,8 +238,8 @@ def test_a_model_of_more_classes_than_the_data_is_evaluated_at_the_outputs_of_th
     assert 0 < right.sum() < len(few) and one.row["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
     assert one.row["class_map"] == ("names, restricted" if restrict else "names")
     predicted = [{2: 0, 0: 1}.get(output, NO_CLASS) for output in best.tolist()]
-    assert one.predicted.predicted.tolist() == predicted and (NO_CLASS in predicted) != restrict
-    assert [counts.sum() for counts in one.predicted.class_counts()] == [len(few), right.sum()]
+    assert one.predicted.arrays["predicted"].tolist() == predicted and (NO_CLASS in predicted) != restrict
+    assert [counts.sum() for counts in TASK.by_class(one.predicted)] == [len(few), right.sum()]
 
 
 def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):
@@ -529,8 +530,8 @@ def test_classes_are_counted_at_their_outputs(noise):
     trained = trained_model(model, outputs={"left": 4, "right": 2, "above": 0})
     [one] = evaluate_rows([trained], Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0))
     assert one.row["top1"] == pytest.approx(100 / 3, abs=1e-3)
-    assert one.predicted.predicted.tolist() == [1] * 12
-    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[4, 4, 4], [0, 4, 0]]
+    assert one.predicted.arrays["predicted"].tolist() == [1] * 12
+    assert [counts.tolist() for counts in TASK.by_class(one.predicted)] == [[4, 4, 4], [0, 4, 0]]
 
 
 def test_only_the_classes_of_the_data_compete_where_asked(noise):
@@ -545,8 +546,8 @@ def test_only_the_classes_of_the_data_compete_where_asked(noise):
     for restrict in (False, True):
         [one] = evaluate_rows([trained_model(model, outputs=outputs, restrict=restrict)], sweep)
         rows[restrict] = one.row
-        assert one.predicted.right.sum() == round(12 * one.row["top1"] / 100)
-        assert (one.predicted.predicted == NO_CLASS).all() != restrict
+        assert right_of(one.predicted).sum() == round(12 * one.row["top1"] / 100)
+        assert (one.predicted.arrays["predicted"] == NO_CLASS).all() != restrict
     assert rows[False]["top1"] == 0
     hits = (logits[:, [5, 0, 7]].argmax(1) == torch.arange(12) % 3).double().mean()
     assert rows[True]["top1"] == pytest.approx(100 * hits.item(), abs=1e-3) and hits > 0

@@ -5,15 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.predictions import classified
 from vitrel.evaluate.claims import judge_claims, read_claim
-from vitrel.evaluate.prepare import ImageList
-from vitrel.evaluate.score import Predicted
 from vitrel.evaluate.statistics import estimate_of_means, wilson
 from vitrel.evaluate.table import Scores, line_key
+from vitrel.evaluate.tasks import ImageList
 
 
 def claim_rows(label, top1, img_size="128x128", policy="none", n=400, **more):
     common = {"label": label, "policy": policy, "protocol": "canvas", "train_size": "64x64", "n": n} | more
+    common["task"] = "classification"
     trained = [{**common, "img_size": "64x64", "seed": seed, "top1": 95.0} for seed in range(len(top1))]
     return trained + [{**common, "img_size": img_size, "seed": seed, "top1": value} for seed, value in enumerate(top1)]
 
@@ -70,10 +71,7 @@ def test_models_are_paired_image_by_image_where_there_are_predictions():
         for label, top1 in (("a", 80.0), ("b", 73.0))
         for row in claim_rows(label, [top1], n=100)
     ]
-    predicted = {
-        line_key(row): Predicted(images, labels, (np.arange(100) >= row["top1"]).astype(np.int32), labels * 0.5, labels == 0)
-        for row in rows
-    }
+    predicted = {line_key(row): classified(images, labels, np.arange(100) >= row["top1"]) for row in rows}
     (text,) = judge_claims([claim()], rows)
     assert "This is not shown" in text
     (text,) = judge_claims([claim()], rows, scores=Scores(predicted))

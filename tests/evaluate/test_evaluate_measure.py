@@ -1,4 +1,4 @@
-"""The tasks of a sweep, and what their rows say: accuracy, classes, translation, attention, memory, the model as it was."""
+"""The trials of a sweep, and what their rows say: accuracy, classes, translation, attention, memory, the model as it was."""
 
 import math
 from functools import partial
@@ -12,11 +12,12 @@ from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import format_size
 from vitrel.cpu import optimize
 from vitrel.evaluate import measure, prepare
+from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.predict import Runner, peak_mb, reset_peak, translate
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import COLUMNS
-from vitrel.evaluate.tasks import tasks_of
+from vitrel.evaluate.table import columns_of
+from vitrel.evaluate.trials import trials_of
 from vitrel.inspect.attention import attention_statistics_of, position_shares
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -32,27 +33,27 @@ ONE = dict(sizes=((32, 32),), protocols=("scale",))
 
 def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trained):
     models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none", (64, 64))]
-    tasks = [
-        (format_size(t.size), t.protocol, t.trained.name[14:], t.policy) for t in tasks_of(models, sweep(sizes=((32, 48),)))
+    trials = [
+        (format_size(t.size), t.protocol, t.trained.name[14:], t.policy) for t in trials_of(models, sweep(sizes=((32, 48),)))
     ]
-    assert tasks[:4] == [
+    assert trials[:4] == [
         ("32x32", "scale", "table", "none"),
         ("32x32", "canvas", "table", "none"),
         ("64x64", "scale", "none", "none"),
         ("64x64", "canvas", "none", "none"),
     ]
-    assert [task[2:] for task in tasks[4:8]] == [("table", p) for p in models[0].model.resize_policies] + [("none", "none")]
-    assert len(tasks) == 12
+    assert [trial[2:] for trial in trials[4:8]] == [("table", p) for p in models[0].model.resize_policies] + [("none", "none")]
+    assert len(trials) == 12
     with pytest.raises(ValueError, match="no model has the policy 'nearest'; the policies of these models are: bicubic, c"):
-        tasks_of(models, sweep(policies=("nearest",)))
+        trials_of(models, sweep(policies=("nearest",)))
     with pytest.raises(ValueError, match="these models are: none"):
-        tasks_of(models[1:], sweep(policies=("clip",)))
+        trials_of(models[1:], sweep(policies=("clip",)))
 
 
 def test_rows_say_what_was_done_to_the_model(trained, noise, rows_of):
     models = [trained(f"vitrel_vit_n8_{key}") for key in ("absolute", "table")]
     rows = rows_of(models, sweep())
-    assert all(set(row) == set(COLUMNS) for row in rows)
+    assert all(set(row) == set(columns_of("classification")) for row in rows)
     found = {(row["encoding"], row["img_size"], row["policy"], row["protocol"]): row for row in rows}
     assert len(found) == len(rows) == 2 * (3 + 1 + 2 * 3)
     big = found["absolute", "64x64", "bicubic", "canvas"]
@@ -195,14 +196,15 @@ def test_classes_add_up_to_the_row(trained, noise):
     with torch.no_grad():
         guess = model.model(torch.stack([noise((32, 32))[i][0] for i in range(11)])).argmax(1)
     hits = [sum(int(guess[i] == label) for i in range(11) if i % 3 == label) for label in range(3)]
-    assert one.predicted.predicted.tolist() == guess.tolist() and one.predicted.images.classes == ["left", "right", "above"]
-    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[4, 4, 3], hits]
+    assert one.predicted.arrays["predicted"].tolist() == guess.tolist()
+    assert one.predicted.images.classes == ["left", "right", "above"]
+    assert [counts.tolist() for counts in TASK.by_class(one.predicted)] == [[4, 4, 3], hits]
     assert one.row["top1"] == pytest.approx(100 * sum(hits) / 11, abs=1e-3)
 
 
 def test_every_crop_is_evaluated_and_refers_to_its_own_training_size(trained, noise):
     model = trained("vitrel_vit_n8_none", crop_pct=0.8)
-    requested = [(task.size, task.crop_pct) for task in tasks_of([model], sweep(sizes=((48, 48),), protocols=("scale",)))]
+    requested = [(trial.size, trial.crop_pct) for trial in trials_of([model], sweep(sizes=((48, 48),), protocols=("scale",)))]
     assert requested == [((32, 32), 0.8), ((48, 48), 0.8)]  # the model's own
     rows = [one.row for one in evaluate_rows([model], sweep(sizes=((48, 48),), crop_pct=(1, 0.5)))]
     assert [row["crop_pct"] for row in rows] == [1.0, 0.5] * 4
@@ -229,7 +231,8 @@ def test_attention_is_that_of_the_first_images(trained, noise):
 def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, noise):
     model = trained("vitrel_vit_n8_none", model=timm.create_model("resnet10t", num_classes=3).eval())
     [one] = evaluate_rows([model], sweep(**ONE, attention_n=2))
-    assert math.isnan(one.row["attention_distance"]) and one.row["gflops"] > 0 and set(one.row) == set(COLUMNS)
+    assert math.isnan(one.row["attention_distance"]) and one.row["gflops"] > 0
+    assert set(one.row) == set(columns_of("classification"))
     assert (one.row["window"], one.row["backend"], one.row["resized"]) == ("", "", "nothing")
 
 

@@ -13,13 +13,14 @@ from torch.utils.data import Dataset
 
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, measure, policies, run, score
+from vitrel.evaluate import at_sizes, measure, policies, run
 from vitrel.evaluate.checkpoint import trained_model
+from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.prepare import Images
-from vitrel.evaluate.run import describe_tasks, run_sweep
+from vitrel.evaluate.run import describe_trials, run_sweep
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.table import aggregate, read_csv
-from vitrel.evaluate.tasks import tasks_of
+from vitrel.evaluate.trials import trials_of
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (40, 41), (16, 80)]  # (h, w) in pixels
@@ -73,13 +74,13 @@ def by_hand(trained, folder, budget, patch):
 @pytest.fixture
 def logits(monkeypatch):
     """All logits of an evaluation, in the order of its batches."""
-    seen, update = [], score.Tally.update
+    seen, keep = [], type(TASK).keep
 
     def record(self, given, *rest):
         seen.append(given)
-        return update(self, given, *rest)
+        return keep(self, given, *rest)
 
-    monkeypatch.setattr(score.Tally, "update", record)
+    monkeypatch.setattr(type(TASK), "keep", record)
     return lambda: torch.cat(seen)
 
 
@@ -105,14 +106,14 @@ def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
     model = MODELS[kind](trained)
     patch, budget = model.patch, 20 if model.patch == (8, 8) else 80
     settings = sweep(folder, Budget(budget), model.img_size, skip=(f"{format_size(model.img_size)} native",))
-    task = tasks_of([model], settings)[-1]
+    trial = trials_of([model], settings)[-1]
     [*_, one] = list(run.evaluate_rows([model], settings))
     images = by_hand(model, folder, budget, patch)
-    order = Images(settings).order(task.preprocessing)
+    order = Images(settings).order(trial.preprocessing)
     assert sorted(order) == list(range(len(FILES)))
     with torch.no_grad():
         for index, found in zip(order, logits()[-len(FILES) :], strict=True):
-            ready = policies.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy)
+            ready = policies.at_size_with(model.model, tuple(images[index].shape[-2:]), trial.policy)
             torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=1e-5, rtol=1e-5)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
     assert one.row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
@@ -124,12 +125,12 @@ def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
 def test_every_image_is_shown_whole_at_the_shape_nearest_to_its_own(trained, folder):
     model = trained("vitrel_vit_n8_none")
     images = Images(sweep(folder))
-    task = tasks_of([model], sweep(folder))[-1]
-    order, shown = images.order(task.preprocessing), []
-    for pixels, _ in images.batches(task.preprocessing):
+    trial = trials_of([model], sweep(folder))[-1]
+    order, shown = images.order(trial.preprocessing), []
+    for pixels, _ in images.batches(trial.preprocessing):
         assert len(pixels) <= 3
         shown += [*pixels]
-    names = [images.dataset(task.preprocessing).name(index) for index in order]
+    names = [images.dataset(trial.preprocessing).name(index) for index in order]
     for name, image in zip(names, shown, strict=True):
         height, width = FILES[int(name.rpartition("/")[2][:-4])]
         h, w = (side // 8 for side in image.shape[-2:])
@@ -148,13 +149,15 @@ def test_every_image_is_shown_whole_at_the_shape_nearest_to_its_own(trained, fol
         }  # fmt: skip
         for place, color in BORDERS.items():
             assert torch.allclose(found[place].mean(1), torch.tensor(color).float(), atol=25), (name, place)
-    assert images.shapes(task.preprocessing) == Counter(tuple(image.shape[-2:]) for image in shown)
+    assert images.shapes(trial.preprocessing) == Counter(tuple(image.shape[-2:]) for image in shown)
 
 
 def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
     models = [trained("vitrel_vit_n8_none"), trained("vitrel_swin_n")]  # patches of 8 and of 2
     settings = sweep(folder, Budget(20), (24, 40), protocols=("scale", "native"))
-    found = [(task.trained.patch, format_size(task.size), task.protocol, task.budget) for task in tasks_of(models, settings)]
+    found = [
+        (trial.trained.patch, format_size(trial.size), trial.protocol, trial.budget) for trial in trials_of(models, settings)
+    ]
     assert [place[1:] for place in found if place[0] == (8, 8)] == [
         ("32x32", "scale", None), ("32x32", "native", 16), ("32x32", "native", 20),
         ("24x40", "scale", None), ("24x40", "native", 15),
@@ -162,14 +165,14 @@ def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
     assert [place[1:] for place in dict.fromkeys(found) if place[0] == (2, 2) and place[2] == "native"] == [
         ("32x32", "native", 256), ("8x8", "native", 20), ("24x40", "native", 240)
     ]  # fmt: skip
-    skipped = tasks_of(models[:1], sweep(folder, Budget(20), protocols=("scale", "native"), skip=("20t native",)))
-    assert [(task.protocol, task.budget) for task in skipped] == [("scale", None), ("native", 16)]
+    skipped = trials_of(models[:1], sweep(folder, Budget(20), protocols=("scale", "native"), skip=("20t native",)))
+    assert [(trial.protocol, trial.budget) for trial in skipped] == [("scale", None), ("native", 16)]
 
 
 def test_crops_make_no_further_rows(trained, folder):
     settings = sweep(folder, (32, 32), protocols=("scale", "native"), crop_pct=(0.5, 0.9))
-    tasks = tasks_of([trained("vitrel_vit_n8_none")], settings)
-    assert [(task.protocol, task.crop_pct) for task in tasks] == [("scale", 0.5), ("scale", 0.9), ("native", 1.0)]
+    trials = trials_of([trained("vitrel_vit_n8_none")], settings)
+    assert [(trial.protocol, trial.crop_pct) for trial in trials] == [("scale", 0.5), ("scale", 0.9), ("native", 1.0)]
 
 
 def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
@@ -195,11 +198,11 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
 def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder, tmp_path, monkeypatch):
     model, out = trained("vitrel_vit_n8_none"), tmp_path / "out"
     run_sweep([model], sweep(folder, Budget(20)), out)
-    assert "native, 20t" in (plan := describe_tasks([model], sweep(folder, Budget(20)), out)) and "2 of them" in plan
+    assert "native, 20t" in (plan := describe_trials([model], sweep(folder, Budget(20)), out)) and "2 of them" in plan
     measured = []
-    monkeypatch.setattr(run, "measure", lambda task, *rest: measured.append(task) or measure.measure(task, *rest))
+    monkeypatch.setattr(run, "measure", lambda trial, *rest: measured.append(trial) or measure.measure(trial, *rest))
     rows = run_sweep([model], sweep(folder, Budget(20), Budget(17), protocols=("scale", "native")), out)
-    assert [(task.protocol, task.budget) for task in measured] == [("scale", None), ("native", 17)]
+    assert [(trial.protocol, trial.budget) for trial in measured] == [("scale", None), ("native", 17)]
     kept = {(row["protocol"], row["budget"]): row for row in read_csv(out / "results.csv") if row["protocol"] == "native"}
     assert [budget for _, budget in sorted(kept)] == [16, 17, 20] and {row["img_size"] for row in kept.values()} == {"32x32"}
     assert {row["protocol"] for row in aggregate(rows)} == {

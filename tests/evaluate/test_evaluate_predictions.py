@@ -8,12 +8,13 @@ import pandas as pd
 import pytest
 
 from helpers import ROOT
-from helpers.predictions import predicted
+from helpers.predictions import classified, predicted
 from vitrel.cli import report
-from vitrel.evaluate.prepare import ImageList
-from vitrel.evaluate.score import LEFT_OUT, NO_CLASS, Predicted, check_same_images
+from vitrel.evaluate.classes import NO_CLASS
+from vitrel.evaluate.classification import LEFT_OUT, TASK, right_of
 from vitrel.evaluate.statistics import estimate
 from vitrel.evaluate.table import PREDICTIONS, line_key, read_csv, read_predictions, write_csv, write_predictions
+from vitrel.evaluate.tasks import ImageList
 from vitrel.evaluate.text import compare_folders
 
 LABELS = (0, 1, 1, LEFT_OUT)
@@ -22,51 +23,53 @@ LABELS = (0, 1, 1, LEFT_OUT)
 def row(classes, labels=LABELS, confidence=0.5):
     n = len(classes)
     images = ImageList([f"a\n{i} é.jpg" for i in range(n)], ["left", "right"])
-    answers = np.array(labels, np.int32), np.array(classes, np.int32), np.full(n, confidence, np.float32)
-    return Predicted(images, *answers, np.arange(n) % 2 == 0)
+    return classified(images, labels, classes, np.full(n, confidence), np.arange(n) % 2 == 0)
+
+
+def write(rows, folder):
+    write_predictions(rows, folder, TASK)
 
 
 def test_scores_are_among_the_classes_of_the_data_where_asked(tmp_path):
     a, b = row([0, NO_CLASS, NO_CLASS, LEFT_OUT]), row([0, 1, 0, LEFT_OUT])
-    a = replace(a, among=np.array([True, True, True, True]))  # the last image could not be read
-    write_predictions({("a",): a, ("b",): b}, tmp_path)
+    a = replace(a, arrays=a.arrays | {"among": np.array([True, True, True, False])})
+    write({("a",): a, ("b",): b}, tmp_path)
     rows = read_predictions(tmp_path).rows
-    assert rows["a",].right_among.tolist() == [True, True, True, False]
-    assert rows["b",].right_among.tolist() == rows["b",].right.tolist()  # it has no other classes
-    assert rows["a",].scores().tolist()[:3] == [1, 0, 0] and rows["a",].scores("top1_among").tolist()[:3] == [1, 1, 1]
-    assert np.isnan(rows["a",].scores()[3])
+    assert TASK.scores(rows["a",], "top1_among").tolist()[:3] == [1, 1, 1]
+    assert TASK.scores(rows["b",], "top1_among").tolist()[:3] == right_of(rows["b",]).tolist()[:3]  # it has no other classes
+    assert TASK.scores(rows["a",], "top1").tolist()[:3] == [1, 0, 0] and np.isnan(TASK.scores(rows["a",], "top1")[3])
 
 
 def test_the_file_gives_back_what_was_written(tmp_path):
     assert read_predictions(tmp_path) is None
     rows = {("a", "0"): row([0, 1, NO_CLASS, LEFT_OUT]), ("b", ""): row([1, LEFT_OUT, 0, LEFT_OUT], (0, -1, 1, -1), 0.1)}
-    write_predictions(rows, tmp_path)
+    write(rows, tmp_path)
     back = read_predictions(tmp_path)
-    assert (back.names, back.classes, [*back.rows]) == (*rows["a", "0"].images, [*rows])
-    assert back.labels.tolist() == [*LABELS]  # though the second row could not read one of them
+    assert (back.images, [*back.rows]) == (rows["a", "0"].images, [*rows])
     for key, one in rows.items():
-        assert back.rows[key].predicted.tolist() == one.predicted.tolist()
-        assert back.rows[key].confidence == pytest.approx(one.confidence, rel=1e-3)
-        assert back.rows[key].top5.tolist() == one.top5.tolist()
-    assert back.rows["a", "0"].right.tolist() == [True, True, False, False]
-    assert [counts.tolist() for counts in back.rows["a", "0"].class_counts()] == [[1, 2], [1, 1]]
-    assert [counts.tolist() for counts in back.rows["b", ""].class_counts()] == [[1, 1], [0, 0]]
+        assert back.rows[key].arrays["labels"].tolist() == [*LABELS]  # though the second row could not read one of them
+        assert back.rows[key].arrays["predicted"].tolist() == one.arrays["predicted"].tolist()
+        assert back.rows[key].arrays["confidence"] == pytest.approx(one.arrays["confidence"], rel=1e-3)
+        assert back.rows[key].arrays["top5"].tolist() == one.arrays["top5"].tolist()
+    assert right_of(back.rows["a", "0"]).tolist() == [True, True, False, False]
+    assert [counts.tolist() for counts in TASK.by_class(back.rows["a", "0"])] == [[1, 2], [1, 1]]
+    assert [counts.tolist() for counts in TASK.by_class(back.rows["b", ""])] == [[1, 1], [0, 0]]
     assert [path.name for path in tmp_path.iterdir()] == [PREDICTIONS]
-    write_predictions({}, tmp_path)
+    write({}, tmp_path)
     assert read_predictions(tmp_path) is None
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"no zip"])
 def test_a_damaged_file_is_named(tmp_path, damage):
-    write_predictions({("a",): row([0, 1, 0, 1])}, tmp_path)
+    write({("a",): row([0, 1, 0, 1])}, tmp_path)
     (tmp_path / PREDICTIONS).write_bytes(damage((tmp_path / PREDICTIONS).read_bytes()))
     with pytest.raises(ValueError, match=rf"{PREDICTIONS} is damaged: delete it"):
         read_predictions(tmp_path)
 
 
 def test_many_classes_take_more_bytes(tmp_path):
-    write_predictions({("a",): row([69_999], [69_999])}, tmp_path)
-    assert read_predictions(tmp_path).rows["a",].right.all()
+    write({("a",): row([69_999], [69_999])}, tmp_path)
+    assert right_of(read_predictions(tmp_path).rows["a",]).all()
 
 
 def test_other_images_or_labels_are_refused_by_name():
@@ -80,11 +83,11 @@ def test_other_images_or_labels_are_refused_by_name():
         (ImageList(one.images.names, ["a", "c"]), "classes differ"),
     ):
         with pytest.raises(ValueError, match=reported):
-            check_same_images(one, replace(one, images=images))
-    labels = one.labels.copy()
+            TASK.check_same_images(one, replace(one, images=images))
+    labels = one.arrays["labels"].copy()
     labels[2] = 1
     with pytest.raises(ValueError, match=r"labels of 1 images differ, such as 'a/2\.jpg' \(0 and 1\)"):
-        check_same_images(one, replace(one, labels=labels))
+        TASK.check_same_images(one, replace(one, arrays=one.arrays | {"labels": labels}))
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def folders(tmp_path):
         rows = [base | {"label": "m", "img_size": "64x64", "protocol": "scale", "policy": "none"} | one for one in changes]
         rows = [one | {"top1": sum(own) / 20} for one, own in zip(rows, hits, strict=True)]
         write_csv(rows, tmp_path / name / "results.csv")
-        write_predictions({line_key(one): predicted("ab", own) for one, own in zip(rows, hits, strict=True)}, tmp_path / name)
+        write({line_key(one): predicted("ab", own) for one, own in zip(rows, hits, strict=True)}, tmp_path / name)
         return tmp_path / name
 
     return make
@@ -113,7 +116,9 @@ def test_rows_of_two_folders_are_matched_and_written(folders, tmp_path, capsys):
         ("64x64", "0", 7), ("64x64", "1", 6), ("64x64", "all 2", None)
     ]  # fmt: skip
     assert lines[-1]["difference"] == pytest.approx((35 + 30) / 2) and [line["verdict"] for line in lines[:2]] == ["", ""]
-    sides = [np.stack([predicted("ab", own).scores() for own in hits]) for hits in (((9, 9), (8, 8)), ((5, 6), (5, 5)))]
+    sides = [
+        np.stack([TASK.scores(predicted("ab", own), "top1") for own in hits]) for hits in (((9, 9), (8, 8)), ((5, 6), (5, 5)))
+    ]
     found = estimate([sides[0]], [sides[1]])
     assert (lines[-1]["low"], lines[-1]["high"]) == pytest.approx((found.low(), found.high()))
     assert lines[-1]["verdict"] == ("A" if found.low() > 0 else "cannot tell")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,10 +21,10 @@ from vitrel import cli
 from vitrel.common import processes
 from vitrel.data import Reading
 from vitrel.evaluate import measure, run
+from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.score import Tally
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import COLUMNS, row_key
+from vitrel.evaluate.table import columns_of, row_key
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 MEASURED = {"infer_samples_per_sec", "infer_samples_per_sec_half", "peak_memory_mb", "device"}  # what processes may change
@@ -89,23 +90,22 @@ def test_measurements_of_processes_are_combined(trained, noise, pretend_world, m
 
     def share(*given):
         part = next(parts)
-        tally = Tally()
-        tally.update(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([0, part["label"]]))
+        kept = TASK.keep(torch.tensor([[1.0, 0.0, 0.0]] * 2), [0, part["label"]], range(3), SimpleNamespace(restrict=False))
         columns = {
             "left_out": 1, "state_hash_before": "a", "state_hash_after": "a", "unchanged": part["oom"] == 0,
             "infer_samples_per_sec": part["speed"], "infer_samples_per_sec_half": part["speed"] / 10,
             "peak_memory_mb": part["peak"], "memory_kind": "process resident",
             "batch_size": part["batch"], "oom": part["oom"],
         }  # fmt: skip
-        answers = [np.array([0, part["label"]]), np.array([0, 0]), np.array([0.5, 0.5]), np.array([True, True])]
-        return measure.Share(columns, tally, answers, {})
+        arrays = {name: np.asarray(values) for name, values in kept.items()}
+        return measure.Share(columns, measure.Kept(arrays, np.ones(2, bool)), {})
 
     pretend_world(2)
     monkeypatch.setattr(measure, "_measure_share", share)
     [one] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",)))
     row = one.row
-    assert one.predicted.labels.tolist() == [0, 0, 1, 2]  # images 0 and 2, then 1 and 3
-    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[2, 1, 1], [2, 0, 0]]
+    assert one.predicted.arrays["labels"].tolist() == [0, 0, 1, 2]  # images 0 and 2, then 1 and 3
+    assert [counts.tolist() for counts in TASK.by_class(one.predicted)] == [[2, 1, 1], [2, 0, 0]]
     assert (row["infer_samples_per_sec"], row["peak_memory_mb"], row["batch_size"], row["oom"]) == (40.25, 7.0, 2, 1)
     assert (row["n"], row["top1"], row["left_out"], row["unchanged"]) == (4, 50.0, 2, False)
     confidence = math.e / (math.e + 2)
@@ -139,7 +139,7 @@ def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world,
     if world > 1:
         pretend_world(world)
     [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), on_bad_image="count"))
-    assert (row["n"], row["left_out"]) == (8, 4) and row.keys() == COLUMNS.keys()
+    assert (row["n"], row["left_out"]) == (8, 4) and set(row) == set(columns_of("classification"))
     assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)
     assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
 

@@ -23,10 +23,10 @@ from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, run, table
 from vitrel.evaluate.advice import judge
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.run import HEAD, describe_tasks, evaluate_rows, run_sweep
+from vitrel.evaluate.run import HEAD, describe_trials, evaluate_rows, run_sweep
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.table import (
-    COLUMNS,
+    columns_of,
     line_key,
     read_csv,
     read_folder,
@@ -36,7 +36,7 @@ from vitrel.evaluate.table import (
     row_key,
     write_folder,
 )
-from vitrel.evaluate.text import details_table, summary
+from vitrel.evaluate.text import summary
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
@@ -62,10 +62,10 @@ def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
     write_folder(first, tmp_path)
     done, before = read_folder(tmp_path), noise.decoded
     shares = []
-    again = list(evaluate_rows([model], small_sweep(), done, lambda task, share: shares.append(share)))
+    again = list(evaluate_rows([model], small_sweep(), done, lambda trial, share: shares.append(share)))
     assert noise.decoded == before and [row_key(one.row) for one in again] == [row_key(one.row) for one in done]
     for one, other in zip(again, first, strict=True):
-        assert one.predicted.predicted.tolist() == other.predicted.predicted.tolist()
+        assert one.predicted.arrays["predicted"].tolist() == other.predicted.arrays["predicted"].tolist()
     assert sum(shares) == len(again) == 6
     model.model.head.bias.data[0] += 1
     list(evaluate_rows([model], small_sweep(), done))
@@ -106,7 +106,7 @@ def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, la
 
 def test_progress_adds_up(trained, noise, rows_of):
     shares = []
-    rows_of([trained("vitrel_vit_n8_none")], small_sweep(), advance=lambda task, share: shares.append(share))
+    rows_of([trained("vitrel_vit_n8_none")], small_sweep(), advance=lambda trial, share: shares.append(share))
     assert len(shares) == 6 * 3 and sum(shares) == pytest.approx(6)
 
 
@@ -198,7 +198,7 @@ def test_what_may_not_stand_in_one_table_is_refused_before_anything_runs(model, 
         run_sweep([change(model)], sweep(24, **given), tmp_path)
     assert reported in str(caught.value) and str(tmp_path) in str(caught.value) and "Nothing was computed" in str(caught.value)
     assert noise.decoded == 0 and files_of(tmp_path) == before
-    assert reported in describe_tasks([change(model)], sweep(24, **given), tmp_path)
+    assert reported in describe_trials([change(model)], sweep(24, **given), tmp_path)
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_attention_of_other_numbers_of_images_is_made_again(trained, noise):
 def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
     run_sweep([model], sweep(48), tmp_path)
     assert len(run_sweep([replace(other_weights(model), label="new", mean=(0.4,) * 3)], sweep(24), tmp_path)) == 4
-    assert "may not stand" not in describe_tasks([model], sweep(64), tmp_path)
+    assert "may not stand" not in describe_trials([model], sweep(64), tmp_path)
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
     capsys.readouterr()
     changed, requested = other_weights(model), sweep(48, n=7)
-    assert "3 other rows there would be moved" in describe_tasks([changed], requested, tmp_path, replace=True)
+    assert "3 other rows there would be moved" in describe_trials([changed], requested, tmp_path, replace=True)
     rows = run_sweep([changed], requested, tmp_path, replace=True)
     printed = capsys.readouterr().out.replace("\n", " ")
     assert "3 of the 3 rows" in printed and "other weights" in printed and str(tmp_path / "replaced-1") in printed
@@ -272,7 +272,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     aside = tmp_path / "replaced-1"
     assert [row["nll"] for row in read_csv(aside / "results.csv")] == [row["nll"] for row in first]
     assert len(read_predictions(aside).rows) == 3 and len(read_translation(aside)) == 1
-    assert len(read_predictions(tmp_path).names) == 7 and len(read_predictions(tmp_path).rows) == 2
+    assert len(read_predictions(tmp_path).images.names) == 7 and len(read_predictions(tmp_path).rows) == 2
     assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists() and (aside / "claims.md").exists()
     assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()
     noise.decoded = 0
@@ -288,9 +288,9 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
 @pytest.mark.slow
 def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
     models = [trained("vitrel_vit_n8_table", label=label) for label in ("a", "b")]
-    requested = dict(policies=("clip",), n=4)
-    run_sweep(models, sweep(48, **requested), tmp_path, report=True)
-    run_sweep(models[:1], sweep(24, **requested), tmp_path, report=True)
+    requested = dict(policies=("clip",), n=4, report=True)
+    run_sweep(models, sweep(48, **requested), tmp_path)
+    run_sweep(models[:1], sweep(24, **requested), tmp_path)
     stored = json.loads(gzip.decompress((tmp_path / "pictures.json.gz").read_bytes()))
     found = {one["label"]: one for one in stored["models"]}
     for kind in ("lattices", "maps"):
@@ -302,7 +302,7 @@ def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
     # pictures alone, of whatever weights, are not taken for those of new rows
     for path in tmp_path.glob("*.csv"):
         path.unlink()
-    run_sweep(models[:1], sweep(24, **requested), tmp_path, report=True)
+    run_sweep(models[:1], sweep(24, **requested), tmp_path)
     stored = json.loads(gzip.decompress((tmp_path / "pictures.json.gz").read_bytes()))
     assert [one["label"] for one in stored["models"]] == ["a"]
     assert {item["size"] for item in stored["models"][0]["lattices"]} == {"32x32", "24x24"}
@@ -368,7 +368,7 @@ def test_labels_that_a_spreadsheet_would_run_come_back(model, noise, tmp_path, m
     noise.decoded = 0
     rows = run_sweep([formula], sweep(48, translations=(0,)), tmp_path)
     assert noise.decoded == 0 and {row["label"] for row in rows} == {formula.label}
-    assert set(read_predictions(tmp_path).classes) == set("=-@")
+    assert set(read_predictions(tmp_path).images.classes) == set("=-@")
 
 
 def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monkeypatch):
@@ -376,8 +376,8 @@ def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monk
     names = [bad, "b", "c"]
     monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=12, classes=names))
     named = replace(model, label=f"model ({bad})", classes=tuple(names))
-    run_sweep([named], sweep(48, data=bad), tmp_path / bad, bad, report=True)
-    assert "caf\\xe9" in read_predictions(tmp_path / bad).classes
+    run_sweep([named], sweep(48, data=bad, report=True), tmp_path / bad, bad)
+    assert "caf\\xe9" in read_predictions(tmp_path / bad).images.classes
     assert "caf\\xe9" in (tmp_path / bad / "table.md").read_text("utf-8")
     noise.decoded = 0
     rows = run_sweep([named], sweep(48, 24, data=bad), tmp_path / bad, bad)
@@ -401,11 +401,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_pat
     assert [row["nll"] for row in rows[:5]] == [row["nll"] for row in kept]
     assert len(read_csv(tmp_path / "results.csv")) == 8
     text = (tmp_path / "table.md").read_text("utf-8")
-    assert (
-        text.startswith("# noise\n")
-        and summary(judged := judge(rows, read_scores(tmp_path), folder=tmp_path)) in text
-        and details_table(judged.rows) in text
-    )
+    assert text.startswith("# noise\n") and summary(judge(rows, read_scores(tmp_path))) in text
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "throughput.png", "tradeoff.png"]
 
 
@@ -437,7 +433,7 @@ def models(trained):
 @pytest.mark.slow
 def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
     sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", translations=(0, 4))
-    text = describe_tasks(models, sweep, tmp_path / "none")
+    text = describe_trials(models, sweep, tmp_path / "none")
     found = {(row["model"], row["size"], row["policy"]): row for row in cells(text)}
     assert len(found) == 3 + 3 + 5 + 1 and noise.decoded == 0 and not (tmp_path / "none").exists()
     swin = found["vitrel_swin_n", "48x40", "rescale+bicubic"]
@@ -457,17 +453,17 @@ def test_rows_that_are_done_are_marked(trained, noise, tmp_path):
     written = {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()}
     more = Sweep("noise", ((48, 48), (64, 64)), device="cpu", n=3, attention_n=0)
     before = noise.decoded
-    text = describe_tasks(models, more, tmp_path)
+    text = describe_trials(models, more, tmp_path)
     assert [row["done"] for row in cells(text)] == ["yes"] * 4 + [""] * 2 and "; 4 of them are in" in text
     assert noise.decoded == before
     assert {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()} == written
-    assert "; 0 of them" in describe_tasks(models, Sweep("noise", ((48, 48),), device="cpu", n=4, attention_n=0), tmp_path)
+    assert "; 0 of them" in describe_trials(models, Sweep("noise", ((48, 48),), device="cpu", n=4, attention_n=0), tmp_path)
 
 
 def test_classes_that_do_not_fit_are_told_before_it_runs(noise, tmp_path):
     model = trained_model(timm.create_model("resnet10t", num_classes=5).eval(), img_size=(32, 32))
     with pytest.raises(ValueError, match="resnet10t has 5 outputs, but noise has 3 classes"):
-        describe_tasks([model], Sweep("noise", ((64, 64),), device="cpu"), tmp_path)
+        describe_trials([model], Sweep("noise", ((64, 64),), device="cpu"), tmp_path)
 
 
 def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_path):
@@ -475,7 +471,7 @@ def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_pat
     fixed = timm.create_model("mixer_s32_224", num_classes=3).eval()  # its layers mix a fixed number of tokens
     sweep = Sweep("noise", ((64, 64),), device="cpu", attention_n=0)
     models = [ours_first, trained_model(fixed, "mixer")]
-    for evaluated in (lambda: describe_tasks(models, sweep, tmp_path), lambda: list(evaluate_rows(models, sweep))):
+    for evaluated in (lambda: describe_trials(models, sweep, tmp_path), lambda: list(evaluate_rows(models, sweep))):
         with pytest.raises(ValueError, match="does not take 64x64 pixels"):
             evaluated()
     assert noise.decoded == 0
@@ -519,7 +515,7 @@ def test_the_built_in_data_by_name():
     torch.manual_seed(0)
     model = timm.create_model("vitrel_swin_n", num_classes=4)
     frame = at_sizes(model, "shapes", [48, "64x96"], n=6, protocols=["canvas"], policies=["fixed"], label="mine", **HOW)
-    assert isinstance(frame, pd.DataFrame) and list(frame.columns) == list(COLUMNS)
+    assert isinstance(frame, pd.DataFrame) and list(frame.columns) == columns_of("classification")
     assert frame["img_size"].tolist() == ["64x64", "48x48", "64x96"] and set(frame["label"]) == {"mine"}
     assert frame["n"].tolist() == [6] * 3 and frame["unchanged"].all() and set(frame["policy"]) == {"none", "fixed"}
     assert frame["top1_area"].notna().any()

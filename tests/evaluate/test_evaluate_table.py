@@ -4,26 +4,26 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vitrel.evaluate.prepare import ImageList
+from helpers.predictions import classified
 from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.score import Predicted
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.table import (
-    COLUMNS,
-    TRANSLATION,
     Scores,
     aggregate,
+    columns_of,
     curve_summary,
     curves,
     line_key,
     read_csv,
     read_folder,
     read_translation,
+    translation_columns,
     with_curves,
     write_csv,
     write_folder,
 )
-from vitrel.evaluate.text import curves_table, details_table
+from vitrel.evaluate.tasks import ImageList
+from vitrel.evaluate.text import curves_table
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 
@@ -39,11 +39,11 @@ def test_files_come_back_with_the_lines_of_every_row(trained, noise, tmp_path):
     back = read_folder(tmp_path)
     assert [line_key(one.row) for one in back] == [line_key(one.row) for one in done]
     for one, other in zip(back, done, strict=True):
-        assert one.predicted.predicted.tolist() == other.predicted.predicted.tolist()
+        assert one.predicted.arrays["predicted"].tolist() == other.predicted.arrays["predicted"].tolist()
         assert [(line["translation"], line["top1"]) for line in one.translation] == [
             (line["translation"], line["top1"]) for line in other.translation
         ]
-    assert tuple(read_translation(tmp_path)[0]) == TRANSLATION
+    assert [*read_translation(tmp_path)[0]] == translation_columns("classification")
     before = noise.decoded
     again = list(evaluate_rows(models, sweep(sizes=((32, 48),), translations=(0, 2), crop_pct=(1.0, 0.5)), back))
     assert noise.decoded == before and len(again) == len(done)
@@ -55,7 +55,7 @@ def test_files_come_back_with_the_lines_of_every_row(trained, noise, tmp_path):
 def test_csv_keeps_every_column_in_order_and_reads_back(rows, tmp_path):
     path = tmp_path / "results.csv"
     write_csv(rows, path)
-    assert list(pd.read_csv(path).columns) == list(COLUMNS)
+    assert list(pd.read_csv(path).columns) == columns_of("classification")
     back = read_csv(path)
     for name in ("label", "img_size", "policy", "top1", "resized_params", "state_hash_after", "unchanged"):
         assert [row[name] for row in back] == [row[name] for row in rows]
@@ -98,7 +98,7 @@ def test_predictions_say_what_seeds_have_in_common(rows):
     width = {"means": (lambda one: one["high"] - one["low"])(aggregate(same)[0])}
     for name, wrong in hard.items():
         images, labels = ImageList([str(i) for i in range(400)], ["a", "b"]), np.zeros(400, np.int32)
-        made = [Predicted(images, labels, one.astype(np.int32), np.ones(400, np.float32), ~one) for one in wrong]
+        made = [classified(images, labels, one) for one in wrong]
         one = aggregate(same, Scores({line_key(row): given for row, given in zip(same, made, strict=True)}))[0]
         width[name] = one["high"] - one["low"]
     assert width["apart"] < 0.7 * width["together"] and width["together"] == pytest.approx(width["means"], rel=0.02)
@@ -133,13 +133,8 @@ def test_a_file_without_a_column_is_refused_by_name(rows, tmp_path):
         read_csv(path)
 
 
-def test_columns_that_no_row_has_are_left_out_of_the_details(rows):
-    without = details_table(aggregate([row | {"ece": float("nan")} for row in rows]))
-    assert "ECE" not in without and "ECE" in details_table(aggregate(rows))
-
-
 def curve(**top1):
-    return [{"img_size": name.strip("_"), "top1": value} for name, value in top1.items()]
+    return [{"task": "classification", "img_size": name.strip("_"), "top1": value} for name, value in top1.items()]
 
 
 def test_the_area_is_a_mean_over_octaves():

@@ -1,9 +1,23 @@
-"""Predictions with a given number of correct images per class."""
+"""Predictions of a classifier, made by hand."""
 
 import numpy as np
 
-from vitrel.evaluate.prepare import ImageList
-from vitrel.evaluate.score import NO_CLASS, Predicted
+from vitrel.evaluate.classes import NO_CLASS
+from vitrel.evaluate.classification import LEFT_OUT
+from vitrel.evaluate.tasks import ImageList, Predicted
+
+
+def classified(images, labels, guess, confidence=None, top5=None, among=None):
+    """Return predictions from arrays [n]; images whose guess is LEFT_OUT could not be read."""
+    right = np.asarray(guess) == labels
+    arrays = {
+        "labels": np.asarray(labels, np.int32),
+        "predicted": np.asarray(guess, np.int32),
+        "confidence": np.asarray(np.ones(len(right)) if confidence is None else confidence, np.float32),
+        "top5": right if top5 is None else np.asarray(top5, bool),
+        "among": right if among is None else np.asarray(among, bool),
+    }
+    return Predicted(images, arrays, arrays["predicted"] != LEFT_OUT)
 
 
 def predicted(classes, hits, n=10):
@@ -12,5 +26,4 @@ def predicted(classes, hits, n=10):
     right = np.concatenate([np.arange(n) < count for count in hits])
     names = ImageList([f"{classes[label]}/{at}.jpg" for at, label in enumerate(labels)], [*classes])
     other = (labels + 1) % len(classes) if len(classes) > 1 else np.full_like(labels, NO_CLASS)
-    guess = np.where(right, labels, other).astype(np.int32)
-    return Predicted(names, labels, guess, np.full(len(labels), 0.5, np.float32), right)
+    return classified(names, labels, np.where(right, labels, other), np.full(len(labels), 0.5))

@@ -17,6 +17,7 @@ import io
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", help="use only the data set of this name; a path also gives its folder")
     add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures and no report.html")
-    add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
+    add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
             check_data(comparison.sweep, size)
         check_models(comparison, args.out / comparison.name)
     for comparison in comparisons:
-        compare(
-            comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report, args.images, args.margin
-        )
+        sweep = replace(comparison.sweep, margin=args.margin, report=args.report, photographs=args.photographs)
+        jobs = args.jobs or default_jobs(comparison)
+        compare(replace(comparison, sweep=sweep), args.out / comparison.name, jobs)
 
 
 def default_jobs(comparison: "Comparison") -> int:
@@ -100,12 +101,12 @@ def check_models(comparison: "Comparison", folder: Path) -> None:
 
     They are built as in training, from the weights that model.tuning names; entries with `weights_of` get the weights of their
     source. OSError where such weights are missing; an entry whose runs all have a checkpoint in `folder` no longer needs them
-    and is read from there. Sizes and policies of the evaluation are those of `tasks_of`.
+    and is read from there. Sizes and policies of the evaluation are those of `trials_of`.
     """
     from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
     from vitrel.evaluate.compare import variant
     from vitrel.evaluate.policies import at_size_with
-    from vitrel.evaluate.tasks import tasks_of
+    from vitrel.evaluate.trials import trials_of
 
     models = []
     for entry in comparison.entries:
@@ -124,8 +125,8 @@ def check_models(comparison: "Comparison", folder: Path) -> None:
         others = [(other, variant(built, name, other)) for other in comparison.entries if other.weights_of == entry.label]
         for each, model in ((entry, built), *others):
             models.append(trained_model(model.eval(), name, label=each.label, img_size=size))
-    for task in tasks_of(models, comparison.sweep):
-        at_size_with(task.trained.model, task.size, task.policy)
+    for trial in trials_of(models, comparison.sweep):
+        at_size_with(trial.trained.model, trial.size, trial.policy)
 
 
 def _built(comparison: "Comparison", entry: "Entry", source: Path | None = None) -> "tuple[nn.Module, str, dict[str, Any]]":
@@ -182,23 +183,20 @@ def _untrained(comparison: "Comparison", entry: "Entry", folder: Path) -> Path:
     return folder / "untrained.ckpt"
 
 
-def compare(
-    comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True, images: bool = True, margin: float = 2.0
-) -> None:
+def compare(comparison: "Comparison", folder: Path, jobs: int = 1) -> None:
     """Train missing models, evaluate all, and write the results into `folder`; `run_sweep` prints the advice and tables.
 
     Where `folder` has rows that are not of this comparison, its files are first moved into a folder replaced-N in it. jobs:
-    models trained at a time, and processes of the evaluation on a CPU. report: write report.html. images: whether it may
-    contain photographs of the data. margin: see `run_sweep`.
+    models trained at a time, and processes of the evaluation on a CPU.
     """
     from vitrel.common.lock import only_writer
 
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
-        _compare(comparison, folder, jobs, report, images, margin)
+        _compare(comparison, folder, jobs)
 
 
-def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, images: bool, margin: float) -> None:
+def _compare(comparison: "Comparison", folder: Path, jobs: int) -> None:
     from vitrel.common.processes import shared_with
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.run import run_sweep
@@ -220,16 +218,15 @@ def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, im
     trained = time.perf_counter()
     models, sweep = trained_models(comparison, folder), comparison.sweep
     others = jobs - 1 if sweep.torch_device.type == "cpu" else 0
-    # replace: the table has exactly the rows of the configuration
-    options = {"report": report, "claims": comparison.claims, "replace": True, "photographs": images, "margin": margin}
     with terminable(), shared_with(others, evaluate_share, comparison, folder):
-        rows = run_sweep(models, sweep, folder, comparison.name, **options)
+        # replace: the table has exactly the rows of the configuration
+        rows = run_sweep(models, sweep, folder, comparison.name, comparison.claims, replace=True)
     if comparison.claims:
         print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
-    files = "results.csv, table.md, plots/" + (", report.html" if report else "")
+    files = "results.csv, table.md, plots/" + (", report.html" if sweep.report else "")
     print(f"{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
-    if report:
+    if sweep.report:
         print(f"open {folder / 'report.html'} in a browser")
 
 

@@ -9,10 +9,6 @@ into --out. The training size is always evaluated too. Existing rows in --out ar
 interrupted evaluation, and a command with other sizes or models adds its rows. A folder with rows of other weights, images or
 settings is an error, unless --replace moves its files into a folder replaced-N. --dry-run prints the rows with their costs.
 
---rescue searches settings that raise accuracy at the other sizes without training: RoPE scaling, an attention temperature,
-policies. It uses half of the images, without labels, and compares with the model's predictions at its training size; then it
-measures top-1 on the other half. It writes rescue.csv and rescue.md, with the code that applies the settings.
-
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
     torchrun --nproc_per_node=2 -m vitrel evaluate runs/a --data shapes --size 48 96
@@ -36,7 +32,8 @@ if TYPE_CHECKING:
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
     "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "val_fraction",
-    "crop_pct", "translations", "attention_n", "border_leak", "compile", "optimize",
+    "extrapolation", "crop_pct", "translations", "attention_n", "border_leak", "compile", "optimize", "margin",
+    "report", "photographs",
 )  # fmt: skip
 
 
@@ -52,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
     add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")
+    add("--extrapolation", nargs="+", default=[],
+        help="options that act at other sizes without training, each evaluated beside the model as it is: linear, ntk, yarn "
+        "(RoPE scaling), log_n (attention temperature), or several at once as yarn+log_n")  # fmt: skip
     add("--crop-pct", type=float, nargs="+",
         help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],
@@ -73,10 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replace", action="store_true",
         help="if --out has rows of other evaluations, first move its files into a folder replaced-N in it")  # fmt: skip
     add("--dry-run", action="store_true", help="only print every row with its cost and the values resampled")
-    add("--rescue", action="store_true", help="search settings that raise accuracy at the other sizes without training")
     add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="write no report.html")
-    add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
+    add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
     add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three override the pretrained_cfg")
     add("--std", type=float, nargs="+", help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
@@ -91,8 +90,6 @@ def run(args: argparse.Namespace) -> None:
     check_data(args.data)
     check_models(args)
     check_files(args.class_indices)
-    if args.rescue and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("--rescue runs in one process: leave it out, or start without torchrun")
     from vitrel.common.processes import OtherProcessError, joined
 
     try:
@@ -110,7 +107,7 @@ def _run(args: argparse.Namespace) -> None:
     policies = tuple(args.policies) if args.policies else None
     sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})  # checks them
     from vitrel.evaluate.checkpoint import read_class_indices
-    from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
+    from vitrel.evaluate.run import describe_trials, evaluate_rows, run_sweep
     from vitrel.evaluate.table import left_out_note
 
     names = ("mean", "std", "interpolation", "crop_mode")
@@ -118,19 +115,16 @@ def _run(args: argparse.Namespace) -> None:
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
     models = _labeled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
     if args.dry_run:
-        text = describe_tasks(models, sweep, args.out, args.replace)
+        text = describe_trials(models, sweep, args.out, args.replace)
         print(text if rank_and_world()[0] == 0 else "", end="")
         return
     if rank_and_world()[0] > 0:
         for _ in evaluate_rows(models, sweep):
             pass  # process 0 prints and writes
         return
-    options = {"report": args.report, "replace": args.replace, "photographs": args.images, "rescue": args.rescue}
-    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, margin=args.margin, **options)
+    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, replace=args.replace)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
-    if args.rescue:
-        print(f"\n{(args.out / 'rescue.md').read_text('utf-8')}")
     if args.report:
         print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")
 

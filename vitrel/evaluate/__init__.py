@@ -1,4 +1,4 @@
-"""Evaluation of trained classifiers at many image sizes: accuracy, cost, and which parameters were resampled.
+"""Evaluation of trained models at many image sizes: accuracy, cost, and which parameters were resampled.
 
 `vitrel.evaluate.at_sizes` does it in one call. An evaluation is a pipe, and a stage a module that imports only those before it:
 
@@ -8,8 +8,8 @@
     policies      model, size -> the model for that size, and what is resampled for it
     predict       model, batches -> logits, time, memory, attention
     score         logits, labels -> metrics and the prediction of every image, for classification
-    tasks         models, sweep -> the list of rows to make
-    measure       task -> row, through prepare, predict and score
+    trials         models, sweep -> the list of rows to make
+    measure       trial -> row, through prepare, predict and score
     table         rows <-> the files of a folder
     advice        rows -> verdicts, and at most three sentences a model
     text, page    rows -> Markdown, report.html

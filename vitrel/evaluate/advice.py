@@ -1,17 +1,18 @@
 """Which model is better at which size, and which sizes are safe for it: a verdict for every row, three sentences a model.
 
-All comparisons are of top-1, by `vitrel.evaluate.statistics`, image by image where predictions are stored. A statement is made
-only where it is shown; the rest is said to be unknown, with the number of images or seeds that would tell.
+All comparisons are of the task's metric (top-1, mIoU), by `vitrel.evaluate.statistics`, image by image where predictions are
+stored. A statement is made only where it is shown; the rest is said to be unknown, with the number of images or seeds that
+would tell.
 
 reference    The row at the training size, of the same model and protocol, under its first policy. Without it: no verdicts.
-margin       The loss, in points of top-1, that does not matter.
+margin       The loss, in points, that does not matter.
 safe         The whole interval of the difference to the reference lies above -margin.
 loses        It lies below 0, and the size is not safe.
 cannot tell  Neither.
 Holm         The rows of a model in a protocol (sizes and policies) are one family: the lower ends of their intervals are at the
              levels of Holm's procedure for "safe", the upper ends at those for "loses". The probability that any row of the
              family is wrongly called safe is at most 2.5 %, and the same for loses. All comparisons of two models at a size are
-             another family, whose ends err in at most 2.5 % each.
+             another family, whose ends err in at most 2.5 % each; their variance over seeds is that of the models together.
 policy       A size is judged under the first policy in the rows, unless another is shown better (Holm), or is safe there
              where the first is not; then under the most accurate of these.
 one seed     The verdicts are about the trained model; with several seeds about models that are trained in this way.
@@ -22,14 +23,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.statistics import Estimate, holm, needed, p_values
-from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.statistics import Estimate, holm, needed, p_values, pooled
+from vitrel.evaluate.sweep import MARGIN, Row
 from vitrel.evaluate.table import (
     NO_SCORES,
     Sample,
@@ -39,18 +39,17 @@ from vitrel.evaluate.table import (
     does_nothing,
     groups_of,
     known_number,
+    main_metric,
     merged,
     protocol_order,
-    read_rescue,
     sample_of,
     table_order,
 )
-from vitrel.position import POSITIONS, select_options
+from vitrel.evaluate.tasks import task_of
 
-MARGIN = 2.0  # points of top-1
 SAFE, LOSES, UNKNOWN = "safe", "loses", "cannot tell"
 COLUMNS = {  # of judged rows, besides those of `aggregate`
-    "difference": "top-1 minus that at the training size, points",
+    "difference": "accuracy minus that at the training size, points",
     "difference_low": "lower end of its interval, at the level of Holm's procedure for safe",
     "difference_high": "upper end of its interval, at the level of Holm's procedure for loses",
     "verdict": "safe: shown to be less than the margin below the training size; loses: shown to be below it; else cannot tell",
@@ -78,13 +77,16 @@ class Advice:
 class Judged:
     """The aggregated rows of an evaluation with the columns COLUMNS, and the advice on every model; margin: in points.
 
-    headline: one sentence, which model is the best at which size; "" with one model.
+    headline: one sentence, which model is the best at which size; "" with one model. metric: the column by which models are
+    compared. title: the metric in words.
     """
 
     rows: list[Row]
     advice: list[Advice]
-    margin: float = MARGIN
-    headline: str = ""
+    margin: float
+    headline: str
+    metric: str
+    title: str
 
     @property
     def by_size(self) -> list[Row]:
@@ -99,9 +101,11 @@ class Judged:
     def basis(self) -> str:
         """A few words that explain those of the advice, and name its protocol."""
         protocols = " and ".join(dict.fromkeys(one.protocol for one in self.advice))
+        seeds = {row["seeds"] for row in self.rows}
+        about = "the trained models" if seeds == {1} else "models trained in this way, with one seed the trained model"
         return (
-            f"Safe: shown to be less than {self.margin:g} points of top-1 below the training size. Loses: shown to be below "
-            f"it. Cannot tell: neither. Sizes are compared in the {protocols} protocol."
+            f"Safe: shown to be less than {self.margin:g} points of {self.title} below the training size. Loses: shown to be "
+            f"below it. Cannot tell: neither. Sizes are compared in the {protocols} protocol. Verdicts are about {about}."
         )
 
 
@@ -117,14 +121,14 @@ Sizes = dict[str, dict[str, Place]]  # {size: {policy: place}}, by area; of the 
 Used = dict[str, Place]  # {size: place under the policy that it is judged by}
 
 
-def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGIN, folder: Path | None = None) -> Judged:
+def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGIN) -> Judged:
     """Return every aggregated row with its verdict, and the advice on every model.
 
-    scores: of the predictions of these rows, where stored. margin: the loss that does not matter, in points of top-1. folder:
-    of the evaluation, for settings that --rescue found. ValueError for a margin that is not above 0.
+    scores: of the predictions of these rows, where stored. margin: the loss that does not matter, in points. ValueError for a
+    margin that is not above 0.
     """
     if not margin > 0:
-        raise ValueError(f"the margin is a loss in points of top-1 and must be above 0, got {margin:g}")
+        raise ValueError(f"the margin is a loss in points and must be above 0, got {margin:g}")
     models = _places(rows, scores)
     _add_verdicts(models.values(), margin)
     used: dict[str, dict[str, Used]] = defaultdict(dict)  # by label and protocol
@@ -134,15 +138,13 @@ def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGI
             for place in policies.values():
                 place.row["used"] = place is chosen[size]
     first = {label: min(of_label, key=protocol_order) for label, of_label in used.items()}
-    compared = _compared({label: used[label][first[label]] for label in used}, first)
-    rescued = _rescued(folder)
-    advice = [
-        Advice(label, protocol, _sentences(used[label][protocol], compared[label], rescued, margin))
-        for label, protocol in first.items()
-    ]
+    of_first = {label: used[label][first[label]] for label in used}
+    compared = _compared(of_first, first)
+    advice = [Advice(label, first[label], _sentences(of_first[label], compared[label], margin)) for label in first]
     places = [place for sizes in models.values() for policies in sizes.values() for place in policies.values()]
-    headline = _headline(compared, {label: used[label][first[label]] for label in used})
-    return Judged(table_order([place.row for place in places]), advice, margin, headline)
+    judged = table_order([place.row for place in places])
+    task = task_of(rows[0])
+    return Judged(judged, advice, margin, _headline(compared, of_first), task.metric, task.title)
 
 
 def better_of(low: float, high: float, margin: float = MARGIN) -> str:
@@ -155,39 +157,11 @@ def better_of(low: float, high: float, margin: float = MARGIN) -> str:
 def _places(rows: Sequence[Row], scores: Scores) -> dict[tuple[str, str], Sizes]:
     """{(label, protocol): sizes}, labels in the order of the rows."""
     found: dict[tuple[str, str], Sizes] = {}
-    for protocol, policy, group in _without_equal_policies(groups_of(rows), scores):
-        row = merged(protocol, group, scores) | {"policy": policy}
+    for protocol, group in groups_of(rows):
+        row = merged(protocol, group, scores)
         policies = found.setdefault((row["label"], row["protocol"]), {}).setdefault(row["img_size"], {})
-        policies[policy] = Place(row, sample_of(group, scores), not policies)
+        policies[row["policy"]] = Place(row, sample_of(group, scores), not policies)
     return {key: {size: sizes[size] for size in sorted(sizes, key=by_area)} for key, sizes in found.items()}
-
-
-def _without_equal_policies(groups: Sequence[tuple[str, list[Row]]], scores: Scores) -> list[tuple[str, str, list[Row]]]:
-    """(protocol, name of the policy, rows) of the groups; policies of a model that were evaluated at the same sizes of a
-    protocol, with equal predictions at all of them, are one, "clip = geometric", with the rows of the first.
-    """
-    by_policy: dict[tuple[str, str], dict[str, dict[str, list[Row]]]] = defaultdict(lambda: defaultdict(dict))
-    for protocol, group in groups:
-        row = group[0]
-        by_policy[row["label"], protocol][row["policy"]][row["img_size"]] = group
-    names: dict[tuple[str, str, str], str] = {}  # {(label, protocol, policy): name of its rows, "" for those left out}
-    for (label, protocol), policies in by_policy.items():
-        firsts: dict[str, list[str]] = {}
-        for policy, sizes in policies.items():
-            same = (
-                first
-                for first in firsts
-                if policies[first].keys() == sizes.keys()
-                and all(scores.same(policies[first][size], sizes[size]) for size in sizes)
-            )
-            firsts.setdefault(next(same, policy), []).append(policy)
-        for equal in firsts.values():
-            names |= {(label, protocol, policy): "" for policy in equal} | {(label, protocol, equal[0]): " = ".join(equal)}
-    kept = []
-    for protocol, group in groups:
-        if name := names[group[0]["label"], protocol, group[0]["policy"]]:
-            kept.append((protocol, name, group))
-    return kept
 
 
 def _used(models: Sequence[Sizes]) -> list[Used]:
@@ -212,7 +186,7 @@ def _used(models: Sequence[Sizes]) -> list[Used]:
 
 def _preferred(place: Place) -> tuple[bool, float]:
     """Sort key of policies: safe ones, then the most accurate."""
-    return place.row["verdict"] == SAFE, place.row["top1"]
+    return place.row["verdict"] == SAFE, main_metric(place.row)
 
 
 def _add_verdicts(models: Iterable[Sizes], margin: float) -> None:
@@ -241,10 +215,6 @@ def _by_family(families: Sequence[Sequence[Estimate]], value: float = 0.0, above
     """The p-values of every family, computed together."""
     p = p_values([one for family in families for one in family], value, above)
     return np.split(p, np.cumsum([len(family) for family in families])[:-1]) if families else []
-
-
-def _top1(place: Place) -> float:
-    return place.row["top1"]
 
 
 def _more(one: Estimate, margin: float, safe_level: float, loses_level: float) -> str:
@@ -286,7 +256,7 @@ def _compared(used: Mapping[str, Used], protocol: Mapping[str, str]) -> dict[str
         for size in used[a]
         if size in used[b] and _comparable(used[a][size], used[b][size])
     ]
-    found = [contrast([used[a][size].sample], [used[b][size].sample]) for size, a, b in pairs]
+    found = _pooled(pairs, [contrast([used[a][size].sample], [used[b][size].sample]) for size, a, b in pairs])
     p = [p_values(found, above=above) for above in (True, False)]
     levels = holm(np.minimum(*p))
     worse: dict[tuple[str, str], set[str]] = defaultdict(set)  # (label, size): labels shown worse
@@ -302,12 +272,33 @@ def _compared(used: Mapping[str, Used], protocol: Mapping[str, str]) -> dict[str
         standing = Standing([], defaultdict(dict), [], len({other for size in sizes for other in met[label, size]}))
         for size in sizes:
             if shown := better[label, size]:
-                best = max((_top1(used[other][size]), -order[other], other) for other in shown)[2]  # of equal ones the first
-                standing.behind[best][size] = _top1(used[best][size]) - _top1(sizes[size])
+                best = max((_accuracy(used[other][size]), -order[other], other) for other in shown)[
+                    2
+                ]  # of equal ones the first
+                standing.behind[best][size] = _accuracy(used[best][size]) - _accuracy(sizes[size])
             elif met[label, size]:
                 (standing.ahead if worse[label, size] == met[label, size] else standing.undecided).append(size)
         standings[label] = standing
     return standings
+
+
+def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
+    """Estimates of pairs (size, a, b) of models, those of one size with the variance over seeds that its
+    models have together.
+    """
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for at, ((size, *_), one) in enumerate(zip(pairs, found, strict=True)):
+        groups[size, one.seeds].append(at)
+    by_pair = [*found]
+    for at in groups.values():
+        models = len({label for index in at for label in pairs[index][1:]})
+        for index, one in zip(at, pooled([found[index] for index in at], models), strict=True):
+            by_pair[index] = one
+    return by_pair
+
+
+def _accuracy(place: Place) -> float:
+    return main_metric(place.row)
 
 
 def _headline(standings: Mapping[str, Standing], used: Mapping[str, Used]) -> str:
@@ -337,28 +328,22 @@ def _comparable(ours: Place, theirs: Place) -> bool:
     return len(seeds[0]) == len(seeds[1]) == 1 or len(seeds[0] & seeds[1]) > 1
 
 
-def _rescued(folder: Path | None) -> dict[tuple[str, str, str], str]:
-    """{(label, size, protocol): the setting that --rescue found and that is shown to help there}."""
-    rows = [] if folder is None else read_rescue(folder)
-    return {
-        (row["label"], row["img_size"], row["protocol"]): row["setting"] for row in rows if float(row["difference_low"]) > 0
-    }
-
-
-def _sentences(used: Used, standing: Standing, rescued: Mapping[tuple[str, str, str], str], margin: float) -> tuple[str, ...]:
+def _sentences(used: Used, standing: Standing, margin: float) -> tuple[str, ...]:
     """The advice on a model: how it compares, which sizes are safe, its best size."""
     anchor = _anchor(used)
+    title = task_of(anchor).title
     if not anchor["low"] > _majority(anchor):
         return (
-            f"Train it first: its top-1 of {anchor['top1']:.1f} % at {pixels(anchor['img_size'])} is not shown to be above the "
-            f"{_majority(anchor):.1f} % of always predicting the most frequent class.",
+            f"Train it first: its {title} of {main_metric(anchor):.1f} % at {pixels(anchor['img_size'])} is not shown to be "
+            f"above the {_majority(anchor):.1f} % of always predicting the most frequent class.",
         )
-    comparison, subject = _comparison(standing, used), _words(used)[0]
-    named = any(text.startswith(subject) for text in comparison)  # "it" in the next sentence
-    sizes, nothing = _sizes_sentence(used, rescued, named), _no_position(anchor)
-    sentences = [*comparison, *nothing, sizes] if nothing else [*comparison, sizes, _best_size(used, margin)]
+    nothing = []
+    if does_nothing(anchor):
+        share = f"{100 * anchor['position_share']:.2g} % of the logits' spread"
+        nothing = [f"its position encoding does nothing: it changes attention by {share}"]
+    sentences = [*_comparison(standing, used), *nothing, _sizes_sentence(used), _best_size(used, margin)][:3]
+    is_name = any(sentences[0].startswith(other) for other in standing.behind)  # the name of a model stays as it is
     first, *rest = [f"{text}." for text in sentences]
-    is_name = any(first.startswith(other) for other in standing.behind)  # the name of a model stays as it is
     return (first if is_name else _capital(first), *map(_capital, rest))
 
 
@@ -366,25 +351,16 @@ def _capital(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}"
 
 
-def _no_position(anchor: Row) -> list[str]:
-    """A sentence if the model's position encoding does nothing, else []."""
-    if not does_nothing(anchor):
-        return []
-    share = f"{100 * anchor['position_share']:.2g} % of the logits' spread"
-    return [f"its position encoding does nothing: it changes attention by {share}"]
-
-
 def _comparison(standing: Standing, used: Used) -> list[str]:
     """How the model compares with the others; [] where there are none."""
     if not standing.others:
         return []
-    several, (subject, be, *_) = standing.others > 1, _words(used)
-    behind = standing.behind
+    several, behind = standing.others > 1, standing.behind
     if len(behind) > 2:  # named together
         behind = {"another": {size: points for others in behind.values() for size, points in others.items()}}
     parts = []
     if standing.ahead:
-        parts.append(f"{subject} {be} better than {'every' if several else 'the'} other at {_where(standing.ahead, used)}")
+        parts.append(f"better than {'every' if several else 'the'} other at {_where(standing.ahead, used)}")
     parts += [f"{other} is better at {_where([*by], used)}, by {_points([*by.values()])}" for other, by in behind.items()]
     if standing.undecided and not standing.behind:
         which = "no other is" if several else "the other is not"
@@ -398,36 +374,26 @@ def _points(differences: Sequence[float]) -> str:
     return f"{' to '.join(ends)} points"
 
 
-def _sizes_sentence(used: Used, rescued: Mapping[tuple[str, str, str], str], named: bool) -> str:
+def _sizes_sentence(used: Used) -> str:
     """At which sizes the model is safe, at which it loses, and what would decide about the others."""
-    anchor = _anchor(used)
+    anchor, by_verdict = _anchor(used), defaultdict[str, list[str]](list)
     trained = pixels(anchor["train_size"])
     if anchor["img_size"] != anchor["train_size"]:
         return f"evaluate it at its training size, {trained}, too: without it no size can be called safe"
     if len(used) == 1:
         return f"only its training size, {trained}, was evaluated"
-    by_verdict: dict[str, list[str]] = defaultdict(list)
     for size, place in used.items():
         by_verdict[place.row["verdict"]].append(size)
-    parts, (subject, be, it, loses) = [], _words(used)
+    parts = []
     if sizes := by_verdict[SAFE]:
-        parts.append(f"{it if named else subject} {be} safe at {_with_policies(sizes, used)}")
+        parts.append(f"safe at {_with_policies(sizes, used)}")
     if sizes := by_verdict[LOSES]:
-        who = it if parts or named else subject
-        parts.append(f"{who} {loses} at {_with_policies(sizes, used)}: {_remedy(sizes, used, rescued)}")
+        parts.append(f"loses at {_with_policies(sizes, used)}: fine-tune it there")
     if sizes := by_verdict[UNKNOWN]:
         more = {used[size].row["more"] for size in sizes}
         hint = f" ({more.pop()} would tell)" if len(more) == 1 else ""
         parts.append(f"the data cannot tell at {_where(sizes, used)}{hint}")
     return "; ".join(parts)
-
-
-def _words(used: Used) -> tuple[str, str, str, str]:
-    """The subject of a sentence, "is", "it" and "loses": the trained model, or with several seeds, models trained like it."""
-    seeds = _anchor(used)["seeds"]
-    if seeds == 1:
-        return "this trained model", "is", "it", "loses"
-    return f"models trained this way ({seeds} seeds)", "are", "they", "lose"
 
 
 def _where(sizes: Sequence[str], used: Used, all_sizes: str = "every size") -> str:
@@ -449,42 +415,25 @@ def _with_policies(sizes: Sequence[str], used: Used) -> str:
     return _where(sizes, used) + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _remedy(sizes: Sequence[str], used: Used, rescued: Mapping[tuple[str, str, str], str]) -> str:
-    """What helps at sizes that lose: fine-tuning, a setting that --rescue found, or --rescue where RoPE may be scaled."""
-    rows = [used[size].row for size in sizes]
-    keys = [(row["label"], row["img_size"], row["protocol"]) for row in rows]
-    if settings := dict.fromkeys(rescued[key] for key in keys if key in rescued):
-        return f"fine-tune it there, or take {' or '.join(settings)}, which helps without training (rescue.md)"
-    larger = [row for row in rows if by_area(row["img_size"]) > by_area(row["train_size"])]
-    return "fine-tune it there" + (", or try --rescue" if any(map(_takes_scaling, larger)) else "")
-
-
 def _best_size(used: Used, margin: float) -> str:
-    """The size with the highest top-1, and the smallest that is shown to be less than the margin below it."""
-    best = max(used, key=lambda size: used[size].row["top1"])  # of equal ones the smallest
+    """The size with the highest accuracy, and the smallest that is shown to be less than the margin below it."""
+    best = max(used, key=lambda size: _accuracy(used[size]))  # of equal ones the smallest
     smaller = [size for size in used if by_area(size) < by_area(best)]
-    row = used[best].row
-    text = f"top-1 is highest at {pixels(best)}, {row['top1']:.1f} %" if len(used) > 1 else f"top-1 is {row['top1']:.1f} %"
+    title, value = task_of(used[best].row).title, f"{_accuracy(used[best]):.1f} %"
+    text = f"{title} is highest at {pixels(best)}, {value}" if len(used) > 1 else f"{title} is {value}"
     p = p_values([contrast([used[size].sample], [used[best].sample]) for size in smaller], -margin)
     near = [size for size, shown in zip(smaller, p <= holm(p), strict=True) if shown]
     return text + (f"; {pixels(near[0])} is within {margin:g} points of that" if near else "")
 
 
 def _anchor(used: Used) -> Row:
-    """The row at the training size, else that with the highest top-1."""
+    """The row at the training size, else that with the highest accuracy."""
     rows = {size: place.row for size, place in used.items()}
-    return rows.get(next(iter(rows.values()))["train_size"]) or max(rows.values(), key=lambda row: row["top1"])
-
-
-def _takes_scaling(row: Row) -> bool:
-    """Whether a row has unseen offsets, and an encoding that takes a RoPE scaling but has none in force."""
-    keys = [key for key in str(row["encoding"]).split("+") if key in POSITIONS and POSITIONS[key].rotates]
-    scalable = [key for key in keys if select_options(key, {"scaling": "none"})]
-    return row["unseen"] > 0 and any(key not in row["resized"] for key in scalable)
+    return rows.get(next(iter(rows.values()))["train_size"]) or max(rows.values(), key=main_metric)
 
 
 def _majority(row: Row) -> float:
-    """Top-1 of always predicting the most frequent class, percent; -1 where unknown."""
+    """Accuracy of always predicting the most frequent class, percent; -1 where unknown."""
     value: Any = row.get("majority")
     return float(value) if known_number(value) else -1.0
 

@@ -35,7 +35,8 @@ class TrainedModel:
     training size (h, w) in pixels. classes: names in the order of the outputs, () where unknown. mean, std, crop_pct,
     crop_mode, interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs:
     {class of the data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes.
-    model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
+    model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none. task: what it
+    predicts, one of `vitrel.evaluate.tasks.TASKS`.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class TrainedModel:
     restrict: bool = False
     model_args: str = ""
     crop_mode: str = "center"
+    task: str = "classification"
 
     def __post_init__(self) -> None:
         for name in ("name", "label"):  # may contain a file's path, with characters that need escaping
@@ -112,6 +114,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         interpolation=about["interpolation"],
         seed=seed if seed is not None else about.get("seed"),
         path=path,
+        task=about.get("task", "classification"),
     )
 
 

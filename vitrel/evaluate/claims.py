@@ -15,19 +15,21 @@ import numpy as np
 from vitrel.common.sizes import format_size, parse_size
 from vitrel.evaluate.statistics import holm
 from vitrel.evaluate.sweep import Row
-from vitrel.evaluate.table import NO_SCORES, Scores, contrast, sample_of
+from vitrel.evaluate.table import NO_SCORES, Scores, contrast, main_metric, sample_of
+from vitrel.evaluate.tasks import TASKS, task_named, task_of
 
-METRICS = ("top1", "top1_among")  # those that claims may be about
+METRICS = tuple(metric for task in TASKS for metric in task_named(task).metrics)  # those that claims may be about
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that each model of `better` has a higher top-1 than each of `than`, at `img_size` and `protocol`.
+    """A claim that each model of `better` is more accurate than each of `than`, at `img_size` and `protocol`.
 
-    text: the claim in words. better, than: "label/policy", or "label" for the first policy in the rows; `than` may be a top-1
-    in percent. img_size: such as "128x128", pixels. translation: with the images' content translated by this number of pixels
-    (translation.csv); None: without. learned: models with less top-1 than this at the training size, percent, are left out and
-    listed. metric: "top1", or "top1_among", top-1 among the data's classes, for models that have more classes.
+    text: the claim in words. better, than: "label/policy", or "label" for the first policy in the rows; `than` may be an
+    accuracy in percent. img_size: such as "128x128", pixels. translation: with the images' content translated by this number of
+    pixels (translation.csv); None: without. learned: less accurate models than this at the training size, percent, are left out
+    and listed. metric: one of the task's (`Task.metrics`), by default the first: "top1_among", top-1 among the data's classes,
+    for models that have more classes; "pixel_accuracy".
     """
 
     text: str
@@ -37,12 +39,12 @@ class Claim:
     protocol: str = "scale"
     translation: int | None = None
     learned: float = 0.0
-    metric: str = "top1"
+    metric: str = ""
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS or (self.metric != "top1" and self.translation is not None):
+        if self.metric and (self.metric not in METRICS or self.translation is not None):
             raise ValueError(
-                f"metric is one of {', '.join(METRICS)}, and top1 where content is translated, got {self.metric!r}"
+                f"metric is one of {', '.join(METRICS)}, and left out where content is translated, got {self.metric!r}"
             )
 
     def labels(self) -> set[str]:
@@ -90,8 +92,8 @@ class Pair(NamedTuple):
 
 
 def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], scores: Scores) -> str:
-    top1 = {label: _top1_trained(rows, label) for label in claim.better}
-    kept = [label for label in claim.better if top1[label] >= claim.learned]
+    trained = {label: _accuracy_trained(rows, label) for label in claim.better}
+    kept = [label for label in claim.better if trained[label] >= claim.learned]
     others = claim.than if isinstance(claim.than, tuple) else (claim.than,)
     pairs = _pairs(claim, rows, translated, scores, [(ours, theirs) for ours in kept for theirs in others])
     ahead = [pair for pair in pairs if pair.low > 0]
@@ -101,12 +103,12 @@ def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], scores
     shown_behind = bool((p <= holm(p)).any())
     verdict = "holds" if pairs and len(ahead) == len(pairs) else "does not hold" if shown_behind else "is not shown"
     about = " for these trained models" if any(pair.seeds == 1 for pair in pairs) else ""
-    lines = [f"- **{claim.text}** This {verdict}{about} ({len(ahead)} of {len(pairs)} pairs; {_place(claim)})."]
+    lines = [f"- **{claim.text}** This {verdict}{about} ({len(ahead)} of {len(pairs)} pairs; {_place(claim, rows)})."]
     for word, group in (("Ahead", ahead), ("Not shown", undecided), ("Behind", behind)):
         if group:
             texts = [f"{pair.ours} {_interval(pair)}" + (f" ({pair.theirs})" if len(others) > 1 else "") for pair in group]
             lines.append(f"  {word}: {', '.join(texts)}.")
-    if left_out := [f"{label} ({top1[label]:.1f} %)" for label in claim.better if label not in kept]:
+    if left_out := [f"{label} ({trained[label]:.1f} %)" for label in claim.better if label not in kept]:
         lines.append(f"  Left out, below {claim.learned:g} % at the training size: {', '.join(left_out)}.")
     return "\n".join(lines)
 
@@ -134,24 +136,25 @@ def _pairs(
     return pairs
 
 
-def _place(claim: Claim) -> str:
-    """The size, protocol and comparison of a claim in words."""
+def _place(claim: Claim, rows: Sequence[Row]) -> str:
+    """The size, protocol and comparison of a claim on these rows in words."""
+    task = task_of(rows[0])
+    name, _ = task.axes[claim.metric or task.metric]
     translated = "" if claim.translation is None else f", translated by {claim.translation} px"
     than = f"against {', '.join(claim.than)}" if isinstance(claim.than, tuple) else f"against {claim.than:g} %"
-    among = " among the data's classes" if claim.metric == "top1_among" else ""
-    return f"{claim.img_size} {claim.protocol}{translated}, points of top-1{among} {than}"
+    return f"{claim.img_size} {claim.protocol}{translated}, points of {name} {than}"
 
 
-def _top1_trained(rows: Sequence[Row], label: str) -> float:
-    """Mean top-1 of a label at its training size, percent, over all its rows there: seeds, protocols, crops and policies.
+def _accuracy_trained(rows: Sequence[Row], label: str) -> float:
+    """Mean accuracy of a label at its training size, percent, over all its rows there: seeds, protocols, crops and policies.
 
     A policy in `label` ("label/policy") is ignored. ValueError where there is no row.
     """
-    top1 = [row["top1"] for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
-    if not top1:
+    found = [main_metric(row) for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
+    if not found:
         labels = ", ".join(dict.fromkeys(row["label"] for row in rows))
         raise ValueError(f"a claim names {label!r}, which has no rows at its training size; the labels are {labels}")
-    return sum(top1) / len(top1)
+    return sum(found) / len(found)
 
 
 def _interval(pair: Pair) -> str:
@@ -177,5 +180,5 @@ def _rows_of(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label
         chosen = "none"
     matching = [row for row in matching if row["policy"] == chosen]
     if not matching:
-        raise ValueError(f"there are no rows of {label} at {_place(claim)}")
+        raise ValueError(f"there are no rows of {label} at {_place(claim, candidates)}")
     return [*{row["seed"]: row for row in matching}.values()]

@@ -10,11 +10,14 @@ divide are padded and masked. divisor: in every stage and along each axis, the l
 the grid; the bias is the matching part of the table, without resampling, and nothing is padded. rescale: the window scales with
 the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
 its resize policy.
+
+Extrapolations are options that change attention at other sizes without training, added to a policy where they are asked for:
+"geometric+log_n", "yarn". They act only where the grid differs from that of training (RoPE scaling: where it is larger).
 """
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -39,18 +42,54 @@ from vitrel.position import PositionEncoding
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
 
 
+EXTRAPOLATIONS: dict[str, dict[str, Any]] = {  # options of `Backbone.set_position_options`
+    "linear": {"scaling": "linear"},
+    "ntk": {"scaling": "ntk"},
+    "yarn": {"scaling": "yarn"},
+    "log_n": {"temperature": "log_n"},
+}
+
+
 MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, about a second each
 
 
-def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None) -> tuple[str, ...]:
+def policies_at(
+    model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None, extrapolations: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
 
     wanted: only these policies; encodings and windows for which none is named keep their current policy. Encodings that share a
     policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
-    "none".
+    "none". extrapolations: each of these, of EXTRAPOLATIONS or several joined by "+", is added to every policy where it changes
+    the model, beside the policy without it.
     """
     if not isinstance(model, Backbone):
         return ("none",)
+    policies = _policies_at(model, size, wanted)
+    found = dict.fromkeys(policies)
+    for policy in policies:
+        changed = with_policy(model, size, policy) if extrapolations else model
+        for names in extrapolations:
+            if acting := [name for name in names.split("+") if _extrapolates(changed, size, name)]:
+                found["+".join([*([] if policy == "none" else [policy]), *acting])] = None
+    return tuple(found)
+
+
+def _extrapolates(model: Backbone, size: Size, name: str) -> bool:
+    """Whether an extrapolation changes the model at a size."""
+    [(option, value)] = EXTRAPOLATIONS[name].items()
+    for (encoding, grid), (_, trained) in zip(model.encodings(size), model.trained_encodings(), strict=True):
+        if option == "temperature":
+            if grid.tokens != trained.tokens and encoding.temperature != value:
+                return True
+        elif grid.h > trained.h or grid.w > trained.w:
+            scalings = [part.scaling for part in encoding.modules() if getattr(part, "reference", None) is None]
+            if any(scaling is not None and scaling.rule != value for scaling in scalings):
+                return True
+    return False
+
+
+def _policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
     windows = window_policies_at(model, size)
     if not windows:
         return _resize_policies_at(model, size, wanted)
@@ -71,19 +110,26 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
 
 
-def with_policy(model: nn.Module, size: tuple[int, int], policy: str, options: Mapping[str, Any] | None = None) -> nn.Module:
+def extrapolations_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the EXTRAPOLATIONS that a model can take; () for a model of another library."""
+    return tuple(name for name in EXTRAPOLATIONS if _extrapolates(model, LARGE, name)) if isinstance(model, Backbone) else ()
+
+
+def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Module:
     """Return a model for images of `size` (h, w) pixels under `policy`, one of `policies_at(model, size)`.
 
     It is a copy that shares parameters and buffers, or the model itself where nothing changes. Encodings resample their
-    parameters for another window. options: of `Backbone.set_position_options`, set on the copy.
+    parameters for another window.
 
     For a model of another library `policy` is ignored; the result is a copy where its size is fixed, and whether it takes
     the size is not checked. ValueError for a policy or an option that the model does not have.
     """
     if not isinstance(model, Backbone):
         return model_at_size(model, size, share_weights=True)
-    window, _, resize = policy.partition("+")
-    window, resize = (window, resize or "none") if window in WINDOW_POLICIES else ("fixed", policy)
+    names = policy.split("+")
+    options = {key: value for name in names for key, value in EXTRAPOLATIONS.get(name, {}).items()}
+    window = names[0] if names[0] in WINDOW_POLICIES else "fixed"
+    resize = "+".join(name for name in names if name not in (*WINDOW_POLICIES, *EXTRAPOLATIONS)) or "none"
     if (window, resize) == ("fixed", "none") and not options:
         return model
     changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

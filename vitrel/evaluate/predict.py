@@ -169,15 +169,14 @@ class Runner:
             torch.cuda.empty_cache()
 
 
-def predictions(runner: Runner, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the labels [B] of every batch of (pixels, labels), and the logits [R, K] of its R images that could be read.
-
-    Labels of images that could not be read are -1.
+def predictions(runner: Runner, batches: Iterable[tuple[Tensor, list[Any]]]) -> Iterator[tuple[list[Any], list[bool], Tensor]]:
+    """Yield, for every batch of (pixels, targets), the targets of the images that could be read, whether each of the batch
+    could, and the logits of those that could. Targets of images that could not be read are None.
     """
-    for pixels, labels in batches:
-        read = labels >= 0
-        pixels = pixels if read.all() else pixels[read]  # indexing would copy
-        yield labels, runner(pixels) if len(pixels) else torch.zeros(0, 0)
+    for pixels, targets in batches:
+        read = [target is not None for target in targets]
+        pixels = pixels if all(read) else pixels[torch.tensor(read)]  # indexing would copy
+        yield [target for target in targets if target is not None], read, runner(pixels) if len(pixels) else pixels
 
 
 def half_of_rate(passes: Sequence[tuple[int, float]]) -> float:

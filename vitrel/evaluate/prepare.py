@@ -20,13 +20,15 @@ from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
 from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.tasks import ImageList
 
 CACHE_BYTES = 2 << 30
+Batch = tuple[Tensor, list[Any]]  # pixels [B, 3, H, W], and targets; None for images left out as unreadable
 Source = Callable[..., Dataset]
 
 
 class Preprocessing(NamedTuple):
-    """The preprocessing of a task's images: size, protocol, crop, and the normalization and interpolation of training.
+    """The preprocessing of a trial's images: size, protocol, crop, and the normalization and interpolation of training.
 
     size: (h, w) in pixels. crop_pct, crop_mode: as in `Prepare`. base_size: (h, w) in pixels, the training size. budget, patch:
     for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels.
@@ -42,13 +44,6 @@ class Preprocessing(NamedTuple):
     crop_mode: str = "center"
     budget: int | None = None
     patch: Size | None = None
-
-
-class ImageList(NamedTuple):
-    """Names of an evaluation's images (paths relative to the data folder, in its order), and class names by label."""
-
-    names: list[str]
-    classes: list[str]
 
 
 class Images:
@@ -67,8 +62,8 @@ class Images:
         self._listed: ImageList | None = None
         self._datasets: dict[Preprocessing, Dataset] = {}
         self._file_sizes: list[Size] = []
-        self._decoded: dict[Preprocessing, list[tuple[Tensor, Tensor]]] = {}
-        self._growing: list[tuple[Tensor, Tensor]] | None = None  # an entry of `_decoded` while its batches are read
+        self._decoded: dict[Preprocessing, list[Batch]] = {}
+        self._growing: list[Batch] | None = None  # an entry of `_decoded` while its batches are read
         self._caches = True
 
     def dataset(self, preprocessing: Preprocessing) -> Dataset:
@@ -111,8 +106,8 @@ class Images:
         description = self.sweep.data, self.sweep.data_seed, len(dataset), getattr(dataset, "classes", None)
         return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
-    def batches(self, preprocessing: Preprocessing, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of this process's images: pixels [B, 3, H, W] and labels [B], -1 for images left out as unreadable.
+    def batches(self, preprocessing: Preprocessing, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Yield batches of this process's images.
 
         They come in the order of `order(preprocessing, rank, world)`; all images of a batch have one size. MemoryError where a
         single image does not fit in memory.
@@ -164,14 +159,14 @@ class Images:
             groups[sizes[index]].append(Draw(index, sizes[index]))
         return [groups[size] for size in sorted(groups)]
 
-    def _loaded(self, dataset: Dataset, groups: Sequence[Sequence[int | Draw]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _loaded(self, dataset: Dataset, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
         """Batches of the groups' images; the batch size is halved when loading runs out of memory."""
         start, total = 0, sum(map(len, groups))
         while start < total:
             try:
                 batches = _batches(groups, start, self.batch_size)
                 with _how_to_go_on():
-                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers):
+                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers, collate_fn=_batch):
                         start += len(batch[1])
                         yield batch
                 return
@@ -194,9 +189,18 @@ class Images:
         """Yield the first n images of the data as [3, H, W], unreadable ones left out; the same in every process."""
         dataset, sizes = self.dataset(preprocessing), self._native_sizes(preprocessing)
         for index in range(min(n, len(dataset))):
-            image, label = dataset[index if sizes is None else Draw(index, sizes[index])]
-            if label >= 0:
+            image, target = dataset[index if sizes is None else Draw(index, sizes[index])]
+            if not _unread(target):
                 yield image
+
+
+def _batch(items: Sequence[tuple[Tensor, Any]]) -> Batch:
+    """Items of a data set as a batch; a label below 0 is that of an image that could not be read."""
+    return torch.stack([image for image, _ in items]), [None if _unread(target) else target for _, target in items]
+
+
+def _unread(target: Any) -> bool:
+    return isinstance(target, (int, np.integer, Tensor)) and int(target) < 0
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Running a whole evaluation: every task of a sweep becomes a row, in a folder or a DataFrame.
+"""Running a whole evaluation: every trial of a sweep becomes a row, in a folder or a DataFrame.
 
-`run_sweep` writes a folder, `describe_tasks` is its dry run, `at_sizes` returns a DataFrame, for notebooks, and `evaluate_rows`
-is the loop over tasks that they share.
+`run_sweep` writes a folder, `describe_trials` is its dry run, `at_sizes` returns a DataFrame, for notebooks, and
+`evaluate_rows` is the loop over trials that they share.
 """
 
 import math
@@ -22,22 +22,23 @@ from vitrel.common.processes import on_all, rank_and_world
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
-from vitrel.evaluate.advice import MARGIN, Judged, judge
+from vitrel.evaluate.advice import Judged, judge
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.claims import Claim, judge_claims
+from vitrel.evaluate.classes import class_map
 from vitrel.evaluate.measure import Evaluated, measure
 from vitrel.evaluate.policies import gflops
 from vitrel.evaluate.predict import state_hash
 from vitrel.evaluate.prepare import Images, Source, check_data, source_of
-from vitrel.evaluate.rescue import write_rescue
-from vitrel.evaluate.score import class_map
 from vitrel.evaluate.sweep import Row, Sweep
 from vitrel.evaluate.table import (
     COLUMNS,
     Scores,
     Tables,
+    columns_of,
     complete,
     environment,
+    main_metric,
     not_comparable,
     read_folder,
     read_names,
@@ -48,8 +49,8 @@ from vitrel.evaluate.table import (
     settings_columns,
     with_curves,
 )
-from vitrel.evaluate.tasks import Task, check_tasks, class_names_of, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.text import markdown, summary, table_page
+from vitrel.evaluate.trials import Trial, check_trials, class_names_of, sizes_of, static_columns_of, trials_of
 
 with optional_import():
     import pandas as pd
@@ -114,11 +115,11 @@ def at_sizes(
     if source is None:
         check_data(sweep, trained.img_size, sizes_of(trained, sweep))
     images = Images(sweep, source)
-    tasks = _keyed_tasks([trained], sweep, images)
-    with _restored(trained.model), _progress([task for task, _ in tasks], len(tasks)) as advance:
-        results = _measured(lambda: tasks, sweep, images, (), advance)
+    trials = _keyed_trials([trained], sweep, images)
+    with _restored(trained.model), _progress([trial for trial, _ in trials], len(trials)) as advance:
+        results = _measured(lambda: trials, sweep, images, (), advance)
         rows = with_curves([evaluated.row for evaluated in results])
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return pd.DataFrame(rows, columns=columns_of(trained.task))
 
 
 def run_sweep(
@@ -126,25 +127,20 @@ def run_sweep(
     sweep: Sweep,
     folder: Path,
     title: str = "",
-    report: bool = False,
     claims: Sequence[Claim] = (),
     replace: bool = False,
-    photographs: bool = True,
-    rescue: bool = False,
-    margin: float = MARGIN,
 ) -> list[Row]:
-    """Evaluate all tasks of `tasks_of(models, sweep)`, write the results into `folder`, and return the rows of its results.csv.
+    """Evaluate all trials of `trials_of(models, sweep)`, write the results into `folder`, and return the rows of its
+    results.csv.
 
     Writes results.csv, predictions.npz, translation.csv (with translations), bad_images.csv (with unreadable images), table.md,
-    claims.md (with claims) and plots/*.png; with `report`, pictures.json.gz, report.html and report.json; with `rescue`,
-    rescue.csv and rescue.md (`vitrel.evaluate.rescue`). Prints progress, then the advice and tables. title: of the
-    page and plots. photographs: whether the report may contain images of the data. margin: the loss in points of top-1 up to
-    which a size is called safe (`vitrel.evaluate.advice`).
+    claims.md (with claims) and plots/*.png; with `sweep.report`, pictures.json.gz, report.html and report.json. Prints
+    progress, then the advice and tables. title: of the page and plots.
 
     Rows in `folder` of the same weights, data and settings are reused, and rows of other models, sizes, protocols or policies
     are kept beside the new ones. ValueError, before anything is computed, where rows in the folder and new ones may not share a
-    table (`not_comparable`). With `replace`, where the folder has rows that are not among these tasks, its files are first
-    moved into a folder replaced-1 in it (the path is printed), and only rows of these tasks are kept. Files are written as
+    table (`not_comparable`). With `replace`, where the folder has rows that are not among these trials, its files are first
+    moved into a folder replaced-1 in it (the path is printed), and only rows of these trials are kept. Files are written as
     rows are added; after an exception, a note on it (`add_note`) says how many rows are saved.
     """
     for train_size, sizes in dict.fromkeys((trained.img_size, sizes_of(trained, sweep)) for trained in models):
@@ -152,31 +148,29 @@ def run_sweep(
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         images = Images(sweep)
-        tasks = _keyed_tasks(models, sweep, images)
-        tables = _opened([key for _, key in tasks], folder, replace)
-        print(_header(models, sweep, tasks, images, tables), flush=True)
+        trials = _keyed_trials(models, sweep, images)
+        tables = _opened([key for _, key in trials], folder, replace)
+        print(_header(models, sweep, trials, images, tables), flush=True)
         try:
             previous = [*tables.rows.values()]
-            with _progress(_left(tasks, previous, sweep), len(tasks)) as advance:
-                for result in _measured(lambda: tasks, sweep, images, previous, advance):
+            with _progress(_left(trials, previous, sweep), len(trials)) as advance:
+                for result in _measured(lambda: trials, sweep, images, previous, advance):
                     tables.add(result)
             rows = with_curves([result.row for result in tables.rows.values()])
             tables.write(rows)
-            if rescue:
-                write_rescue(models, sweep, images, folder)
             scores = read_scores(folder)
-            judged = judge(rows, scores, margin, folder)
+            judged = judge(rows, scores, sweep.margin)
             _show(judged, folder, shown(title))
             if claims:
                 _write_claims(claims, rows, scores, folder)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
-            if report:
+            if sweep.report:
                 from vitrel.evaluate.page import write_html
                 from vitrel.evaluate.page.pictures import collect_pictures
 
-                collect_pictures(models, sweep, folder, rows=rows, images=photographs)
-                write_html(folder, shown(title), photographs, margin)
+                collect_pictures(models, sweep, folder, rows=rows)
+                write_html(folder, shown(title), sweep.photographs, sweep.margin)
         except BaseException as error:
             saved = tables.write_rest()
             if isinstance(error, RuntimeError) and (text := lack_of(error)):
@@ -186,29 +180,29 @@ def run_sweep(
     return rows
 
 
-def describe_tasks(models: Sequence[TrainedModel], sweep: Sweep, folder: Path, replace: bool = False) -> str:
-    """Return the dry run of `run_sweep` as text: a Markdown table with a line per task (resampling, cost, whether `folder` has
+def describe_trials(models: Sequence[TrainedModel], sweep: Sweep, folder: Path, replace: bool = False) -> str:
+    """Return the dry run of `run_sweep` as text: a Markdown table with a line per trial (resampling, cost, whether `folder` has
     it), and what would happen to other rows in `folder`.
 
     Raises ValueError as the evaluation would, for sizes that a model does not support and classes that do not match.
     """
     previous, images, static = read_folder(folder), Images(sweep), {}
-    by_key, tasks = _gathered(lambda: _keyed_tasks(models, sweep, images), previous)
+    by_key, trials = _gathered(lambda: _keyed_trials(models, sweep, images), previous)
     lines, ready, counts = [], 0, set()
-    check_tasks([task for task, _ in tasks], sweep, images)
-    for task, key in tasks:
-        counts.add(len(images.dataset(task.preprocessing)))
-        configuration = id(task.trained), task.size, task.budget, task.policy
+    check_trials([trial for trial, _ in trials], sweep, images)
+    for trial, key in trials:
+        counts.add(len(images.dataset(trial.preprocessing)))
+        configuration = id(trial.trained), trial.size, trial.budget, trial.policy
         if configuration not in static:
-            static[configuration] = static_columns_of(task, images)
-        is_done = complete(by_key.get(row_key(key)), task, sweep)
+            static[configuration] = static_columns_of(trial, images)
+        is_done = complete(by_key.get(row_key(key)), trial, sweep)
         ready += is_done
-        lines.append(_line(task, static[configuration], is_done))
+        lines.append(_line(trial, static[configuration], is_done))
     about = "".join(f"  {name}: {COLUMNS[column].partition('; native')[0]}\n" for name, column in EXPLAINED.items())
     number = " or ".join(f"{count:,}" for count in sorted(counts))
     pixels = ", ".join(map(str, sweep.translations))
     translated = f", translated by {pixels} px at the training size" if pixels else ""
-    others, difference = _other_rows(previous, [key for _, key in tasks])
+    others, difference = _other_rows(previous, [key for _, key in trials])
     note = ""
     if others and replace:
         note = f"{len(others)} other rows there would be moved into a folder replaced-N.\n"
@@ -224,139 +218,141 @@ def evaluate_rows(
     models: Sequence[TrainedModel],
     sweep: Sweep,
     previous: Iterable[Evaluated] = (),
-    advance: Callable[[Task, float], None] = lambda task, share: None,
+    advance: Callable[[Trial, float], None] = lambda trial, share: None,
     source: Source | None = None,
 ) -> Iterator[Evaluated]:
-    """Yield the result of every task of `tasks_of(models, sweep)`, in its order, as soon as it is measured.
+    """Yield the result of every trial of `trials_of(models, sweep)`, in its order, as soon as it is measured.
 
     previous: existing results (of process 0), which are yielded instead where they have the same weights, data and settings.
-    `advance(task, share)` is called after every batch; the shares of a task add up to 1. source: see `Images`. The columns
-    best_size and top1_area are left empty (`with_curves` fills them).
+    `advance(trial, share)` is called after every batch; the shares of a trial add up to 1. source: see `Images`. The columns
+    best_size and top1_area (miou_area) are left empty (`with_curves` fills them).
     """
     images = Images(sweep, source)
-    yield from _measured(lambda: _keyed_tasks(models, sweep, images), sweep, images, previous, advance)
+    yield from _measured(lambda: _keyed_trials(models, sweep, images), sweep, images, previous, advance)
 
 
 def _measured(
-    keyed: Callable[[], list[tuple[Task, Row]]],
+    keyed: Callable[[], list[tuple[Trial, Row]]],
     sweep: Sweep,
     images: Images,
     previous: Iterable[Evaluated],
-    advance: Callable[[Task, float], None],
+    advance: Callable[[Trial, float], None],
 ) -> Iterator[Evaluated]:
-    """Yield the result of every task that `keyed` returns (as `_keyed_tasks`), in order, with its whole row.
+    """Yield the result of every trial that `keyed` returns (as `_keyed_trials`), in order, with its whole row.
 
     A complete result in `previous` with the same `row_key` is yielded instead of measuring; see `evaluate_rows`.
     """
-    by_key, tasks = _gathered(keyed, previous)
-    reference: dict[tuple[int, str, float], float] = {}  # top-1 at the training size, by model, protocol and crop
+    by_key, trials = _gathered(keyed, previous)
+    reference: dict[tuple[int, str, float], float] = {}  # the metric at the training size, by model, protocol and crop
     static: dict[tuple, Row] = {}
-    check_tasks([task for task, _ in tasks], sweep, images)
-    for task, key in tasks:
+    check_trials([trial for trial, _ in trials], sweep, images)
+    for trial, key in trials:
         former = result = by_key.get(row_key(key))
-        if not complete(result, task, sweep):
-            configuration = task.trained.name, task.trained.label, task.size, task.budget, task.policy  # seeds share it
+        if not complete(result, trial, sweep):
+            configuration = trial.trained.name, trial.trained.label, trial.size, trial.budget, trial.policy  # seeds share it
             if configuration not in static:
                 # only process 0 writes rows; of several processes the last one measures attention meanwhile
                 first = rank_and_world()[0] == 0
-                static[configuration] = static_columns_of(task, images, sweep.border_leak, sweep.batch_size) if first else {}
-            result = measure(task, sweep, images, advance)
+                static[configuration] = static_columns_of(trial, images, sweep.border_leak, sweep.batch_size) if first else {}
+            result = measure(trial, sweep, images, advance)
             row = key | static[configuration] | result.row
             result = result._replace(row=row, translation=_all_translations(former, result))
         else:
-            advance(task, 1.0)
-        row, curve = result.row, (id(task.trained), task.protocol, task.crop_pct)
-        if task.size == task.trained.img_size:  # comes first; in the native protocol its first budget is that of the size
-            reference.setdefault(curve, row["top1"])
+            advance(trial, 1.0)
+        row, curve = result.row, (id(trial.trained), trial.protocol, trial.crop_pct)
+        if trial.size == trial.trained.img_size:  # comes first; in the native protocol its first budget is that of the size
+            reference.setdefault(curve, main_metric(row))
         at_training = reference.get(curve, 0.0)  # 0 where the training size is skipped
-        retention = round(row["top1"] / at_training, 4) if at_training else float("nan")
-        yield result._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
+        retention = round(main_metric(row) / at_training, 4) if at_training else float("nan")
+        yield result._replace(row=row | {"retention": retention, "best_size": "", f"{trial.task.metric}_area": float("nan")})
 
 
-def _keyed_tasks(models: Sequence[TrainedModel], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
-    """Every task of a sweep with the columns that are known before it runs."""
+def _keyed_trials(models: Sequence[TrainedModel], sweep: Sweep, images: Images) -> list[tuple[Trial, Row]]:
+    """Every trial of a sweep with the columns that are known before it runs."""
     common, of_model = environment(sweep.data, images.source is not None), {}
-    tasks = tasks_of(models, sweep)
-    for task in tasks:
-        if id(task.trained) not in of_model:
-            mapping = class_map(task.trained, class_names_of(task, images))
-            of_model[id(task.trained)] = {"class_map": mapping, "state_hash_before": state_hash(task.trained.model)}
-    common |= {"images": images.digest(tasks[0].preprocessing)} if tasks else {}
-    return [(task, settings_columns(task, sweep) | common | of_model[id(task.trained)]) for task in tasks]
+    trials = trials_of(models, sweep)
+    for trial in trials:
+        if id(trial.trained) not in of_model:
+            mapping = class_map(trial.trained, class_names_of(trial, images))
+            of_model[id(trial.trained)] = {"class_map": mapping, "state_hash_before": state_hash(trial.trained.model)}
+    common |= {"images": images.digest(trials[0].preprocessing)} if trials else {}
+    return [(trial, settings_columns(trial, sweep) | common | of_model[id(trial.trained)]) for trial in trials]
 
 
-def _left(keyed: Iterable[tuple[Task, Row]], results: Iterable[Evaluated], sweep: Sweep) -> list[Task]:
-    """The tasks that are not complete in existing results."""
+def _left(keyed: Iterable[tuple[Trial, Row]], results: Iterable[Evaluated], sweep: Sweep) -> list[Trial]:
+    """The trials that are not complete in existing results."""
     by_key = {row_key(result.row): result for result in results}
-    return [task for task, key in keyed if not complete(by_key.get(row_key(key)), task, sweep)]
+    return [trial for trial, key in keyed if not complete(by_key.get(row_key(key)), trial, sweep)]
 
 
 @contextmanager
-def _progress(left: Sequence[Task], total: int) -> Iterator[Callable[[Task, float], None]]:
-    """Context manager that gives advance(task, share), and reports progress by the time that the tasks in `left` will take.
+def _progress(left: Sequence[Trial], total: int) -> Iterator[Callable[[Trial, float], None]]:
+    """Context manager that gives advance(trial, share), and reports progress by the time that the trials in `left` will take.
 
     It is taken to be proportional to the multiply-adds of all passes; those of a model grow with the area of the image.
     """
-    models = {(task.trained.name, task.trained.label): task.trained for task in left}
+    models = {(trial.trained.name, trial.trained.label): trial.trained for trial in left}
     per_pixel = dict.fromkeys(models, 1.0)
     if len(models) > 1:
         per_pixel = {key: gflops(one.model, one.img_size) / math.prod(one.img_size) for key, one in models.items()}
     costs = {
-        id(task): per_pixel[task.trained.name, task.trained.label] * math.prod(task.size) * (1 + len(task.translations))
-        for task in left
+        id(trial): per_pixel[trial.trained.name, trial.trained.label] * math.prod(trial.size) * (1 + len(trial.translations))
+        for trial in left
     }
     with progress(total, "rows", work=sum(costs.values())) as advance:
-        yield lambda task, share: advance(share, task.name, costs.get(id(task), 0.0))
+        yield lambda trial, share: advance(share, trial.name, costs.get(id(trial), 0.0))
 
 
 def _gathered(
-    keyed: Callable[[], list[tuple[Task, Row]]], previous: Iterable[Evaluated]
-) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Task, Row]]]:
-    """The existing results of process 0 by `row_key`, and the tasks; ValueError where processes differ in weights or images."""
-    tasks: list[tuple[Task, Row]] = []
+    keyed: Callable[[], list[tuple[Trial, Row]]], previous: Iterable[Evaluated]
+) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Trial, Row]]]:
+    """The existing results of process 0 by `row_key`, and the trials; ValueError where processes differ in
+    weights or images.
+    """
+    trials: list[tuple[Trial, Row]] = []
 
     def of_this_process() -> tuple[list[Evaluated], list[str], list[str]]:
-        tasks[:] = keyed()
-        return [*previous], [key["state_hash_before"] for _, key in tasks], [key["images"] for _, key in tasks]
+        trials[:] = keyed()
+        return [*previous], [key["state_hash_before"] for _, key in trials], [key["images"] for _, key in trials]
 
     (results, hashes, digests), *others = on_all(of_this_process)
     if any(other != hashes for _, other, _ in others):
         raise ValueError("the processes hold different weights: give all of them the same checkpoints")
     if any(other != digests for *_, other in others):
         raise ValueError("the processes see different images: give all of them the same data")
-    return {row_key(result.row): result for result in results}, tasks
+    return {row_key(result.row): result for result in results}, trials
 
 
 def _all_translations(former: Evaluated | None, new: Evaluated) -> list[Row]:
-    """The lines of translation.csv of a repeated task: the new ones, and former ones of other translations."""
+    """The lines of translation.csv of a repeated trial: the new ones, and former ones of other translations."""
     repeated = {line["translation"] for line in new.translation}
     kept = [line for line in former.translation if line["translation"] not in repeated] if former else []
     return sorted([*kept, *new.translation], key=lambda line: line["translation"])
 
 
 def _header(
-    models: Sequence[TrainedModel], sweep: Sweep, keyed: Sequence[tuple[Task, Row]], images: Images, tables: Tables
+    models: Sequence[TrainedModel], sweep: Sweep, keyed: Sequence[tuple[Trial, Row]], images: Images, tables: Tables
 ) -> str:
     """Three lines printed at the start: the models, the images and sizes, the number of rows and the output folder."""
-    tasks = [task for task, _ in keyed]
+    trials = [trial for trial, _ in keyed]
     texts = [
         f"{model.label} ({model.model.num_classes} classes, trained at {format_size(model.img_size)} px)" for model in models
     ]
-    sizes = ", ".join(dict.fromkeys(format_size(task.size) for task in tasks))
-    ready = len(tasks) - len(_left(keyed, tables.rows.values(), sweep))
-    count = f"{len(images.dataset(tasks[0].preprocessing)):,} " if tasks else ""
+    sizes = ", ".join(dict.fromkeys(format_size(trial.size) for trial in trials))
+    ready = len(trials) - len(_left(keyed, tables.rows.values(), sweep))
+    count = f"{len(images.dataset(trials[0].preprocessing)):,} " if trials else ""
     return (
         f"evaluating {', '.join(dict.fromkeys(texts))}\n"
         f"on {count}images of {shown(sweep.data)} at {sizes} px, protocol {' and '.join(sweep.protocols)}\n"
-        f"{len(tasks)} rows, {ready} of them done already; output folder {tables.folder}"
+        f"{len(trials)} rows, {ready} of them done already; output folder {tables.folder}"
     )
 
 
 def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
     """Return the tables of the folder with the rows that are kept (see `run_sweep`).
 
-    With `replace`, where the folder has rows of other tasks, its files are first moved into replaced-N. keys: columns of every
-    task that are known before it runs. ValueError, without `replace`, for rows that may not share a table with them.
+    With `replace`, where the folder has rows of other trials, its files are first moved into replaced-N. keys: columns of every
+    trial that are known before it runs. ValueError, without `replace`, for rows that may not share a table with them.
     """
     results, names = read_folder(folder), read_names(folder)
     others, difference = _other_rows(results, keys)
@@ -367,8 +363,8 @@ def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
         )
     if not replace or not others:
         return Tables(folder, results, names)
-    of_tasks = {row_key(key) for key in keys}
-    moved_to, kept = set_aside(folder), [result for result in results if row_key(result.row) in of_tasks]
+    of_trials = {row_key(key) for key in keys}
+    moved_to, kept = set_aside(folder), [result for result in results if row_key(result.row) in of_trials]
     tables = Tables(folder, kept, names)
     if kept:
         tables.write()
@@ -381,8 +377,8 @@ def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
 
 def _other_rows(results: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list[Evaluated], str]:
     """Results of a folder whose key is none of `keys`, and why they may not share a table with those; "" if they may."""
-    of_tasks = {row_key(key) for key in keys}
-    others = [result for result in results if row_key(result.row) not in of_tasks]
+    of_trials = {row_key(key) for key in keys}
+    others = [result for result in results if row_key(result.row) not in of_trials]
     return others, not_comparable([result.row for result in others], keys)
 
 
@@ -393,7 +389,7 @@ def _show(judged: Judged, folder: Path, title: str) -> None:
     print(f"\n{summary(judged)}", flush=True)
     from vitrel.evaluate.page import plot_all  # only where a folder is written
 
-    plot_all(judged.rows, folder / "plots", title)
+    plot_all(judged, folder / "plots", title)
 
 
 def _write_claims(claims: Sequence[Claim], rows: Sequence[Row], scores: Scores, folder: Path) -> None:
@@ -409,18 +405,18 @@ def _noted(error: BaseException, note: str) -> BaseException:
     return error
 
 
-def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
+def _line(trial: Trial, costs: Row, is_done: bool) -> list[Any]:
     """A line of the dry run's table, with the columns HEAD."""
 
     def number(name: str, form: str) -> str:
         return "-" if costs[name] != costs[name] else format(costs[name], form)
 
     return [
-        task.trained.label,
-        format_size(task.size),
-        task.protocol if task.budget is None else f"{task.protocol}, {task.budget}t",
-        f"{task.crop_pct:g}" + (f", {task.crop_mode}" if task.crop_mode not in ("", "center") else ""),
-        task.policy,
+        trial.trained.label,
+        format_size(trial.size),
+        trial.protocol if trial.budget is None else f"{trial.protocol}, {trial.budget}t",
+        f"{trial.crop_pct:g}" + (f", {trial.crop_mode}" if trial.crop_mode not in ("", "center") else ""),
+        trial.policy,
         number("tokens", ",.0f"),
         number("gflops", ".3g"),
         costs["window"],

@@ -19,7 +19,7 @@ a proportion, Bonett and Price 2012 for a difference): no interval then has a wi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ class Estimate:
 
     mean: the estimate. center: the middle of its intervals, with the four added images. seeds, images: their numbers. between:
     variance of a single seed's mean; 0 with one seed, where it is not known. shared: variance that all seeds have in common,
-    because they score the same images. noise: the part of `between` that more images would reduce.
+    because they score the same images. noise: the part of `between` that more images would reduce. freedom: degrees of freedom
+    of `between`, None: seeds - 1.
     """
 
     mean: Number
@@ -53,6 +54,7 @@ class Estimate:
     between: Number
     shared: Number
     noise: Number = 0.0
+    freedom: int | None = None
 
     @property
     def variance(self) -> Number:
@@ -61,7 +63,10 @@ class Estimate:
 
     def half(self, tail: Number = TAIL) -> Number:
         """Return the distance of an interval's end from its center, in points; tail: probability of error beyond this end."""
-        return _critical(self.seeds, self.between / self.seeds / self.variance, tail) * np.sqrt(self.variance)
+        return self._critical(tail) * np.sqrt(self.variance)
+
+    def _critical(self, tail: Number) -> Number:
+        return _critical(self.seeds, self.between / self.seeds / self.variance, tail, self.freedom)
 
     def low(self, tail: Number = TAIL) -> Number:
         """Return the lower end of the interval, in points."""
@@ -90,13 +95,13 @@ class Estimate:
 
     def _tail_at(self, distance: Number) -> Number:
         """The tail at which `half` is `distance`, at least 1e-18."""
-        weight, target = self.between / self.seeds / self.variance, np.abs(distance) / np.sqrt(self.variance)
+        target = np.abs(distance) / np.sqrt(self.variance)
         if self.seeds == 1:
             return ndtr(-distance / np.sqrt(self.variance))
         low, high = np.full(np.shape(target), math.log(1e-18)), np.full(np.shape(target), math.log(0.5))
         for _ in range(32):
             middle = (low + high) / 2
-            inside = _critical(self.seeds, weight, np.exp(middle)) > target
+            inside = self._critical(np.exp(middle)) > target
             low, high = np.where(inside, middle, low), np.where(inside, high, middle)
         return np.where(np.asarray(distance) < 0, 1 - np.exp(high), np.exp(high))
 
@@ -195,13 +200,27 @@ def holm(p: Number, tail: float = TAIL) -> np.ndarray:
 def p_values(estimates: Sequence[Estimate], value: float = 0.0, above: bool = True) -> np.ndarray:
     """Return `p_above` (or `p_below`) of each of several estimates, computed together: [estimates]."""
     found = np.empty(len(estimates))
-    for seeds in {one.seeds for one in estimates}:
-        at = [index for index, one in enumerate(estimates) if one.seeds == seeds]
+    for seeds, freedom in {(one.seeds, one.freedom) for one in estimates}:
+        at = [index for index, one in enumerate(estimates) if (one.seeds, one.freedom) == (seeds, freedom)]
         names = ("mean", "center", "between", "shared", "noise")
         arrays = {name: np.array([getattr(estimates[index], name) for index in at]) for name in names}
-        together = Estimate(seeds=seeds, images=0, **arrays)
+        together = Estimate(seeds=seeds, images=0, freedom=freedom, **arrays)
         found[at] = together.p_above(value) if above else together.p_below(value)
     return found
+
+
+def pooled(estimates: Sequence[Estimate], models: int) -> list[Estimate]:
+    """Return the differences of all pairs of several models, with the variance over seeds that these have together.
+
+    The mean of `between` over the pairs is, but for a constant, the mean square of the interaction of models and seeds, which
+    has (models - 1) * (seeds - 1) degrees of freedom. Where the models differ in how much their seeds vary, it would be too
+    small for some pairs: a pair of its own larger variance keeps that. Estimates of one seed are returned as they are.
+    """
+    if models < 3 or not estimates or estimates[0].seeds < 2:
+        return [*estimates]
+    together = float(np.mean([one.between for one in estimates]))
+    freedom = (models - 1) * (estimates[0].seeds - 1)
+    return [replace(one, between=max(float(one.between), together), freedom=freedom) for one in estimates]
 
 
 def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 1_000_000) -> tuple[int | None, int | None]:
@@ -221,10 +240,10 @@ def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 
     return images, seeds
 
 
-def _critical(seeds: int, weight: Number, tail: Number) -> Number:
-    """Cochran's critical value; weight: the share of the variance that is known from the seeds alone."""
+def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = None) -> Number:
+    """Cochran's critical value; weight: the share of the variance that is known from the seeds alone, with `freedom`."""
     normal = -ndtri(tail)
-    return normal if seeds == 1 else normal + weight * (-stdtrit(seeds - 1, tail) - normal)
+    return normal if seeds == 1 else normal + weight * (-stdtrit(freedom or seeds - 1, tail) - normal)
 
 
 def _first(holds: Any, start: int, most: int) -> int | None:

@@ -12,6 +12,7 @@ PROTOCOLS = ("scale", "canvas", "native")
 
 
 DEFAULT_PROTOCOLS = PROTOCOLS[:2]
+MARGIN = 2.0  # points
 
 
 Row = dict[str, Any]
@@ -25,22 +26,27 @@ class Sweep:
     at the largest square of whole patches within the budget. protocols: how images fill a size, of "scale", "canvas" and
     "native"; "native" takes a size as a budget: every image keeps its aspect ratio and has at most the patch tokens of that
     size. policies: evaluate only these policies of windows and encodings (None: all; a model with none of them keeps its
-    default). n: number of images (None: all), drawn with the seed `data_seed`. batch_size: halved when memory runs out.
-    workers: processes that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16"
-    (autocast). on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
-    follow_links: also search folders that are linked inside class folders. val_fraction: share of the images to evaluate where
-    the data has no evaluation split, as in `vitrel.data.Reading`. crop_pct: shares of the resized image that the
-    center crop keeps, each evaluated (None: the model's default). translations: numbers of pixels by which the content is
-    translated down and right at the training size, each evaluated. attention_n: number of images for the attention statistics,
-    0 for none. border_leak: test whether tokens see the opposite border (models with windows; seconds per size). skip:
-    combinations to leave out, such as "192x192 canvas". compile: run the models through torch.compile. optimize: run them
-    through vitrel.optimize (CPU only); rows made without it stay valid, because it changes only speed and memory.
+    default). extrapolation: options that act at other sizes without training, each evaluated in addition to every policy:
+    "linear", "ntk", "yarn" (RoPE scaling) and "log_n" (attention temperature), or several joined by "+". n: number of images
+    (None: all), drawn with the seed `data_seed`. batch_size: halved when memory runs out. workers: processes that decode
+    images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16" (autocast). on_bad_image: "raise"
+    ends the evaluation at an unreadable image, "count" leaves it out and counts it. follow_links: also search folders that are
+    linked inside class folders. val_fraction: share of the images to evaluate where the data has no evaluation split, as in
+    `vitrel.data.Reading`. crop_pct: shares of the resized image that the center crop keeps, each evaluated (None: the model's
+    default). translations: numbers of pixels by which the content is translated down and right at the training size, each
+    evaluated. attention_n: number of images for the attention statistics, 0 for none. border_leak: test whether tokens see the
+    opposite border (models with windows; seconds per size). skip: combinations to leave out, such as "192x192 canvas". compile:
+    run the models through torch.compile. optimize: run them through vitrel.optimize (CPU only); rows made without it stay
+    valid, because it changes only speed and memory. margin: the loss, in points, that does not matter
+    (`vitrel.evaluate.advice`). report: write report.html into an output folder. photographs: whether it may contain images of
+    the data.
     """
 
     data: str
     sizes: tuple[Size | Budget, ...]
     protocols: tuple[str, ...] = DEFAULT_PROTOCOLS
     policies: tuple[str, ...] | None = None
+    extrapolation: tuple[str, ...] = ()
     n: int | None = None
     data_seed: int = 0
     batch_size: int = 128
@@ -57,6 +63,9 @@ class Sweep:
     skip: tuple[str, ...] = ()
     compile: bool = False
     optimize: bool = False
+    margin: float = MARGIN
+    report: bool = False
+    photographs: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "protocols", tuple(dict.fromkeys(self.protocols)))  # a duplicate would count as a second seed
@@ -81,10 +90,13 @@ class Sweep:
             raise ValueError("the native protocol does not crop: leave crop_pct out")
         if self.on_bad_image not in ("raise", "count"):
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
+        if not 0 < self.margin < 100:
+            raise ValueError(f"the margin is a loss in points and must be above 0, got {self.margin:g}")
         for name, least in (("batch_size", 1), ("attention_n", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         object.__setattr__(self, "skip", tuple(self.skip))
+        object.__setattr__(self, "extrapolation", tuple(dict.fromkeys(self.extrapolation)))
         combinations = {f"{format_size(size)} {protocol}" for size in self.sizes for protocol in self.protocols}
         if unknown := sorted({*self.skip} - combinations):
             raise ValueError(

@@ -7,7 +7,6 @@ versions may not share a table (`not_comparable`). `aggregate` merges the rows o
 and writes files, and nothing else, because its columns of text change their type with the packages that are installed.
 """
 
-import csv
 import json
 import math
 import platform
@@ -35,11 +34,10 @@ from vitrel.common.sizes import format_size, parse_size
 from vitrel.data import SHAPES
 from vitrel.evaluate.measure import Evaluated
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
-from vitrel.evaluate.prepare import ImageList
-from vitrel.evaluate.score import NO_CLASS, Predicted
 from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means
 from vitrel.evaluate.sweep import Row, Sweep
-from vitrel.evaluate.tasks import Task, line_columns
+from vitrel.evaluate.tasks import TASKS, ImageList, Predicted, Task, task_named, task_of
+from vitrel.evaluate.trials import Trial, line_columns
 from vitrel.inspect.attention import NEGLIGIBLE
 
 with optional_import():
@@ -49,8 +47,15 @@ with optional_import():
 PREDICTIONS = "predictions.npz"
 Key = tuple[str, ...]
 
-# Names and units as in timm's result CSVs where timm has them.
+
+def _of_tasks(chosen: Callable[[str], bool]) -> dict[str, str]:
+    """Columns of all tasks that are chosen by name."""
+    return {key: text for name in TASKS for key, text in task_named(name).columns.items() if chosen(key)}
+
+
+# Names and units as in timm's result CSVs where timm has them. A table has the columns of its task only.
 COLUMNS = {
+    "task": "what is predicted",
     "model": "timm name",
     "model_args": "arguments of the model as JSON, where the checkpoint does not contain them",
     "label": "name in tables and plots",
@@ -62,22 +67,13 @@ COLUMNS = {
     "image shows more content or padding; native: the whole image at its own aspect ratio",
     "budget": "native: maximum number of patch tokens of an image, by default those of img_size; else empty",
     "policy": "policies of windows, then of encodings, joined by +; none where all policies give the same model",
-    "top1": "top-1 accuracy, percent",
-    "top1_err": "100 - top1",
-    "top1_low": "lower end of the 95 % Wilson interval over images",
-    "top1_high": "upper end of the 95 % Wilson interval over images",
-    "top1_among": "top-1 accuracy among the data's classes only, percent; empty where the model has no others "
-    "or is restricted to them",
-    "top5": "top-5 accuracy, label among the 5 highest logits, percent (100 with 5 classes or fewer)",
-    "top5_err": "100 - top5",
-    "nll": "mean negative log-likelihood, nats",
-    "ece": "expected calibration error, percent, 15 equal bins of the confidence",
+    **_of_tasks(lambda name: not name.endswith("_area")),
     "n": "number of images",
-    "majority": "share of the most frequent class, percent: top1 of always predicting that class",
+    "majority": "accuracy (top-1, or mIoU) of always predicting the most frequent class, percent",
     "left_out": "number of images that could not be read; bad_images.csv names them",
-    "retention": "top1 / top1 at the training size, same protocol and crop",
-    "best_size": "smallest size with the highest top1 for the same model, seed, protocol, crop and policy",
-    "top1_area": "area under the curve of top1 over log2 sqrt(height x width), divided by its width: a mean in percent",
+    "retention": "top-1, or mIoU, divided by that at the training size, same protocol and crop",
+    "best_size": "smallest size with the highest top-1, or mIoU, for the same model, seed, protocol, crop and policy",
+    **_of_tasks(lambda name: name.endswith("_area")),
     "tokens": "patch tokens, without class tokens; native: mean over images",
     "window": "window of every stage in tokens, height x width; native: at img_size",
     "pad_fraction": "share of padding in the grid that a stage's windows cover, for every stage; native: mean as for gflops",
@@ -157,12 +153,11 @@ TEXT = (
 )
 # columns that identify the predictions and lines of translation.csv of a row
 LINE_KEY = ("label", "seed", "img_size", "protocol", "budget", "policy", "crop_pct")
-TRANSLATION = (*LINE_KEY, "translation", "n", "top1", "top1_low", "top1_high")
 # columns that must be equal for a row to be reused: all that its figures depend on, except speed and memory. The column images
 # identifies the images, wherever they are stored and however they were chosen; batch size and threads change only the last bits
 # of logits
 KEY = (
-    "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "budget", "policy", "crop_pct",
+    "task", "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "budget", "policy", "crop_pct",
     "crop_mode", "interpolation", "mean", "std", "class_map", "images", "decoder", "resize_backend", "compile", "dtype",
     "device", "torch", "torchvision", "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
@@ -175,19 +170,20 @@ OF_ALL = tuple(name for name in KEY if name not in LINE_KEY + OF_MODEL)
 CHOICE = ("data", "links", "data_seed", "n_asked")  # columns that determine which images are used
 TRANSLATIONS = "translation.csv"
 BAD_IMAGES = "bad_images.csv"
-PAGES = ("table.md", "claims.md", "rescue.csv", "rescue.md", "plots", "pictures.json.gz", "report.html", "report.json")
+PAGES = ("table.md", "claims.md", "plots", "pictures.json.gz", "report.html", "report.json")
 FILES = ("results.csv", PREDICTIONS, TRANSLATIONS, BAD_IMAGES, *PAGES)  # all files of an evaluation
 WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
 MEANS = [
-    "top1", "top1_among", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
-    "attention_distance", "attention_distance_share", "position_share",
+    *dict.fromkeys(name for task in TASKS for name in task_named(task).means),
+    "retention", "infer_samples_per_sec", "attention_entropy", "attention_span", "attention_distance",
+    "attention_distance_share", "position_share",
 ]  # fmt: skip
 
 
-def settings_columns(task: Task, sweep: Sweep) -> Row:
-    """Return the columns of a task's settings: model, data, preprocessing, options of the evaluation, device."""
-    trained = task.trained
-    return line_columns(task) | {
+def settings_columns(trial: Trial, sweep: Sweep) -> Row:
+    """Return the columns of a trial's settings: model, data, preprocessing, options of the evaluation, device."""
+    trained = trial.trained
+    return line_columns(trial) | {
         "data": shown(sweep.data),
         "model": trained.name,
         "model_args": trained.model_args,
@@ -198,7 +194,7 @@ def settings_columns(task: Task, sweep: Sweep) -> Row:
         "n_asked": sweep.n,
         "batch_asked": sweep.batch_size,
         "attention_n": sweep.attention_n,
-        "crop_mode": task.crop_mode,
+        "crop_mode": trial.crop_mode,
         "interpolation": trained.interpolation,
         "mean": " ".join(f"{value:g}" for value in trained.mean),
         "std": " ".join(f"{value:g}" for value in trained.std),
@@ -258,16 +254,16 @@ def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> s
     return "; ".join(differences[:most]) + (f"; and {len(differences) - most} more" if len(differences) > most else "")
 
 
-def complete(evaluated: Evaluated | None, task: Task, sweep: Sweep) -> bool:
-    """Whether an existing result has all that a task needs: predictions, translations, attention of the same number of images,
+def complete(evaluated: Evaluated | None, trial: Trial, sweep: Sweep) -> bool:
+    """Whether an existing result has all that a trial needs: predictions, translations, attention of the same number of images,
     and no unreadable images where these are errors. False for None.
     """
     if evaluated is None or (evaluated.row["left_out"] and sweep.on_bad_image == "raise"):
         return False
-    if evaluated.predicted is None or evaluated.row["ece"] != evaluated.row["ece"]:
+    if evaluated.predicted is None:
         return False
     translations = {int(line["translation"]) for line in evaluated.translation}
-    return sweep.attention_n in (0, evaluated.row["attention_n"]) and set(task.translations) <= translations
+    return sweep.attention_n in (0, evaluated.row["attention_n"]) and set(trial.translations) <= translations
 
 
 class Tables:
@@ -349,9 +345,11 @@ def read_translation(folder: Path) -> list[Row]:
     if not path.exists():
         return []
     frame = read_frame(path, ("label",))
-    if missing := [column for column in TRANSLATION if column not in frame]:
+    frame = frame.assign(task=frame["task"] if "task" in frame else TASKS[0]).astype(object)
+    columns = translation_columns(frame["task"].iloc[0] if len(frame) else TASKS[0])
+    if missing := [column for column in columns if column not in frame]:
         raise ValueError(f"{path} has no column {missing[0]!r}: move it away and run again")
-    frame = frame.reindex(columns=list(TRANSLATION)).astype(object)
+    frame = frame.reindex(columns=columns)
     return frame.where(frame.notna(), None).to_dict("records")
 
 
@@ -360,25 +358,18 @@ def read_names(folder: Path) -> list[str]:
     return read_frame(folder / BAD_IMAGES, ("image",))["image"].tolist() if (folder / BAD_IMAGES).exists() else []
 
 
-def read_rescue(folder: str | Path) -> list[dict[str, str]]:
-    """Read the rows of rescue.csv in `folder` as text; [] without the file."""
-    path = Path(folder) / "rescue.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [*csv.DictReader(file)]
-
-
 def write_folder(results: Sequence[Evaluated], folder: Path) -> None:
     """Write predictions.npz, translation.csv (only where there are translations) and results.csv.
 
     results.csv comes last: a row in it then always has its lines and predictions.
     """
     predictions = {line_key(evaluated.row): evaluated.predicted for evaluated in results if evaluated.predicted is not None}
-    write_predictions(predictions, folder)
+    write_predictions(predictions, folder, task_of(results[0].row) if results else None)
     lines = [line for evaluated in results for line in evaluated.translation]
     if lines or (folder / TRANSLATIONS).exists():
-        write_frame(pd.DataFrame(lines, columns=list(TRANSLATION)), folder / TRANSLATIONS)
+        write_frame(
+            pd.DataFrame(lines, columns=[*(lines[0] if lines else (*LINE_KEY, "translation", "n"))]), folder / TRANSLATIONS
+        )
     write_csv([evaluated.row for evaluated in results], folder / "results.csv")
 
 
@@ -408,9 +399,21 @@ def read_frame(path: Path, text: Iterable[str]) -> pd.DataFrame:
     return frame.assign(**{name: frame[name].map(unguarded) for name in text_columns})
 
 
+def columns_of(task: str) -> list[str]:
+    """Return the columns of results.csv for a task: COLUMNS without those of other tasks."""
+    others = {name for other in TASKS if other != task for name in task_named(other).columns}
+    return [name for name in COLUMNS if name not in others or name in task_named(task).columns]
+
+
+def translation_columns(task: str) -> list[str]:
+    """Return the columns of translation.csv for a task."""
+    metric = task_named(task).metric
+    return ["task", *LINE_KEY, "translation", "n", metric, f"{metric}_low", f"{metric}_high"]
+
+
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as results.csv, with the columns COLUMNS."""
-    write_frame(pd.DataFrame(rows, columns=list(COLUMNS)), path)
+    """Write rows of one task as results.csv."""
+    write_frame(pd.DataFrame(rows, columns=columns_of(rows[0]["task"] if rows else TASKS[0])), path)
 
 
 def read_csv(path: Path) -> list[Row]:
@@ -421,9 +424,12 @@ def read_csv(path: Path) -> list[Row]:
         frame = read_frame(path, TEXT)
     except pd.errors.EmptyDataError:
         frame = pd.DataFrame()
-    if missing := [name for name in COLUMNS if name not in frame]:
+    if "task" not in frame:  # files of versions that knew classification alone
+        frame["task"] = TASKS[0]
+    columns = columns_of(frame["task"].iloc[0] if len(frame) else TASKS[0])
+    if missing := [name for name in columns if name not in frame]:
         raise ValueError(f"{path} is not a results file of this version (no column {missing[0]!r}): move it away and run again")
-    return frame.reindex(columns=list(COLUMNS)).to_dict("records")
+    return frame.reindex(columns=columns).to_dict("records")
 
 
 class Scores:
@@ -436,28 +442,18 @@ class Scores:
         self._predictions = predictions
         self._arrays: dict[tuple[Key, str], np.ndarray] = {}
 
-    def of(self, rows: Sequence[Row], metric: str = "top1") -> np.ndarray | None:
+    def of(self, rows: Sequence[Row], metric: str) -> np.ndarray | None:
         """Return the scores [rows, images], NaN for unreadable images; None where a row has no predictions.
 
-        metric: "top1", or "top1_among", among the data's classes.
+        metric: one of `Task.metrics`.
         """
-        if not self._predictions:
-            return None
         keys = [line_key(row) for row in rows]
         if not all(key in self._predictions for key in keys):
             return None
         for key in keys:
             if (key, metric) not in self._arrays:
-                self._arrays[key, metric] = self._predictions[key].scores(metric)
+                self._arrays[key, metric] = task_of(rows[0]).scores(self._predictions[key], metric)
         return np.stack([self._arrays[key, metric] for key in keys])
-
-    def same(self, rows: Sequence[Row], others: Sequence[Row]) -> bool:
-        """Whether two groups of rows have predictions for the same seeds, and these are equal for every image."""
-        sides = [{as_text(row["seed"]): self._predictions.get(line_key(row)) for row in group} for group in (rows, others)]
-        if sides[0].keys() != sides[1].keys():
-            return False
-        pairs = [(sides[0][seed], sides[1][seed]) for seed in sides[0]]
-        return all(a is not None and b is not None and np.array_equal(a.predicted, b.predicted) for a, b in pairs)
 
 
 NO_SCORES = Scores({})
@@ -470,15 +466,20 @@ def read_scores(folder: Path | None) -> Scores:
 
 
 def metric_of(row: Row, metric: str) -> float:
-    """Return top1 or top1_among of a row, in percent; where a model has only the data's classes, the second is the first."""
+    """Return a metric of a row, in percent; where a model has only the data's classes, top1_among is top1."""
     value = row.get(metric, math.nan)
-    return row["top1"] if math.isnan(value) else value
+    return row[task_of(row).metric] if math.isnan(value) else value
+
+
+def main_metric(row: Row) -> float:
+    """Return the metric by which the models of a row's task are compared, in percent."""
+    return row[task_of(row).metric]
 
 
 class Sample(NamedTuple):
-    """The top-1 of a model at one size under one policy, for `contrast`.
+    """The accuracy of a model at one size under one policy, for `contrast`.
 
-    name: model, size and policy, for errors. seeds: as text. means: top-1 of each seed, percent. images: their number. scores:
+    name: model, size and policy, for errors. seeds: as text. means: of each seed, percent. images: their number. scores:
     [seeds, images], None without predictions.
     """
 
@@ -497,8 +498,9 @@ class Sample(NamedTuple):
         return self._replace(seeds=tuple(seeds), means=tuple(self.means[index] for index in at), scores=scores)
 
 
-def sample_of(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "top1") -> Sample:
-    """Return the sample of rows of one model, size and policy, one row per seed; metric: "top1" or "top1_among"."""
+def sample_of(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "") -> Sample:
+    """Return the sample of rows of one model, size and policy, one row per seed; metric: of `Task.metrics`, "" the first."""
+    metric = metric or task_of(rows[0]).metric
     by_seed = {as_text(row["seed"]): row for row in rows}
     first, kept = rows[0], [*by_seed.values()]
     name = f"{first['label']} at {first['img_size']} ({first['policy']})"
@@ -507,7 +509,7 @@ def sample_of(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "to
 
 
 def contrast(plus: Sequence[Sample], minus: Sequence[Sample] = ()) -> Estimate:
-    """Return the estimate of the sum of the mean top-1 of `plus` minus that of `minus`.
+    """Return the estimate of the sum of the means of `plus` minus that of `minus`.
 
     Samples are paired by seed, over the seeds that all have, or where every one has a single seed. Images are paired where all
     have scores; else `estimate_of_means` is wider. ValueError where no seed is common to all.
@@ -566,8 +568,8 @@ def protocol_order(protocol: str) -> tuple[bool, str]:
 def merged(protocol: str, group: Sequence[Row], scores: Scores = NO_SCORES) -> Row:
     """Return the aggregated row of one group of `groups_of`."""
     known = {name: [row[name] for row in group if known_number(row.get(name))] for name in (*MEANS, "peak_memory_mb")}
-    means = {name: sum(known[name]) / len(known[name]) if known[name] else math.nan for name in MEANS}
-    low, high, over = top1_interval(group, scores)
+    means = {name: sum(known[name]) / len(known[name]) if known[name] else math.nan for name in MEANS if name in group[0]}
+    low, high, over = mean_interval(group, scores)
     return (
         group[0]
         | {"protocol": protocol, **means, "seeds": len(group), "low": low, "high": high, "interval": over}
@@ -622,8 +624,8 @@ def by_area(size: str) -> tuple[int, int]:
     return height * width, height
 
 
-def top1_interval(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "top1") -> tuple[float, float, str]:
-    """95 % interval of a model's mean top-1 over seeds and images: (low, high, what it is over), in percent.
+def mean_interval(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "") -> tuple[float, float, str]:
+    """95 % interval of a model's mean metric over seeds and images: (low, high, what it is over), in percent.
 
     rows: one per seed, all on the same images. With one seed it is Wilson's interval over images.
     """
@@ -636,34 +638,33 @@ def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     """Yield (label, policy, rows) of aggregated rows: the curve over sizes of every model under every policy.
 
     The rows are those of the table, in its order, of all protocols: for one curve per protocol, pass the rows of one. A policy
-    that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that. A size at which
-    policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to "geometric+keep" and
-    "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
+    that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that at other sizes
+    only. A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
+    "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
     """
     by_label: dict[str, list[Row]] = defaultdict(list)
     for row in table:
         by_label[row["label"]].append(row)
     for label, group in by_label.items():
-        parts = {policy: policy_parts(policy) for policy in dict.fromkeys(row["policy"] for row in group)}
+        at: dict[str, dict[tuple[str, str], Row]] = defaultdict(dict)
+        for row in group:
+            at[row["policy"]][_at(row)] = row
+        parts = {policy: policy_parts(policy) for policy in at}
         for policy, names in parts.items():
-            if any(names < larger for larger in parts.values()):
+            if any(names < larger and not at[policy].keys() & at[other].keys() for other, larger in parts.items()):
                 continue
             fixed = {"fixed" if name in WINDOW_POLICIES else name for name in names}
-            direct = [parts[row["policy"]] <= names for row in group]
-            covered = {_at(row) for row, is_direct in zip(group, direct, strict=True) if is_direct}
-            yield (
-                label,
-                policy,
-                [
-                    row
-                    for row, is_direct in zip(group, direct, strict=True)
-                    if is_direct or (_at(row) not in covered and parts[row["policy"]] <= fixed)
-                ],
-            )
+            chosen: dict[tuple[str, str], Row] = {}
+            for covering in (names, fixed):  # of the rows at a place, that of the longest policy within this one
+                fitting = sorted((one for one in parts if parts[one] <= covering), key=lambda one: -len(parts[one]))
+                for one in fitting:
+                    chosen = at[one] | chosen
+            yield label, policy, [row for row in group if chosen.get(_at(row)) is row]
 
 
 def with_curves(rows: Sequence[Row]) -> list[Row]:
-    """Return copies of the rows with best_size and top1_area of their curve, by label, seed, protocol and crop.
+    """Return copies of the rows with best_size and the mean over sizes (top1_area) of their curve, by label, seed, protocol and
+    crop.
 
     A row has those of the curve of its own policy, else of the only curve that includes it; empty where several do.
     """
@@ -681,7 +682,7 @@ def with_curves(rows: Sequence[Row]) -> list[Row]:
                 summaries[id(row)].append(summary)
                 if row["policy"] == policy:
                     by_policy[id(row)] = summary
-    empty = {"best_size": "", "top1_area": math.nan}
+    empty = {"best_size": "", f"{task_of(rows[0]).metric}_area": math.nan} if rows else {}
     unique = {index: several[0] for index, several in summaries.items() if len(several) == 1}
     return [row | by_policy.get(id(row), unique.get(id(row), empty)) for row in rows]
 
@@ -689,17 +690,17 @@ def with_curves(rows: Sequence[Row]) -> list[Row]:
 def curve_summary(curve: Sequence[Row]) -> Row:
     """Return {best_size, top1_area} of a curve: the smallest size with the highest top1, and mean top1 over log2 sqrt(h w).
 
-    The mean is the area by trapezoids divided by the width. Sizes of equal area count once, with their mean; NaN where all
-    sizes have the same area.
+    For another task than classification it is the task's metric. The mean is the area by trapezoids divided by the width. Sizes
+    of equal area count once, with their mean; NaN where all sizes have the same area.
     """
     at: dict[int, list[float]] = defaultdict(list)
     for row in curve:
-        at[math.prod(parse_size(row["img_size"]))].append(row["top1"])
-    points = [(math.log2(area) / 2, sum(top1) / len(top1)) for area, top1 in sorted(at.items())]
+        at[math.prod(parse_size(row["img_size"]))].append(main_metric(row))
+    points = [(math.log2(area) / 2, sum(values) / len(values)) for area, values in sorted(at.items())]
     under = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(points))
     mean = under / (points[-1][0] - points[0][0]) if len(points) > 1 else math.nan
-    best = min(curve, key=lambda row: (-row["top1"], math.prod(parse_size(row["img_size"]))))
-    return {"best_size": best["img_size"], "top1_area": round(mean, 4)}
+    best = min(curve, key=lambda row: (-main_metric(row), math.prod(parse_size(row["img_size"]))))
+    return {"best_size": best["img_size"], f"{task_of(best).metric}_area": round(mean, 4)}
 
 
 def _at(row: Row) -> tuple[str, str]:
@@ -755,15 +756,9 @@ def as_text(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The content of predictions.npz: the predictions of all rows of an evaluation of n images.
+    """The content of predictions.npz: the predictions of all rows of an evaluation, by `line_key`, of the same images."""
 
-    names: paths of the images relative to the data folder, in the order of the data. labels: int32 [n], LEFT_OUT where no row
-    could read the image. classes: class names, by label. rows: predictions by `line_key`.
-    """
-
-    names: list[str]
-    labels: np.ndarray
-    classes: list[str]
+    images: ImageList
     rows: Mapping[Key, Predicted]
 
 
@@ -776,41 +771,23 @@ def read_predictions(folder: str | Path) -> Predictions | None:
         with np.load(path, allow_pickle=False) as file:
             stored = {name: file[name] for name in file.files}
         names, classes, keys = (_unpacked(stored[name]) for name in ("names", "classes", "keys"))
-        labels, n = stored["labels"].astype(np.int32), len(names)
-        top5, among = (np.unpackbits(stored[name], axis=1, count=n).astype(bool) for name in ("top5", "among"))  # [rows, n]
-        predicted = stored["predicted"].astype(np.int32) + NO_CLASS
-        confidence = stored["confidence"].astype(np.float32)
-        if not labels.shape == (n,) or not predicted.shape == confidence.shape == top5.shape == among.shape == (len(keys), n):
-            raise ValueError("shapes")
+        task = task_named(_unpacked(stored["task"])[0] if "task" in stored else TASKS[0])
         images = ImageList(names, classes)
-        columns = zip(keys, predicted, confidence, top5, among, strict=True)
-        rows = {tuple(key): Predicted(images, labels, *row) for key, *row in columns}
+        rows = dict(zip(map(tuple, keys), task.unpack(stored, len(keys), images), strict=True))
     except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: delete it and repeat the evaluation, which computes its rows again") from error
-    return Predictions(names, labels, classes, rows)
+    return Predictions(images, rows)
 
 
-def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path) -> None:
+def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path, task: Task | None) -> None:
     """Write predictions.npz atomically, from predictions by `line_key`, all of the same images; without any, remove it."""
     path, rows = Path(folder) / PREDICTIONS, [*predictions.values()]
-    if not rows:
+    if not rows or task is None:
         path.unlink(missing_ok=True)
         return
-    images, labels = rows[0].images, np.max([row.labels for row in rows], axis=0)  # rows may differ in unreadable images
-    largest = max(len(images.classes), *(row.predicted.max() for row in rows)) - NO_CLASS
-    class_dtype = np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32
+    texts = {"names": rows[0].images.names, "classes": rows[0].images.classes, "keys": [*predictions], "task": [task.name]}
     with atomic_write(path) as part, part.open("wb") as file:
-        np.savez(
-            file,
-            names=_packed(images.names),
-            classes=_packed(images.classes),
-            keys=_packed([*predictions]),
-            labels=labels.astype(np.int32),
-            predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(class_dtype),
-            confidence=np.stack([row.confidence for row in rows]).astype(np.float16),
-            top5=np.packbits(np.stack([row.top5 for row in rows]), axis=1),
-            among=np.packbits(np.stack([row.right_among for row in rows]), axis=1),
-        )
+        np.savez(file, **{name: _packed(text) for name, text in texts.items()}, **task.pack(rows))
 
 
 def _packed(value: Sequence[Any]) -> np.ndarray:

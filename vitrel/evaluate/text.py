@@ -13,10 +13,9 @@ import numpy as np
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
-from vitrel.evaluate.advice import MARGIN, Judged, better_of
-from vitrel.evaluate.score import Predicted, check_same_images
+from vitrel.evaluate.advice import Judged, better_of
 from vitrel.evaluate.statistics import TAIL, estimate
-from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.sweep import MARGIN, Row
 from vitrel.evaluate.table import (
     PREDICTIONS,
     Key,
@@ -27,52 +26,16 @@ from vitrel.evaluate.table import (
     does_nothing,
     is_missing,
     line_key,
+    main_metric,
     protocol_order,
     read_csv,
     read_predictions,
     write_frame,
 )
+from vitrel.evaluate.tasks import Predicted, Task, task_of
 
 with optional_import():
     import pandas as pd
-
-DETAILS = {
-    "label": "model",
-    "protocol": "protocol",
-    "policy": "policy",
-    "img_size": "size",
-    "tokens": "tokens",
-    "top1": "top-1 %",
-    "low": "95 % from",
-    "high": "to",
-    "difference": "to training size",
-    "difference_low": "from",
-    "difference_high": "to",
-    "verdict": "verdict",
-    "more": "needed to decide",
-    "top5": "top-5 %",
-    "nll": "NLL",
-    "ece": "ECE %",
-    "retention": "retention",
-    "n": "images",
-    "seeds": "seeds",
-    "window": "windows",
-    "pad_fraction": "padding",
-    "gflops": "10^9 multiply-adds",
-    "attention_span": "attention span",
-    "attention_distance": "attention distance",
-    "position_share": "position share",
-    "border_leak": "border leak",
-    "resized": "resizing rule",
-    "resized_params": "values resampled",
-    "unseen": "unseen offsets",
-    "saturated": "of these saturated",
-    "unchanged": "weights unchanged",
-    "infer_samples_per_sec": "images/s",
-    "peak_memory_mb": "peak MiB",
-    "batch_size": "batch",
-    "oom": "out of memory",
-}
 
 
 def summary(judged: Judged) -> str:
@@ -87,13 +50,13 @@ def advice_list(judged: Judged) -> str:
 
 
 def table_page(judged: Judged, title: str) -> str:
-    """Return the text of table.md: advice, sizes, accuracy tables, the table of curves, and every aggregated row."""
-    return f"# {title}\n\n{summary(judged)}\n{curves_table(judged.rows)}\n{details_table(judged.rows)}"
+    """Return the text of table.md: advice, sizes, accuracy tables, the table of curves."""
+    return f"# {title}\n\n{summary(judged)}\n{curves_table(judged.rows)}"
 
 
 def sizes_table(judged: Judged) -> str:
-    """Return a Markdown table of every model, protocol and size, under the policy that the size is judged by: top-1, difference
-    to the training size with its interval, verdict, cost, and what is resampled.
+    """Return a Markdown table of every model, protocol and size, under the policy that the size is judged by: accuracy,
+    difference to the training size with its interval, verdict, cost, and what is resampled.
     """
     lines = []
     for row in judged.by_size:
@@ -103,19 +66,27 @@ def sizes_table(judged: Judged) -> str:
                 row["protocol"],
                 row["img_size"],
                 "" if row["resized"] == "nothing" else row["policy"],
-                f"{row['top1']:.1f} ({row['low']:.1f} to {row['high']:.1f})",
+                f"{row[judged.metric]:.1f} ({row['low']:.1f} to {row['high']:.1f})",
                 difference_text(row),
                 verdict_text(row),
                 _speed(row),
                 resampled_text(row),
             ]
         )
-    head = ["model", "protocol", "size", "policy", "top-1 %", "to training size, points", "verdict", "images/s", "resampled"]
-    seeds = {row["seeds"] for row in judged.rows}
-    about = "the trained model" if seeds == {1} else "models trained in this way, where there are several seeds"
+    head = [
+        "model",
+        "protocol",
+        "size",
+        "policy",
+        f"{judged.title} %",
+        "to training size, points",
+        "verdict",
+        "images/s",
+        "resampled",
+    ]
     return (
-        f"{markdown(head, lines)}\nTop-1 with its 95 % interval; the interval of the difference allows for all sizes of the "
-        f"model at once (Holm), and is about {about}.\n"
+        f"{markdown(head, lines)}\n{judged.title} with its 95 % interval; the interval of the difference allows for all sizes "
+        "of the model at once (Holm).\n"
     )
 
 
@@ -157,7 +128,7 @@ def resampled_text(row: Row) -> str:
 
 
 def accuracy_tables(table: Sequence[Row]) -> str:
-    """Return a Markdown table per protocol: top-1 of every model and policy by size, ± half its 95 % interval.
+    """Return a Markdown table per protocol: accuracy of every model and policy by size, ± half its 95 % interval.
 
     table: of `aggregate`.
     """
@@ -166,51 +137,28 @@ def accuracy_tables(table: Sequence[Row]) -> str:
     for protocol in dict.fromkeys(row["protocol"] for row in table):
         lines = []
         for label, policy, rows in curves([row for row in table if row["protocol"] == protocol]):
-            by_size = {row["img_size"]: f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}" for row in rows}
+            by_size = {row["img_size"]: f"{main_metric(row):.1f} ±{(row['high'] - row['low']) / 2:.1f}" for row in rows}
             lines.append([label, policy, _resampled(rows), *(by_size.get(size, "-") for size in sizes)])
         head = ["model", "policy", "values resampled at other sizes", *sizes]
-        parts.append(f"Top-1 in percent, {protocol} protocol:\n\n" + markdown(head, lines))
+        parts.append(f"{task_of(table[0]).title} in percent, {protocol} protocol:\n\n" + markdown(head, lines))
     trained = ", ".join(dict.fromkeys(row["train_size"] for row in table))
     over = ", ".join(dict.fromkeys(row["interval"] for row in table))
     return "\n".join(parts) + f"\nTrained at {trained}. ± is half the width of the 95 % interval, over {over}.\n"
 
 
-def details_table(table: Sequence[Row]) -> str:
-    """Return a Markdown table of every aggregated row with the columns DETAILS, except columns without any value."""
-    digits = {
-        "nll": 3,
-        "retention": 3,
-        "unseen": 2,
-        "saturated": 2,
-        "border_leak": 2,
-        "position_share": 4,
-        "gflops": 2,
-        "infer_samples_per_sec": 0,
-        "peak_memory_mb": 0,
-    }
-
-    def text(name: str, value: object) -> str:
-        if is_missing(value) or value == "":  # unknown, or the column is missing in an older file
-            return "-"
-        if isinstance(value, (bool, np.bool_, str)):
-            return str(value) if isinstance(value, str) else "yes" if value else "NO"
-        if name in ("n", "resized_params", "tokens", "seeds", "batch_size", "oom"):
-            return f"{value:,.0f}"
-        return f"{value:{'+' if name.startswith('difference') else ''}.{digits.get(name, 1)}f}"
-
-    known = [name for name in DETAILS if any(not is_missing(row.get(name)) and row.get(name) != "" for row in table)]
-    return markdown([DETAILS[name] for name in known], [[text(name, row.get(name)) for name in known] for row in table])
-
-
 def curves_table(table: Sequence[Row]) -> str:
-    """Return a Markdown table of every model, protocol and policy: the size of the highest top-1, and mean top-1 over sizes."""
+    """Return a Markdown table of every model, protocol and policy: the size of the highest accuracy, and its
+    mean over sizes.
+    """
+    title = task_of(table[0]).title
     lines = []
     for protocol in dict.fromkeys(row["protocol"] for row in table):
         for label, policy, curve in curves([row for row in table if row["protocol"] == protocol]):
             values = curve_summary(curve)
-            area = "-" if values["top1_area"] != values["top1_area"] else f"{values['top1_area']:.1f}"
+            [mean] = [value for name, value in values.items() if name.endswith("_area")]
+            area = "-" if is_missing(mean) else f"{mean:.1f}"
             lines.append([label, protocol, policy, values["best_size"], area])
-    return markdown(["model", "protocol", "policy", "highest top-1 at", "mean top-1 over log2 size"], lines)
+    return markdown(["model", "protocol", "policy", f"highest {title} at", f"mean {title} over log2 size"], lines)
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -243,7 +191,7 @@ HEAD = {
     "low": "low", "high": "high", "verdict": "verdict",
 }  # fmt: skip
 NOTE = """
-A - B: difference in top-1, percentage points; low, high: its 95 % interval over images, about the trained models; "all N":
+A - B: difference in accuracy, percentage points; low, high: its 95 % interval over images, about the trained models; "all N":
 over N seeds and images, about models trained in this way. The intervals of lines with a verdict allow for the number of these
 lines (Bonferroni). A, B: it is better, the interval lies on one side of 0; level: within {margin:g} points of 0. "best": the
 two sides have no policy in common, so each has its most accurate one, chosen on these images.
@@ -261,7 +209,12 @@ def compare_folders(a: str | Path, b: str | Path, margin: float = MARGIN) -> lis
     or labels differ, predictions are missing, or nothing matches.
     """
     first, second = _read(a), _read(b)
-    check_same_images(next(iter(first.values()))[1], next(iter(second.values()))[1])
+    (row, predicted), (other, others) = next(iter(first.values())), next(iter(second.values()))
+    if row["task"] != other["task"]:
+        raise ValueError(
+            f"{shown(a)} is an evaluation of {row['task']}, {shown(b)} of {other['task']}: they cannot be compared"
+        )
+    task_of(row).check_same_images(predicted, others)
     first_labels, second_labels = _by(first, "label"), _by(second, "label")
     pairs = [(label, label) for label in first_labels if label in second_labels]
     if len(first_labels) == len(second_labels) == 1:
@@ -330,12 +283,12 @@ def _matched(a: _Rows, b: _Rows, name: str, best: bool = False) -> list[tuple[An
     several = len(first) > 1 or len(second) > 1
     if several and not best:
         return []
-    x, y = (max(groups, key=lambda value: _top1(groups[value])) for groups in (first, second))
+    x, y = (max(groups, key=lambda value: _accuracy(groups[value])) for groups in (first, second))
     return [(f"{'best: ' if several else ''}{x} / {y}", first[x], second[y])]
 
 
-def _top1(rows: _Rows) -> float:
-    return sum(row["top1"] for row, _ in rows.values()) / len(rows)
+def _accuracy(rows: _Rows) -> float:
+    return sum(main_metric(row) for row, _ in rows.values()) / len(rows)
 
 
 def _lines(columns: dict[str, Any], a: _Rows, b: _Rows) -> list[dict[str, Any]]:
@@ -346,31 +299,31 @@ def _lines(columns: dict[str, Any], a: _Rows, b: _Rows) -> list[dict[str, Any]]:
     matched = [(seed, seed) for seed in by_seed[0] if seed in by_seed[1]]
     if not matched and len(by_seed[0]) == len(by_seed[1]) == 1:
         matched = [(next(iter(by_seed[0])), next(iter(by_seed[1])))]
-    pairs = [(by_seed[0][x], by_seed[1][y]) for x, y in matched]
+    task, pairs = task_of(next(iter(a.values()))[0]), [(by_seed[0][x], by_seed[1][y]) for x, y in matched]
     texts = [x if x == y else f"{x or 'none'} / {y or 'none'}" for x, y in matched]
-    lines = [columns | {"seed": text} | _compared([pair]) | _counts(*pair) for text, pair in zip(texts, pairs, strict=True)]
+    lines = [columns | {"seed": text} | _compared(task, [pair]) for text, pair in zip(texts, pairs, strict=True)]
     if len(pairs) > 1:
-        empty = dict.fromkeys(("both", "only_a", "only_b", "neither"))
-        lines.append(columns | {"seed": f"all {len(pairs)}"} | _compared(pairs) | empty)
+        lines.append(columns | {"seed": f"all {len(pairs)}"} | _compared(task, pairs))
     return lines
 
 
-def _compared(pairs: Sequence[tuple[Predicted, Predicted]]) -> dict[str, Any]:
-    """The columns n, difference, low and high of A - B over pairs of predictions, one per seed, and the estimate."""
-    for a, b in pairs:
-        check_same_images(a, b)
-    sides = [np.stack([pair[side].scores() for pair in pairs]) for side in (0, 1)]
-    one = estimate([sides[0]], [sides[1]])
+def _compared(task: Task, pairs: Sequence[tuple[Predicted, Predicted]]) -> dict[str, Any]:
+    """The columns n, difference, low and high of A - B over pairs of predictions, one per seed, and the estimate.
+
+    With one seed and scores that are 0 or 1: on how many of the images that both could read both, one or neither is right.
+    """
+    for pair in pairs:
+        task.check_same_images(*pair)
+    a, b = (np.stack([task.scores(pair[side], task.metric) for pair in pairs]) for side in (0, 1))
+    one = estimate([a], [b])
+    found: dict[str, Any] = dict.fromkeys(("both", "only_a", "only_b", "neither"))
+    read = ~np.isnan(a[0] + b[0])
+    if len(pairs) == 1 and np.isin([a[0, read], b[0, read]], (0, 1)).all():
+        x, y = a[0, read] > 0, b[0, read] > 0
+        masks = {"both": x & y, "only_a": x & ~y, "only_b": y & ~x, "neither": ~x & ~y}
+        found = {name: int(mask.sum()) for name, mask in masks.items()}
     ends = {"low": float(one.low()), "high": float(one.high()), "verdict": ""}
-    return {"n": one.images, "difference": float(one.mean), **ends, "estimate": one}
-
-
-def _counts(a: Predicted, b: Predicted) -> dict[str, int]:
-    """On how many of the images that both could read both, one or neither is right."""
-    read = a.seen & b.seen
-    first, second = a.right[read], b.right[read]
-    masks = {"both": first & second, "only_a": first & ~second, "only_b": second & ~first, "neither": ~first & ~second}
-    return {name: int(mask.sum()) for name, mask in masks.items()}
+    return {"n": one.images, "difference": float(one.mean), **ends, "estimate": one} | found
 
 
 def _with_verdicts(groups: Sequence[list[dict[str, Any]]], margin: float) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from vitrel.evaluate.page import class_words, contents, curve_name, write_html
 from vitrel.evaluate.page.charts import library
 from vitrel.evaluate.page.pictures import FORMAT
 from vitrel.evaluate.statistics import estimate_of_means
-from vitrel.evaluate.table import TRANSLATION, aggregate, curves, line_key, read_csv, write_predictions
+from vitrel.evaluate.table import aggregate, curves, line_key, read_csv, translation_columns, write_predictions
 
 QUICKSTART = ROOT / "results" / "quickstart" / "results.csv"
 
@@ -148,7 +148,7 @@ def test_classes_add_up_over_seeds(folder):
 def test_translation_is_averaged_over_seeds(folder):
     for seed, top1 in enumerate((80.0, 90.0)):
         given = {"seed": [seed], "translation": [4], "n": [100], "top1": [top1], "top1_low": [0.0], "top1_high": [0.0]}
-        lines(folder, "translation", TRANSLATION, **given)
+        lines(folder, "translation", translation_columns("classification"), **given)
     (found,) = contents(read_csv(folder / "results.csv"), folder, "")["figures"]["translation"]
     assert (found["translation"], found["top1"], found["seeds"], found["n"]) == (4, 85.0, 2, 100)
     low, high = estimate_of_means([[80.0, 90.0]], [], 100).of_share()

@@ -5,7 +5,15 @@ import pytest
 
 from vitrel.evaluate.advice import judge
 from vitrel.evaluate.page import plot_all, write_html
-from vitrel.evaluate.table import TRANSLATION, read_csv, read_frame, read_translation, with_curves, write_csv, write_frame
+from vitrel.evaluate.table import (
+    read_csv,
+    read_frame,
+    read_translation,
+    translation_columns,
+    with_curves,
+    write_csv,
+    write_frame,
+)
 from vitrel.evaluate.text import table_page
 
 
@@ -22,8 +30,8 @@ def text_columns(request):
 @pytest.mark.slow(seconds=3)
 def test_files_tables_plots_and_page(text_columns, rows, tmp_path):
     write_csv([row | {"label": "=a", "links": None} for row in with_curves(rows)], tmp_path / "results.csv")
-    line = {name: rows[0][name] for name in TRANSLATION if name in rows[0]} | {"translation": 4}
-    write_frame(pd.DataFrame([line], columns=list(TRANSLATION)), tmp_path / "translation.csv")
+    line = {name: rows[0][name] for name in translation_columns("classification") if name in rows[0]} | {"translation": 4}
+    write_frame(pd.DataFrame([line], columns=translation_columns("classification")), tmp_path / "translation.csv")
     found = read_csv(tmp_path / "results.csv")
     assert {row["label"] for row in found} == {"=a"} and {type(row["label"]) for row in found} == {str}
     assert [row["top1"] for row in found] == pytest.approx([row["top1"] for row in rows]) and found[0]["links"] != found[0][

@@ -2,7 +2,7 @@
 
 from vitrel.evaluate.advice import judge
 from vitrel.evaluate.table import aggregate, curves
-from vitrel.evaluate.text import accuracy_tables, details_table, markdown, sizes_table, summary
+from vitrel.evaluate.text import accuracy_tables, markdown, sizes_table, summary
 
 
 def test_a_rescaled_window_is_told_in_the_table(windowed):
@@ -55,16 +55,3 @@ def test_markdown_pads_and_aligns_numbers_right():
     assert markdown(["name", "n"], [["a|b", "1"], ["c", "1,000"]]) == (
         "| name |     n |\n| ---- | ----: |\n| a\\|b |     1 |\n| c    | 1,000 |\n"
     )
-
-
-def test_tables_show_what_was_resampled_and_the_interval(rows):
-    table = aggregate(rows)
-    text = accuracy_tables(table)
-    assert "Top-1 in percent, scale protocol:" in text and "Top-1 in percent, canvas protocol:" in text
-    assert "| none (table clip) " in text and f"| {4 * 3 * 49} of " in text and " (table geometric) " in text
-    assert "Trained at 32x32. ± is half the width of the 95 % interval, over 12 images." in text
-    header = [cell.strip() for cell in text.splitlines()[2].split("|")]
-    assert header[1:-1] == ["model", "policy", "values resampled at other sizes", "24x24", "32x32", "32x48", "48x48"]
-    lines = details_table(table).splitlines()
-    assert len(lines) == 2 + len(table) and len({line.count("|") for line in lines}) == 1
-    assert " NO " in details_table([row | {"unchanged": False} for row in table])

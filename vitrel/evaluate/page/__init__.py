@@ -21,7 +21,8 @@ from timm.data import ImageNetInfo
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.evaluate.advice import COLUMNS as JUDGED
-from vitrel.evaluate.advice import LOSES, MARGIN, judge
+from vitrel.evaluate.advice import LOSES, Judged, judge
+from vitrel.evaluate.page.changed import PLACE, Place, changed_images, place_of
 from vitrel.evaluate.page.charts import (
     METRICS,
     against_size,
@@ -32,10 +33,9 @@ from vitrel.evaluate.page.charts import (
     of_classes,
     points_of,
 )
-from vitrel.evaluate.page.mistakes import PLACE, Place, changed_images, confusions, place_of
 from vitrel.evaluate.page.pictures import read_pictures, without_images
 from vitrel.evaluate.statistics import over_seeds
-from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.sweep import MARGIN, Row
 from vitrel.evaluate.table import (
     COLUMNS,
     NO_SCORES,
@@ -46,13 +46,15 @@ from vitrel.evaluate.table import (
     is_missing,
     known_number,
     line_key,
+    main_metric,
+    mean_interval,
     protocol_names,
     read_csv,
     read_predictions,
     read_translation,
-    top1_interval,
 )
-from vitrel.evaluate.text import DETAILS, difference_text, resampled_text, verdict_text
+from vitrel.evaluate.tasks import TASKS, task_named, task_of
+from vitrel.evaluate.text import difference_text, resampled_text, verdict_text
 from vitrel.inspect.attention import NEGLIGIBLE
 from vitrel.position import POSITIONS
 
@@ -62,17 +64,41 @@ PROTOCOLS = {
     "canvas": "objects keep their size in pixels: a larger image shows more of the scene, or padding around it.",
     "native": "every image keeps its own aspect ratio and is resized to a maximum number of tokens, without cropping.",
 }
+NAMES = {  # of the columns that the table of all rows shows at first
+    "label": "model",
+    "protocol": "protocol",
+    "policy": "policy",
+    "img_size": "size",
+    "tokens": "tokens",
+    **{metric: f"{name} {unit}" for task in TASKS for metric, (name, unit) in task_named(task).axes.items()},
+    "low": "95 % from",
+    "high": "to",
+    "difference": "to training size",
+    "difference_low": "from",
+    "difference_high": "to",
+    "verdict": "verdict",
+    "more": "needed to decide",
+    "n": "images",
+    "seeds": "seeds",
+    "gflops": "10^9 multiply-adds",
+    "position_share": "position share",
+    "resized": "resizing rule",
+    "resized_params": "values resampled",
+    "unseen": "unseen offsets",
+    "infer_samples_per_sec": "images/s",
+    "peak_memory_mb": "peak MiB",
+}
 SEEN_SIDE = 150  # longest side of the drawn input images, in CSS pixels
 # columns of shares, which the page shows as percentages (pad_fraction too, which is text with a share per stage)
 SHARES = ("retention", "attention_distance_share", "unseen", "saturated", "border_leak", "crop_pct")
 # columns that the page does not show: they are of one seed, or repeat others
 _LEFT_OUT = {
-    "seed", "infer_samples_per_sec_half", "top1_err", "top5_err", "top1_low", "top1_high", "state_hash_before",
-    "state_hash_after", "used",
+    "seed", "infer_samples_per_sec_half", "top1_err", "top5_err", "state_hash_before", "state_hash_after", "used", "task",
+    *(f"{task_named(task).metric}_{end}" for task in TASKS for end in ("low", "high")),
 }  # fmt: skip
 _ABOUT = JUDGED | {
-    "low": "lower end of the 95 % interval of top1",
-    "high": "upper end of the 95 % interval of top1",
+    "low": "lower end of the 95 % interval of the accuracy",
+    "high": "upper end of the 95 % interval of the accuracy",
     "seeds": "number of seeds averaged over",
     "interval": "what the 95 % interval is over",
 }
@@ -121,13 +147,13 @@ def contents(
     table = [_in_percent(row) for row in judged.rows]
     columns = dict.fromkeys(name for row in table for name in row)
     present = [name for name in columns if name not in _LEFT_OUT and any(not is_missing(row.get(name)) for row in table)]
-    varying = [name for name in present if name in DETAILS or len({str(row.get(name)) for row in table}) > 1]
-    varying.sort(key=lambda name: list(DETAILS).index(name) if name in DETAILS else len(DETAILS))
+    varying = [name for name in present if name in NAMES or len({str(row.get(name)) for row in table}) > 1]
+    varying.sort(key=lambda name: list(NAMES).index(name) if name in NAMES else len(NAMES))
     records = [{name: _json(row.get(name)) for name in columns} for row in table]
     details = zip(_intervals(rows, table, protocol_of), judged.rows, strict=True)
     for record, (intervals, row) in zip(records, details, strict=True):
         texts = {"resampled": resampled_text(row), "change": difference_text(row), "judged": verdict_text(row)}
-        record |= {"intervals": intervals, "warning": _warning(row), "name": _row_name(row)} | texts
+        record |= {"intervals": intervals, "warning": _warning(row), "name": _row_name(row), "metric": main_metric(row)} | texts
     metrics = [key for key in METRICS if key in present and any(row[key] for row in table if known_number(row.get(key)))]
     sizes = sorted({row["img_size"] for row in table}, key=by_area)
     place = {id(row): at for at, row in enumerate(judged.rows)}
@@ -135,7 +161,7 @@ def contents(
     changed = [] if predictions is None else changed_images(rows, predictions)
     classes = _classes(rows, predictions, protocol_of)
     described: Mapping[str, str] = {} if pictures is None else pictures["words"]
-    predicted = [] if predictions is None else list(predictions.classes)
+    predicted = [] if predictions is None else list(predictions.images.classes)
     raw = dict.fromkeys([*(classes or {"names": []})["names"], *predicted, *described])
     points, trained = points_of(drawn, records), [*dict.fromkeys(row["train_size"] for row in records)]
     protocols = [*dict.fromkeys(row["protocol"] for row in table)]
@@ -145,28 +171,21 @@ def contents(
     translated = _translation(read_translation(folder), protocol_of, curves_at)
     if classes is not None:
         classes["rows"] = _on_curves(classes["rows"], curves_at)
-    confused = [] if predictions is None else confusions(rows, predictions)
-    names = {(curve["label"], curve["policy"].split(" = ")[0]): curve["name"] for curve in drawn}
+    names = {(curve["label"], curve["policy"]): curve["name"] for curve in drawn}
     figures = {
         "points": points,
         "translation": translated,
         "classes": classes,
-        "confusions": [
-            item | {"rows": _on_curves([row | {key: item[key] for key in PLACE[:2]} for row in item["rows"]], curves_at)}
-            for item in confused
-        ],
-        "changed": [
-            item | {"curve": names[item["label"], item["policy"]]}
-            for item in changed
-            if (item["label"], item["policy"]) in names
-        ],
-        "images": {} if predictions is None else _image_labels(changed, predictions.names, predictions.labels.tolist()),
+        "changed": [item | {"curve": names[item["label"], item["policy"]]} for item in changed],
+        "images": {} if predictions is None else _image_labels(changed, predictions),
         "predicted": predicted,
         "curves": [{key: curve[key] for key in ("name", "label", "policy")} for curve in drawn],
         "sizes": sizes,
         "protocols": protocols,
         "trained": {row["label"]: row["train_size"] for row in records},
         "words": words,
+        "metric": judged.metric,
+        "title": judged.title,
     }
     return {
         "title": title,
@@ -175,7 +194,7 @@ def contents(
         "trained": trained,
         "protocols": protocols,
         "explained": {name: PROTOCOLS.get(name, "") for name in dict.fromkeys(name.split(",")[0] for name in protocols)},
-        "columns": [{"key": key, "name": _column_name(key), "about": _about(key), "main": key in DETAILS} for key in varying],
+        "columns": [{"key": key, "name": _column_name(key), "about": _about(key), "main": key in NAMES} for key in varying],
         "common": [[key, str(table[0][key]), _about(key)] for key in present if key not in varying],
         "about": COLUMNS,
         "rows": records,
@@ -190,18 +209,20 @@ def contents(
         "with_pictures": pictures is not None,
         "figures": figures,
         "metrics": {key: METRICS[key].title for key in metrics},
-        "charts": _charts(metrics, points, protocols, trained, translated, data_name),
+        "charts": _charts(judged, metrics, points, protocols, trained, translated, data_name),
     }
 
 
-def plot_all(table: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
-    """Write accuracy.png, throughput.png and tradeoff.png of aggregated rows into `folder`; return their paths."""
+def plot_all(judged: Judged, folder: Path, title: str = "") -> list[Path]:
+    """Write accuracy.png, throughput.png and tradeoff.png of judged rows into `folder`; return their paths."""
+    table = judged.rows
     records = [
         {name: _json(value) for name, value in row.items()}
-        | {"intervals": {"top1": [row["low"], row["high"]]}, "resampled": resampled_text(row)}
+        | {"intervals": {judged.metric: [row["low"], row["high"]]}, "resampled": resampled_text(row)}
         for row in table
     ]
-    return draw_plots(points_of(_drawn(table), records), [*dict.fromkeys(row["train_size"] for row in table)], folder, title)
+    points, trained = points_of(_drawn(table), records), [*dict.fromkeys(row["train_size"] for row in table)]
+    return draw_plots(judged.metric, points, trained, folder, title)
 
 
 def _drawn(table: Sequence[Row]) -> list[Item]:
@@ -259,7 +280,7 @@ def class_words(names: Iterable[str], described: Mapping[str, str]) -> dict[str,
 
 
 def _charts(
-    metrics: Sequence[str], points: Sequence[Item], protocols: Sequence[str], trained: Sequence[str],
+    judged: Judged, metrics: Sequence[str], points: Sequence[Item], protocols: Sequence[str], trained: Sequence[str],
     translated: Sequence[Item], data: str,
 ) -> Item:  # fmt: skip
     """The specifications of the page's charts, without data: by metric, of speed, of translation and of classes."""
@@ -270,21 +291,25 @@ def _charts(
     places = [*dict.fromkeys((line["img_size"], line["protocol"]) for line in translated)]
     return {
         "metric": {key: against_size(key, points, trained, titled(METRICS[key].title)) for key in metrics},
-        "speed": against_speed(points, titled("top-1 against throughput")) if "infer_samples_per_sec" in metrics else None,
-        "translation": against_translation(translated, titled("top-1 with the content translated")) if places else None,
-        "classes": of_classes(),
+        "speed": against_speed(judged.metric, points, titled(f"{judged.title} against throughput"))
+        if "infer_samples_per_sec" in metrics
+        else None,
+        "translation": against_translation(judged.metric, translated, titled(f"{judged.title} with the content translated"))
+        if places
+        else None,
+        "classes": of_classes(judged.title),
     }
 
 
 def _by_size(protocol: str, drawn: Sequence[Item], records: Sequence[Item], sizes: Sequence[str]) -> Item:
-    """The table of top-1 by size in a protocol: sizes, and lines {name, rows by size}; `best` of every size."""
+    """The table of accuracy by size in a protocol: sizes, and lines {name, rows by size}; `best` of every size."""
     lines = []
     for curve in drawn:
         rows = {records[at]["img_size"]: records[at] for at in curve["rows"] if records[at]["protocol"] == protocol}
         if rows:
             lines.append({"name": curve["name"], "rows": rows})
     shown_sizes = [size for size in sizes if any(size in line["rows"] for line in lines)]
-    best = {size: max(line["rows"][size]["top1"] for line in lines if size in line["rows"]) for size in shown_sizes}
+    best = {size: max(line["rows"][size]["metric"] for line in lines if size in line["rows"]) for size in shown_sizes}
     return {"protocol": protocol, "sizes": shown_sizes, "lines": lines, "best": best if len(lines) > 1 else {}}
 
 
@@ -342,7 +367,7 @@ def _left_out(pictures: Item | None, predictions: Predictions | None, translated
         missing += [f"maps of {model['label']}: {model['error']}"] if model["error"] else []
         missing += model["left_out"]
     if predictions is None:
-        missing.append("mistakes, predictions that change with size, accuracy by class: this folder has no predictions.npz")
+        missing.append("predictions that change with size, accuracy by class: this folder has no predictions.npz")
     if not translated:
         missing.append("translated content: this folder has no translation.csv")
     return missing
@@ -367,7 +392,7 @@ def _json(value: Any) -> Any:
 
 
 def _column_name(key: str) -> str:
-    return DETAILS.get(key, key) + (" %" if key in SHARES or key == "pad_fraction" else "")
+    return NAMES.get(key, key) + (" %" if key in SHARES or key == "pad_fraction" else "")
 
 
 def _about(key: str) -> str:
@@ -405,10 +430,11 @@ def _stretches(resized: str) -> bool:
     return any((encoding.site, encoding.behavior) == ("attention", "resized") for encoding in encodings)
 
 
-def _image_labels(changed: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Sequence[int]) -> dict[str, list[Any]]:
+def _image_labels(changed: Sequence[Mapping[str, Any]], predictions: Predictions) -> dict[str, list[Any]]:
     """{index: [name, label]} of the images in items of `changed_images`."""
+    labels = next(iter(predictions.rows.values())).arrays.get("labels", ())
     indices = dict.fromkeys(image["image"] for item in changed for image in item["images"])
-    return {str(index): [names[index], labels[index]] for index in indices}
+    return {str(index): [predictions.images.names[index], int(labels[index])] for index in indices}
 
 
 def _claims(folder: Path) -> list[dict[str, str]]:
@@ -422,7 +448,8 @@ def _claims(folder: Path) -> list[dict[str, str]]:
 def _intervals(rows: Sequence[Row], table: Sequence[Row], protocol_of: Callable[[Row], str]) -> list[dict[str, list[float]]]:
     """{metric: [low, high], its 95 % interval} of every aggregated row of the table, in order; SHARES in percent.
 
-    top1 is as in the table; speed has an interval over batches with one seed; others have one over seeds, if two or more.
+    That of the task's metric is as in the table; speed has an interval over batches with one seed; others have one over seeds,
+    if two or more.
     """
     groups: dict[Place, list[Row]] = defaultdict(list)
     for row in rows:
@@ -430,12 +457,13 @@ def _intervals(rows: Sequence[Row], table: Sequence[Row], protocol_of: Callable[
     by_row = []
     for row in table:
         seeds = groups[_place_in(row)]
-        intervals = {"top1": [row["low"], row["high"]]}
+        main = task_of(row).metric
+        intervals = {main: [row["low"], row["high"]]}
         for key in METRICS:
             factor = 100 if key in SHARES else 1
             values = [factor * seed[key] for seed in seeds if known_number(seed.get(key))]
             half = row.get(f"{key}_half", math.nan)
-            if key != "top1" and len(values) > 1:
+            if key != main and len(values) > 1:
                 intervals[key] = [round(end, 6) for end in over_seeds(values)]
             elif values and known_number(half):
                 intervals[key] = [max(values[0] - half, 0.0), values[0] + half]
@@ -444,16 +472,16 @@ def _intervals(rows: Sequence[Row], table: Sequence[Row], protocol_of: Callable[
 
 
 def _classes(rows: Sequence[Row], predictions: Predictions | None, protocol_of: Callable[[Row], str]) -> dict[str, Any] | None:
-    """Class names, and for every aggregated row the lists n (images of each class) and hits, sums over seeds."""
+    """Class names, and for every aggregated row the lists n and hits, whose ratio is the class's score, sums over seeds."""
     if predictions is None:
         return None
     by_place: dict[Place, np.ndarray] = {}
     for row in rows:
         if line_key(row) in predictions.rows:
-            place, counts = place_of(row, protocol_of), np.stack(predictions.rows[line_key(row)].class_counts())
+            place, counts = place_of(row, protocol_of), np.stack(task_of(row).by_class(predictions.rows[line_key(row)]))
             by_place[place] = by_place.get(place, 0) + counts
     counted = [_named(place) | {"n": n.tolist(), "hits": hits.tolist()} for place, (n, hits) in by_place.items()]
-    return {"names": predictions.classes, "rows": counted} if counted else None
+    return {"names": predictions.images.classes, "rows": counted} if counted else None
 
 
 def _translation(
@@ -465,16 +493,17 @@ def _translation(
         groups[place_of(line, protocol_of), int(line["translation"])].append(line)
     points = []
     for (place, by), seeds in groups.items():
-        low, high, _ = top1_interval(seeds)
+        low, high, _ = mean_interval(seeds)
         point = _named(place) | {"translation": by, "n": int(seeds[0]["n"]), "seeds": len(seeds), "low": low, "high": high}
-        point["top1"] = round(sum(line["top1"] for line in seeds) / len(seeds), 4)
+        metric = task_of(seeds[0]).metric
+        point[metric] = round(sum(line[metric] for line in seeds) / len(seeds), 4)
         points += [point | {"curve": name} for name in curves_at.get(place, ())]
     return points
 
 
 def _place_in(row: Row) -> Place:
-    """The place of an aggregated row; where it stands for equal policies, "clip = geometric", with the first of them."""
-    return row["label"], row["protocol"], row["policy"].split(" = ")[0], row["img_size"]
+    """The place of an aggregated row."""
+    return row["label"], row["protocol"], row["policy"], row["img_size"]
 
 
 def _curves_at(drawn: Sequence[Item], records: Sequence[Item]) -> dict[Place, list[str]]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from vitrel.common.extras import require
 from vitrel.common.files import atomic_write
 from vitrel.common.sizes import parse_size
+from vitrel.evaluate.tasks import TASKS, task_named
 
 Item = dict[str, Any]
 # Okabe and Ito's palette, safe for color-blind readers; shapes and dashes distinguish curves without color
@@ -38,12 +39,8 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "top1": Metric("top-1", "%"),
-    "top1_among": Metric("top-1 among the data's classes", "%"),
-    "retention": Metric("retention of top-1", "%"),
-    "top5": Metric("top-5", "%"),
-    "nll": Metric("NLL", "nats"),
-    "ece": Metric("expected calibration error", "%"),
+    **{key: Metric(*axis) for task in TASKS for key, axis in task_named(task).axes.items()},
+    "retention": Metric("retention", "%"),
     "infer_samples_per_sec": Metric("throughput", "images/s", True),
     "peak_memory_mb": Metric("peak memory", "MiB", True),
     "gflops": Metric("multiply-adds", "GFLOPs", True),
@@ -116,16 +113,16 @@ def against_size(key: str, points: Sequence[Item], trained: Sequence[str], title
     ], f"isValid(datum.{key})")  # fmt: skip
 
 
-def against_speed(points: Sequence[Item], title: str) -> Item:
-    """Return the chart of top-1 against images per second, with the intervals of both; a line joins the sizes of a curve."""
+def against_speed(key: str, points: Sequence[Item], title: str) -> Item:
+    """Return the chart of a metric against images per second, with the intervals of both; a line joins the sizes of a curve."""
     speed, curve = METRICS["infer_samples_per_sec"], _curve(points)
     x = {"field": "infer_samples_per_sec", "type": "quantitative", "title": speed.title, "scale": _scale(speed)}
-    y = {"field": "top1", "type": "quantitative", "title": METRICS["top1"].title, "scale": {"zero": False}}
+    y = {"field": key, "type": "quantitative", "title": METRICS[key].title, "scale": {"zero": False}}
     name = "infer_samples_per_sec"
     across = {"x": x | {"field": f"{name}_low"}, "x2": {"field": f"{name}_high"}}
-    down = {"y": {"field": "top1_low", "type": "quantitative"}, "y2": {"field": "top1_high"}}
+    down = {"y": {"field": f"{key}_low", "type": "quantitative"}, "y2": {"field": f"{key}_high"}}
     known = any(f"{name}_low" in point for point in points)
-    tooltip = [*_tooltip("top1", METRICS["top1"]), *_tooltip(name, speed)[2:5]]
+    tooltip = [*_tooltip(key, METRICS[key]), *_tooltip(name, speed)[2:5]]
     return _spec(title, [
         {"mark": {"type": "line", "strokeWidth": 1}, "params": _picked(),
          "encoding": {"x": x, "y": y, "order": {"field": "side"}, **curve}},
@@ -137,40 +134,40 @@ def against_speed(points: Sequence[Item], title: str) -> Item:
     ], f"isValid(datum.{name})")  # fmt: skip
 
 
-def against_translation(points: Sequence[Item], title: str) -> Item:
-    """Return the chart of top-1 against the number of pixels by which the content is translated."""
+def against_translation(key: str, points: Sequence[Item], title: str) -> Item:
+    """Return the chart of a metric against the number of pixels by which the content is translated."""
     x = {"field": "translation", "type": "quantitative", "title": "translated down and right (px)"}
-    y = {"field": "top1", "type": "quantitative", "title": METRICS["top1"].title, "scale": {"zero": False}}
+    y = {"field": key, "type": "quantitative", "title": METRICS[key].title, "scale": {"zero": False}}
     curve, names = (
         _curve(points),
-        {"translation": "pixels", "top1": "top-1 (%)", "low": "95 % from", "high": "to", "n": "images"},
+        {"translation": "pixels", key: METRICS[key].title, "low": "95 % from", "high": "to", "n": "images"},
     )
     return _spec(title, [
         {"mark": "line", "params": _picked(), "encoding": {"x": x, "y": y, **curve}},
         {"mark": "rule", "encoding": {"x": x, "y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}, **curve}},
         {"mark": {"type": "point", "filled": True, "size": 50},
          "encoding": {"x": x, "y": y, "shape": _shape(points), **curve,
-                      "tooltip": [{"field": "curve"}, *({"field": key, "title": text} for key, text in names.items())]}},
+                      "tooltip": [{"field": "curve"}, *({"field": name, "title": text} for name, text in names.items())]}},
     ])  # fmt: skip
 
 
-def of_classes() -> Item:
+def of_classes(title: str) -> Item:
     """Return the chart of classes whose accuracy changes: bars of points {class, before, after, n, change}."""
     color = {"condition": {"test": "datum.change < 0", "value": COLORS[1]}, "value": COLORS[0]}
-    names = {"class": "class", "before": "top-1 % at the training size", "after": "top-1 % at this size", "n": "images"}
+    names = {"class": "class", "before": "% at the training size", "after": "% at this size", "n": "number"}
     bar = {
         "mark": "bar",
         "encoding": {
             "y": {"field": "class", "type": "nominal", "sort": {"field": "change"}, "title": None, "axis": {"labelLimit": 150}},
-            "x": {"field": "change", "type": "quantitative", "title": "change of top-1 (points)"},
+            "x": {"field": "change", "type": "quantitative", "title": f"change of {title} (points)"},
             "color": color,
             "tooltip": [{"field": key, "title": text} for key, text in names.items()],
         },
     }
-    return _spec("Change of each class's top-1", [bar])
+    return _spec(f"Change of each class's {title}", [bar])
 
 
-def draw_plots(points: Sequence[Item], trained: Sequence[str], folder: Path, title: str = "") -> list[Path]:
+def draw_plots(metric: str, points: Sequence[Item], trained: Sequence[str], folder: Path, title: str = "") -> list[Path]:
     """Write accuracy.png, throughput.png and tradeoff.png into `folder`, which is created, and return their paths.
 
     The first has a panel per protocol; the others show the first protocol.
@@ -186,9 +183,9 @@ def draw_plots(points: Sequence[Item], trained: Sequence[str], folder: Path, tit
         return spec | size | {"title": f"{protocol} protocol", "transform": shown}
 
     charts = {
-        "accuracy": ({"hconcat": [panel("top1", protocol) for protocol in protocols], "title": title}, points),
+        "accuracy": ({"hconcat": [panel(metric, protocol) for protocol in protocols], "title": title}, points),
         "throughput": (panel("infer_samples_per_sec", protocols[0]) | {"title": title}, first),
-        "tradeoff": (against_speed(first, title) | size | {"title": title}, first),
+        "tradeoff": (against_speed(metric, first, title) | size | {"title": title}, first),
     }
     specs = [spec | {"datasets": {"values": [*values]}} for spec, values in charts.values()]
     paths = [folder / f"{name}.png" for name in charts]

@@ -59,16 +59,16 @@ function drawCurves() {
 
 function drawSpeed() {
   const protocol = $("speed-protocol").value;
-  return chart("speed-chart", CHARTS.speed, DATA.points.filter((point) => point.protocol === protocol), `Top-1 against throughput, ${protocol} protocol`);
+  return chart("speed-chart", CHARTS.speed, DATA.points.filter((point) => point.protocol === protocol), `${DATA.title} against throughput, ${protocol} protocol`);
 }
 
 function drawTranslation() {
   const place = $("translation-at").value;
   const values = DATA.translation.filter((line) => `${line.img_size}, ${line.protocol}` === place);
-  return chart("translation-chart", CHARTS.translation, values, `Top-1 with the content translated, ${place}`);
+  return chart("translation-chart", CHARTS.translation, values, `${DATA.title} with the content translated, ${place}`);
 }
 
-// Accuracy by class: the classes whose top-1 changes most between the training size and the chosen one.
+// Accuracy by class: the classes whose accuracy changes most between the training size and the chosen one.
 const MOST_CLASSES = 30;
 
 function classChanges() {
@@ -90,10 +90,10 @@ function drawClasses() {
   const lose = changes.filter((one) => one.change < 0).length;
   const cut = shown.length < changes.length ? ` Shown are the ${half} that lose most and the ${half} that gain most.` : "";
   $("class-note").textContent = all.length ? `${lose} of ${all.length} classes lose, ${changes.length - lose} gain, ${all.length - changes.length} stay the same.${cut}` : "There are no counts for this choice.";
-  return chart("class-chart", { ...CHARTS.classes, height: 20 + 18 * shown.length }, shown, "Change of each class's top-1");
+  return chart("class-chart", { ...CHARTS.classes, height: 20 + 18 * shown.length }, shown, `Change of each class's ${DATA.title}`);
 }
 
-// Tables of mistakes
+// Images whose prediction changes
 function fill(id, caption, head, lines) {
   const titles = make("tr", {}, ...head.map((textContent) => make("th", { scope: "col", textContent })));
   const body = lines.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell))));
@@ -104,19 +104,8 @@ function fill(id, caption, head, lines) {
 // A class's readable name, with its name in the data as the tooltip.
 const classText = (name, before = "") => make("span", { textContent: before + word(name), ...(word(name) === name ? {} : { title: name }) });
 
-function drawMistakes() {
-  const curve = $("mistake-curve").value, protocol = $("mistake-protocol").value;
-  const { label } = DATA.curves.find((one) => one.name === curve);
-  const found = DATA.confusions.find((one) => one.label === label && one.protocol === protocol);
-  const rows = found ? DATA.sizes.flatMap((size) => found.rows.filter((row) => row.img_size === size && row.curves.includes(curve))) : [];
-  const share = (count, of) => (count ? `${count}${of ? ` (${((100 * count) / of).toFixed(0)} %)` : ""}` : "–");
-  const pairs = rows.length ? found.pairs.map((pair, i) => [...pair.map((at) => classText(className(at))), ...rows.map((row) => share(row.counts[i], found.of[i]))]) : [];
-  const all = ["all mistakes", "", ...rows.map((row) => share(row.wrong, row.n))];
-  fill("confusions", `Most frequent confusions of classes: ${curve}, ${protocol} protocol`, ["class", "predicted", ...rows.map((row) => `${row.img_size} px`)], rows.length ? [...pairs, all] : []);
-  drawChanged(DATA.changed.find((one) => one.curve === curve && one.protocol === protocol), curve, protocol);
-}
-
-function drawChanged(found, curve, protocol) {
+function drawChanged() {
+  const curve = $("changed-curve").value, protocol = $("changed-protocol").value, found = DATA.changed.find((one) => one.curve === curve && one.protocol === protocol);
   const images = found ? found.images : [], thumbnails = PICTURES ? PICTURES.thumbnails : {};
   const lines = images.map(({ image, predicted }) => {
     const [name, label] = DATA.images[image], source = thumbnails[name];
@@ -450,10 +439,10 @@ async function startPage() {
   for (const image of document.querySelectorAll("img[data-picture]")) image.src = PICTURES.blobs[image.dataset.picture];
   const curves = DATA.curves.map(({ name }) => [name, name]), protocols = DATA.protocols.map((name) => [name, name]);
   const parts = [[drawCurves, ["metric"], true], [drawSpeed, ["speed-protocol"], CHARTS.speed], [drawTranslation, ["translation-at"], CHARTS.translation]];
-  parts.push([drawMistakes, ["mistake-curve", "mistake-protocol"], DATA.confusions.length || DATA.changed.some((one) => one.images.length)]);
+  parts.push([drawChanged, ["changed-curve", "changed-protocol"], DATA.changed.some((one) => one.images.length)]);
   parts.push([drawClasses, ["class-curve", "class-protocol", "class-size"], DATA.classes]);
-  for (const id of ["mistake-curve", "class-curve"]) options(id, curves);
-  for (const id of ["mistake-protocol", "class-protocol", "speed-protocol"]) options(id, protocols);
+  for (const id of ["changed-curve", "class-curve"]) options(id, curves);
+  for (const id of ["changed-protocol", "class-protocol", "speed-protocol"]) options(id, protocols);
   options("class-size", DATA.sizes.map((size) => [size, `${size} px`]), DATA.sizes.findLast((size) => !Object.values(DATA.trained).includes(size)));
   options("translation-at", unique(DATA.translation.map((line) => `${line.img_size}, ${line.protocol}`)).map((place) => [place, place]));
   startRows();

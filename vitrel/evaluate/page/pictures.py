@@ -26,12 +26,12 @@ from torchvision.transforms.functional import to_pil_image
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import Size, format_size
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.page.mistakes import changed_images
+from vitrel.evaluate.page.changed import changed_images
 from vitrel.evaluate.policies import at_size_with
 from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.sweep import Row, Sweep
 from vitrel.evaluate.table import read_predictions
-from vitrel.evaluate.tasks import Task, tasks_of
+from vitrel.evaluate.trials import Trial, trials_of
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import patch_grid
 from vitrel.inspect.attention import Layer, for_each_layer, layer_position_share, offset_mean
@@ -58,7 +58,6 @@ def collect_pictures(
     folder: Path,
     budget: int = BUDGET,
     rows: Sequence[Row] = (),
-    images: bool = True,
 ) -> Path:
     """Record the pictures of a report into `folder`/pictures.json.gz, of about `budget` bytes at most, and return its path.
 
@@ -68,20 +67,21 @@ def collect_pictures(
     image at every size and protocol, and thumbnails of images whose prediction changes with size (by predictions.npz).
 
     rows: the rows of the folder. An existing file keeps its pictures of rows that are not recorded now; at least a quarter of
-    the budget is for new ones. images: whether photographs of the data may be written.
+    the budget is for new ones. Photographs of the data are written with `sweep.photographs`.
     """
+    images = sweep.photographs
     firsts = list({trained.label: trained for trained in reversed(models)}.values())[::-1]
-    all_tasks = tasks_of(firsts, sweep)
-    tasks = _recorded_tasks(all_tasks, sweep)
-    former = _former_pictures(folder, rows, {(task.trained.label, format_size(task.size), task.policy) for task in tasks})
+    all_trials = trials_of(firsts, sweep)
+    trials = _recorded_trials(all_trials, sweep)
+    former = _former_pictures(folder, rows, {(trial.trained.label, format_size(trial.size), trial.policy) for trial in trials})
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
     samples, blobs = Images(sweep), dict[str, str]()
-    seen = _preprocessed([task for task in all_tasks if task.trained is firsts[0]], samples, blobs) if images else []
-    thumbnails = _thumbnails(tasks[0], samples, folder, rows) if images else {}
+    seen = _preprocessed([trial for trial in all_trials if trial.trained is firsts[0]], samples, blobs) if images else []
+    thumbnails = _thumbnails(trials[0], samples, folder, rows) if images else {}
     budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # gzip undoes the overhead of base64
     recorded = []
     for index, trained in enumerate(firsts):
-        of_model = [task for task in tasks if task.trained is trained]
+        of_model = [trial for trial in trials if trial.trained is trained]
         entry, spent = _record_model(of_model, sweep, samples, blobs, budget // (len(firsts) - index), images)
         recorded.append(entry)
         budget -= spent
@@ -91,7 +91,7 @@ def collect_pictures(
         "models": _merged_models(former["models"], recorded),
         "seen": [item for item in former["seen"] if (item["size"], item["protocol"]) not in replaced] + seen,
         "thumbnails": former["thumbnails"] | thumbnails,
-        "words": former["words"] | _described_classes(firsts, tasks[0], samples),
+        "words": former["words"] | _described_classes(firsts, trials[0], samples),
         "blobs": former["blobs"] | blobs,
     }
     with atomic_write(Path(folder) / "pictures.json.gz") as part:
@@ -199,7 +199,7 @@ def token_embedding(model: nn.Module, size: Size) -> Tensor | None:
 
 
 class _Recorded(NamedTuple):
-    """The maps recorded for one task."""
+    """The maps recorded for one trial."""
 
     layers: list[str]  # names of all layers
     shares: list[float | None]  # `layer_position_share` of all layers, None where it is not known
@@ -239,55 +239,55 @@ def _merged_models(former: Sequence[Item], new: Sequence[Item]) -> list[Item]:
     return [*merged.values()]
 
 
-def _recorded_tasks(tasks: Sequence[Task], sweep: Sweep) -> list[Task]:
-    """One task per model, size and policy: of the scale protocol (else the first), and the first crop."""
+def _recorded_trials(trials: Sequence[Trial], sweep: Sweep) -> list[Trial]:
+    """One trial per model, size and policy: of the scale protocol (else the first), and the first crop."""
     protocol = "scale" if "scale" in sweep.protocols else sweep.protocols[0]
-    first: dict[tuple, Task] = {}
-    for task in tasks:
-        if task.protocol == protocol:
-            first.setdefault((id(task.trained), task.size, task.policy), task)
+    first: dict[tuple, Trial] = {}
+    for trial in trials:
+        if trial.protocol == protocol:
+            first.setdefault((id(trial.trained), trial.size, trial.policy), trial)
     return list(first.values())
 
 
-def _preprocessed(tasks: Sequence[Task], samples: Images, blobs: dict[str, str]) -> list[Item]:
-    """One item for every size and protocol of the tasks, which are of one model: the first sample image as preprocessed there.
+def _preprocessed(trials: Sequence[Trial], samples: Images, blobs: dict[str, str]) -> list[Item]:
+    """One item for every size and protocol of the trials, which are of one model: the first sample image as preprocessed there.
 
     The pictures are added to `blobs`; items have their keys. Where the image cannot be read there is no item.
     """
     items: dict[tuple[str, str], Item] = {}
-    for task in tasks:
-        place = format_size(task.size), task.protocol
+    for trial in trials:
+        place = format_size(trial.size), trial.protocol
         if place in items:
             continue
-        pixels = [*samples.first(task.preprocessing, 1)]  # in the native protocol with a shape of its own
-        _, names = _samples(task, samples, 1)
+        pixels = [*samples.first(trial.preprocessing, 1)]  # in the native protocol with a shape of its own
+        _, names = _samples(trial, samples, 1)
         if len(pixels) and names:
-            key = _picture(task, 0, pixels[0], blobs)
-            item = {"label": task.trained.label, "size": place[0], "protocol": place[1], "class": names[0]}
+            key = _picture(trial, 0, pixels[0], blobs)
+            item = {"label": trial.trained.label, "size": place[0], "protocol": place[1], "class": names[0]}
             items[place] = item | {"shape": list(pixels[0].shape[-2:]), "picture": key}
     return list(items.values())
 
 
-def _thumbnails(task: Task, samples: Images, folder: Path, rows: Sequence[Row]) -> dict[str, str]:
+def _thumbnails(trial: Trial, samples: Images, folder: Path, rows: Sequence[Row]) -> dict[str, str]:
     """{name of the image: picture} of at most THUMBNAILS images whose prediction changes with size, on most curves first.
 
     Empty where `folder` has no predictions, or has predictions of other images than the current data.
     """
-    predictions, dataset = read_predictions(folder), samples.dataset(task.preprocessing)
-    if predictions is None or len(predictions.names) != len(dataset):
+    predictions, dataset = read_predictions(folder), samples.dataset(trial.preprocessing)
+    if predictions is None or len(predictions.images.names) != len(dataset):
         return {}
     times = Counter(item["image"] for curve in changed_images(rows, predictions) for item in curve["images"])
     thumbnails = {}
     for index, _ in times.most_common(THUMBNAILS):
         pixels, label = dataset[index]
-        if label == predictions.labels[index]:
-            thumbnails[predictions.names[index]] = _data_url(task.trained, pixels, THUMBNAIL)
+        if label >= 0:
+            thumbnails[predictions.images.names[index]] = _data_url(trial.trained, pixels, THUMBNAIL)
     return thumbnails
 
 
-def _described_classes(models: Sequence[TrainedModel], task: Task, samples: Images) -> dict[str, str]:
+def _described_classes(models: Sequence[TrainedModel], trial: Trial, samples: Images) -> dict[str, str]:
     """{class of the data: its name or description in a model's `pretrained_cfg`}, for classes where these differ."""
-    classes = getattr(samples.dataset(task.preprocessing), "classes", None) or []
+    classes = getattr(samples.dataset(trial.preprocessing), "classes", None) or []
     words: dict[str, str] = {}
     for trained in models:
         config = getattr(trained.model, "pretrained_cfg", None) or {}
@@ -301,10 +301,10 @@ def _described_classes(models: Sequence[TrainedModel], task: Task, samples: Imag
 
 
 def _record_model(
-    tasks: Sequence[Task], sweep: Sweep, samples: Images, blobs: dict[str, str], budget: int, images: bool
+    trials: Sequence[Trial], sweep: Sweep, samples: Images, blobs: dict[str, str], budget: int, images: bool
 ) -> tuple[Item, int]:
     """Record the pictures of one model; return its entry in the file, and the bytes that this takes."""
-    trained, spent, incomplete = tasks[0].trained, 0, set()
+    trained, spent, incomplete = trials[0].trained, 0, set()
     entry: Item = {"label": trained.label, "seed": trained.seed, "train_size": format_size(trained.img_size), "error": None}
     entry |= {
         "acts": False,
@@ -316,20 +316,20 @@ def _record_model(
         "images": [],
         "left_out": [],
     }
-    for index, task in enumerate(tasks):
-        room, size = (budget - spent) // (len(tasks) - index), format_size(task.size)
-        before, keys = room, {"size": size, "policy": task.policy}
-        first = all(other.size != task.size for other in tasks[:index])
-        pixels, names = _samples(task, samples, IMAGES)
+    for index, trial in enumerate(trials):
+        room, size = (budget - spent) // (len(trials) - index), format_size(trial.size)
+        before, keys = room, {"size": size, "policy": trial.policy}
+        first = all(other.size != trial.size for other in trials[:index])
+        pixels, names = _samples(trial, samples, IMAGES)
         if not names:
             entry["error"] = "none of the sample images can be read"
             break
         entry["images"] = names
         try:
-            recorded, embedding = _record_task(task, sweep, pixels, first, room)
+            recorded, embedding = _record_trial(trial, sweep, pixels, first, room)
         except ValueError as error:
             entry["error"] = str(error)
-            recorded, embedding = None, _embedding_at(task)
+            recorded, embedding = None, _embedding_at(trial)
         if embedding is not None and first:
             room -= _append(entry["similar"], keys | encode_similarity(embedding), room, blobs)
         if recorded is None:
@@ -338,7 +338,7 @@ def _record_model(
         else:
             entry["layers"], entry["acts"] = recorded.layers, entry["acts"] or recorded.acts
             entry["shares"] = entry["shares"] or recorded.shares
-            pictures = [_picture(task, image, pixels[image], blobs) for image in range(len(names))] if images and first else []
+            pictures = [_picture(trial, image, pixels[image], blobs) for image in range(len(names))] if images and first else []
             columns = {"lattices": keys, "maps": keys | {"pictures": pictures}}
             for _, kind, item in sorted(recorded.items, key=lambda item: item[0]):
                 taken = _append(entry[kind], columns[kind] | item, room, blobs)
@@ -352,10 +352,10 @@ def _record_model(
     return entry, spent
 
 
-def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int) -> tuple[_Recorded | None, Tensor | None]:
-    """Run a task's model on sample images; return maps of its layers (None above LARGEST tokens) and its position embedding.
+def _record_trial(trial: Trial, sweep: Sweep, pixels: Tensor, maps: bool, room: int) -> tuple[_Recorded | None, Tensor | None]:
+    """Run a trial's model on sample images; return maps of its layers (None above LARGEST tokens) and its position embedding.
 
-    maps: record attention maps too, not only maps by offset. room: bytes for this task.
+    maps: record attention maps too, not only maps by offset. room: bytes for this trial.
     """
     encoded: list[tuple[str, Item]] = []
     names, acts, shares = [], [], []
@@ -373,13 +373,13 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
             encoded.append(("maps", keys | {"image": image} | _fitting_map(layer, image, part)))
 
     try:
-        ready = at_size_with(task.trained.model.to(device), task.size, task.policy)
+        ready = at_size_with(trial.trained.model.to(device), trial.size, trial.policy)
         if ready.tokens > LARGEST:
             return None, None
-        embedding = token_embedding(ready.model, task.size)
+        embedding = token_embedding(ready.model, trial.size)
         for_each_layer(ready.model.to(device), pixels.to(device), use)
     finally:
-        task.trained.model.cpu()
+        trial.trained.model.cpu()
     preferred = {len(names) - 1, 0, len(names) // 2}  # the first, middle and last layer
 
     def priority(kind: str, item: Item) -> int:
@@ -388,8 +388,8 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
     return _Recorded(names, shares, any(acts), [(priority(kind, item), kind, item) for kind, item in encoded]), embedding
 
 
-def _embedding_at(task: Task) -> Tensor | None:
-    return token_embedding(at_size_with(task.trained.model, task.size, task.policy).model, task.size)
+def _embedding_at(trial: Trial) -> Tensor | None:
+    return token_embedding(at_size_with(trial.trained.model, trial.size, trial.policy).model, trial.size)
 
 
 def _acts(layer: Layer) -> bool:
@@ -414,23 +414,23 @@ def _fitting_map(layer: Layer, image: int, room: int) -> Item:
     return encode_map(layer, image, True, 16)
 
 
-def _samples(task: Task, samples: Images, most: int) -> tuple[Tensor, list[str]]:
+def _samples(trial: Trial, samples: Images, most: int) -> tuple[Tensor, list[str]]:
     """At most `most` images at equal distances in the data, from the first, [n, 3, H, W], and the names of their classes."""
-    dataset = samples.dataset(task.preprocessing)
+    dataset = samples.dataset(trial.preprocessing)
     indices = sorted({round(i * len(dataset) / most) for i in range(most)})
     items = [item for item in (dataset[index] for index in indices if index < len(dataset)) if item[1] >= 0]
     classes = getattr(dataset, "classes", None)
     names = [shown(str(classes[label])) if classes else str(label) for _, label in items]
-    return (torch.stack([image for image, _ in items]) if items else torch.zeros(0, 3, *task.size)), names
+    return (torch.stack([image for image, _ in items]) if items else torch.zeros(0, 3, *trial.size)), names
 
 
-def _picture(task: Task, image: int, pixels: Tensor, blobs: dict[str, str]) -> str:
+def _picture(trial: Trial, image: int, pixels: Tensor, blobs: dict[str, str]) -> str:
     """Add a preprocessed image to `blobs` as a picture of at most SIDE pixels, and return its key."""
-    trained = task.trained
-    crop = f"{task.crop_pct:g} {trained.crop_mode} {trained.interpolation}"
-    key = " ".join((str(image), format_size(task.size), task.protocol, crop, format_size(trained.img_size)))
+    trained = trial.trained
+    crop = f"{trial.crop_pct:g} {trained.crop_mode} {trained.interpolation}"
+    key = " ".join((str(image), format_size(trial.size), trial.protocol, crop, format_size(trained.img_size)))
     if key not in blobs:
-        blobs[key] = _data_url(task.trained, pixels, SIDE)
+        blobs[key] = _data_url(trial.trained, pixels, SIDE)
     return key
 
 

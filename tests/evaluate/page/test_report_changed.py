@@ -1,14 +1,14 @@
-"""Pairs of classes taken for each other, and images whose prediction changes with size."""
+"""Images whose prediction changes with size."""
 
 import numpy as np
 import pytest
 
 from helpers import ROOT
-from vitrel.evaluate.page import mistakes as pictures
-from vitrel.evaluate.page.mistakes import changed_images, confusions
-from vitrel.evaluate.prepare import ImageList
-from vitrel.evaluate.score import Predicted
+from helpers.predictions import classified
+from vitrel.evaluate.page import changed as pictures
+from vitrel.evaluate.page.changed import changed_images, place_of
 from vitrel.evaluate.table import Predictions, aggregate, line_key, protocol_names, read_csv
+from vitrel.evaluate.tasks import ImageList
 
 LABELS = [0, 0, 0, 1, 1, 2]
 
@@ -25,24 +25,8 @@ def some():
 def predictions(rows, *predicted):
     kept = [np.array(classes, np.int32) for classes in predicted]
     images, labels = ImageList([f"{i}.jpg" for i in range(6)], ["a", "b", "c"]), np.array(LABELS, np.int32)
-    about = np.zeros(6, np.float32), np.zeros(6, bool)
-    made = {line_key(row): Predicted(images, labels, one, *about) for row, one in zip(rows, kept, strict=True)}
-    return Predictions(images.names, labels, images.classes, made)
-
-
-def test_pairs_are_counted_over_seeds_the_most_frequent_first(some):
-    found = predictions(some, LABELS, [1, 1, 0, 1, 0, -2], [1, 0, 0, 1, 1, 2], [1, 1, 1, 1, 1, -1])
-    (one,) = confusions(some, found)
-    assert one["pairs"] == [[0, 1], [1, 0]] and one["of"] == [6, 4]
-    assert [(row["img_size"], row["counts"]) for row in one["rows"]] == [("64x64", [1, 0]), ("96x96", [5, 1])]
-    assert [(row["wrong"], row["n"]) for row in one["rows"]] == [
-        (1, 12),
-        (7, 11),
-    ]  # none of the classes is wrong, not read is not
-
-
-def test_a_model_without_mistakes_has_no_pairs(some):
-    assert confusions(some, predictions(some, *[LABELS] * 4)) == []
+    made = {line_key(row): classified(images, labels, one) for row, one in zip(rows, kept, strict=True)}
+    return Predictions(images, made)
 
 
 def test_images_whose_prediction_changes_are_those_first_that_were_right(some, monkeypatch):
@@ -63,7 +47,6 @@ def test_places_are_those_of_the_table_in_the_native_protocol_too(some):
     assert [*dict.fromkeys(map(name, rows))] == ["scale", "native, 16 tokens", "native, 64 tokens"]
     protocols = {row["protocol"] for row in table}
     assert protocols == set(map(name, rows)) and name({"protocol": "scale", "crop_pct": 0.9}) == "scale"
-    found = confusions(rows, predictions(rows, *[[1, 0, 0, 1, 1, 2]] * len(rows)))
-    assert {one["protocol"] for one in found} == protocols
+    assert {place_of(row, name)[1] for row in rows} == protocols
     several = [row | {"crop_pct": crop} for row in some for crop in (0.9, 1.0)]
     assert {row["protocol"] for row in aggregate(several)} == {"scale, crop 0.9", "scale, crop 1"}

@@ -1,0 +1,98 @@
+"""Which output of a model stands for which class of the data."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
+from torch import Tensor
+
+from vitrel.evaluate.checkpoint import TrainedModel
+
+NO_CLASS = -2  # the predicted output stands for none of the data's classes
+
+
+def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
+    """Return the index of the model's output for each class of the data, in the data's order.
+
+    A model that knows its classes has to know all classes of the data, by name, and may know more. For others:
+    `trained.outputs` where it is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
+    classes' own order, with as many outputs as classes. ValueError where classes and outputs do not match; `data` names the
+    data in messages.
+    """
+    if trained.classes:
+        return _by_name(trained, classes, data)
+    count = trained.model.num_classes
+    if trained.outputs is not None:
+        if missing := [name for name in classes if name not in trained.outputs]:
+            raise ValueError(f"the class indices of {trained.label} lack {', '.join(missing[:5])}, classes of {data}")
+        if invalid := [name for name in classes if not 0 <= trained.outputs[name] < count]:
+            mapping = f"{invalid[0]} to output {trained.outputs[invalid[0]]}"
+            raise ValueError(f"{trained.label} has outputs 0 to {count - 1}, but its class indices map {mapping}")
+        return tuple(trained.outputs[name] for name in classes)
+    if (outputs := _by_wordnet(count, classes)) is not None:
+        return outputs
+    if count != len(classes):
+        raise ValueError(
+            f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: give the output of each class "
+            "(--class-indices FILE, a class and its index per line)"
+        )
+    return tuple(range(count))
+
+
+def class_map(trained: TrainedModel, classes: Sequence[str]) -> str:
+    """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "names" (the model knows them in
+    another order, or knows more), "wordnet" (by WordNet IDs), or "file" with a digest of `trained.outputs`; followed by
+    ", restricted" where only these outputs are compared.
+    """
+    if trained.classes:
+        source = "order" if list(trained.classes) == list(classes) else "names"
+    elif trained.outputs is not None:
+        pairs = repr(sorted(trained.outputs.items()))
+        source = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+    else:
+        by_id = _by_wordnet(trained.model.num_classes, classes) is not None
+        source = "wordnet" if by_id else "order"
+    return f"{source}, restricted" if trained.restrict else source
+
+
+def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
+    """The outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for other names or heads."""
+    subset = infer_imagenet_subset({"num_classes": count})
+    if subset is None or not all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        return None
+    index = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
+    return tuple(index[name] for name in classes) if all(name in index for name in classes) else None
+
+
+def _by_name(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
+    """The outputs of classes by the names that the model knows; ValueError where it does not know all, or one name twice."""
+    if list(trained.classes) == list(classes):
+        return tuple(range(len(classes)))
+    index = {name: i for i, name in enumerate(trained.classes)}
+    if unknown := [name for name in classes if name not in index]:
+        raise ValueError(
+            f"{trained.path} was trained on {len(trained.classes)} classes ({_listed(trained.classes)}), which lack "
+            f"{len(unknown)} of the {len(classes)} classes of {data}: {_listed(unknown)}. Evaluate on data with classes of the "
+            "training data alone, under the same names"
+        )
+    if len(index) < len(trained.classes):
+        twice = next(name for name in trained.classes if trained.classes.count(name) > 1)
+        raise ValueError(f"{trained.path} has several outputs named {twice}: evaluate on data with its classes in its order")
+    return tuple(index[name] for name in classes)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
+    """Return the class that each output in `best` [B] stands for, NO_CLASS for outputs without a class.
+
+    outputs: the output of each class, [classes]. Where several classes share an output, it counts as the label [B] if that is
+    among them.
+    """
+    classes = torch.full((int(torch.cat((best.flatten(), outputs)).max()) + 1,), NO_CLASS)
+    classes[outputs] = torch.arange(len(outputs))
+    return torch.where(best == outputs[labels], labels, classes[best])
