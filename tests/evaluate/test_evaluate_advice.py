@@ -20,7 +20,7 @@ def row(size="64x64", top1=90.0, policy="none", label="m", **given):
         "task": "classification", "model": label, "label": label, "seed": 0, "img_size": size, "train_size": "64x64",
         "protocol": "scale",
         "policy": policy, "top1": top1, "top5": 100.0, "nll": 0.1, "n": 10_000, "retention": 1.0, "encoding": "absolute",
-        "resized": "nothing", "resized_params": 0, "unseen": 0.0, "saturated": 0.0, "unchanged": True, "params": 452_068,
+        "resampled": "nothing", "resampled_values": 0, "unseen": 0.0, "saturated": 0.0, "unchanged": True, "params": 452_068,
         "infer_samples_per_sec": 100.0, "peak_memory_mb": 50.0, "memory_kind": "cuda allocated", "gflops": 0.03,
         "batch_size": 8, "oom": 0, "tokens": 64, "crop_pct": 1.0,
     }  # fmt: skip
@@ -278,7 +278,7 @@ def test_a_position_encoding_that_does_nothing_is_said_first():
     assert (
         "does nothing" in found.sentences[0] and "0.4 %" in found.sentences[0] and found.sentences[1:] == only(*rows).sentences
     )
-    judged = judge([one | {"position_share": 0.004, "resized": "table clip", "resized_params": 8100} for one in rows])
+    judged = judge([one | {"position_share": 0.004, "resampled": "table clip", "resampled_values": 8100} for one in rows])
     assert "8,100" not in sizes_table(judged) and "8,100" not in accuracy_tables(judged.rows)
 
 

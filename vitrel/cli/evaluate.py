@@ -2,7 +2,7 @@
 
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
-    vitrel evaluate runs/a --data photographs --size 100t 196t --protocols scale native
+    vitrel evaluate runs/a --data photographs --size 100t 196t --protocol scale native
 
 Writes results.csv, predictions.npz, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html
 into --out. The training size is always evaluated too. Existing rows in --out are reused: the same command resumes an
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
     "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "val_fraction",
-    "extrapolation", "crop_pct", "translations", "attention_n", "border_leak", "compile", "optimize", "margin",
+    "log_n", "crop_pct", "translations", "attention_n", "border_leak", "compile", "optimize", "margin",
     "report", "photographs",
 )  # fmt: skip
 
@@ -45,13 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
     kept = "output folder; default %(default)s; existing rows are kept"
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help=kept)
-    add("--protocols", nargs="+",
+    add("--protocol", nargs="+", dest="protocols",
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
-    add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")
-    add("--extrapolation", nargs="+", default=[],
-        help="options that act at other sizes without training, each evaluated beside the model as it is: linear, ntk, yarn "
-        "(RoPE scaling), log_n (attention temperature), or several at once as yarn+log_n")  # fmt: skip
+    add("--policy", nargs="+", dest="policies",
+        help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")  # fmt: skip
+    add("--log-n", action="store_true", help="evaluate an attention temperature of log N too, beside each policy")
     add("--crop-pct", type=float, nargs="+",
         help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],

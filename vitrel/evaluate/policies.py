@@ -1,25 +1,25 @@
 """Bringing a model to an image size under a policy, and the columns of results.csv that need no images.
 
-Policies are rules for windows and for the resampling of position encodings at image sizes other than the training size.
+Policies are choices of what happens to windows and position encodings at image sizes other than the training size.
 A policy is written as in the column `policy` of results.csv: "none" where no policy changes anything; else the window policy,
-where window policies differ, and one resize policy for each kind of encoding, joined by "+": "clip", "geometric+keep",
+where window policies differ, and one policy for each kind of encoding, joined by "+": "clip", "geometric+keep",
 "divisor", "rescale+geometric".
 
 Window policies choose the windows of a windowed model at a new size. fixed: windows stay as trained, and grids that they do not
 divide are padded and masked. divisor: in every stage and along each axis, the largest window up to the trained one that divides
 the grid; the bias is the matching part of the table, without resampling, and nothing is padded. rescale: the window scales with
 the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
-its resize policy.
+its policy.
 
-Extrapolations are options that change attention at other sizes without training, added to a policy where they are asked for:
-"geometric+log_n", "yarn". They act only where the grid differs from that of training (RoPE scaling: where it is larger).
+log_n, which is added to a policy where a sweep asks for it ("geometric+log_n"), multiplies the logits of attention by
+log N / log N_train (`vitrel.position.log_n`).
 """
 
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from timm.layers import to_2tuple
@@ -34,7 +34,7 @@ from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
-from vitrel.models.backbone import LARGE, Backbone, resizable_parts
+from vitrel.models.backbone import LARGE, Backbone, parts_with_policies
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
@@ -42,61 +42,45 @@ from vitrel.position import PositionEncoding
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
 
 
-EXTRAPOLATIONS: dict[str, dict[str, Any]] = {  # options of `Backbone.set_position_options`
-    "linear": {"scaling": "linear"},
-    "ntk": {"scaling": "ntk"},
-    "yarn": {"scaling": "yarn"},
-    "log_n": {"temperature": "log_n"},
-}
-
-
+LOG_N = "log_n"
 MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, about a second each
 
 
 def policies_at(
-    model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None, extrapolations: Sequence[str] = ()
+    model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None, log_n: bool = False
 ) -> tuple[str, ...]:
     """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
 
     wanted: only these policies; encodings and windows for which none is named keep their current policy. Encodings that share a
     policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
-    "none". extrapolations: each of these, of EXTRAPOLATIONS or several joined by "+", is added to every policy where it changes
-    the model, beside the policy without it.
+    "none". log_n: where it changes the model, add every policy with the temperature, beside that without.
     """
     if not isinstance(model, Backbone):
         return ("none",)
-    policies = _policies_at(model, size, wanted)
-    found = dict.fromkeys(policies)
-    for policy in policies:
-        changed = with_policy(model, size, policy) if extrapolations else model
-        for names in extrapolations:
-            if acting := [name for name in names.split("+") if _extrapolates(changed, size, name)]:
-                found["+".join([*([] if policy == "none" else [policy]), *acting])] = None
+    found: dict[str, None] = {}
+    for policy in _policies_at(model, size, wanted):
+        found[policy] = None
+        if log_n and _tempers(with_policy(model, size, policy), size):
+            found[LOG_N if policy == "none" else f"{policy}+{LOG_N}"] = None
     return tuple(found)
 
 
-def _extrapolates(model: Backbone, size: Size, name: str) -> bool:
-    """Whether an extrapolation changes the model at a size."""
-    [(option, value)] = EXTRAPOLATIONS[name].items()
-    for (encoding, grid), (_, trained) in zip(model.encodings(size), model.trained_encodings(), strict=True):
-        if option == "temperature":
-            if grid.tokens != trained.tokens and encoding.temperature != value:
-                return True
-        elif grid.h > trained.h or grid.w > trained.w:
-            scalings = [part.scaling for part in encoding.modules() if getattr(part, "reference", None) is None]
-            if any(scaling is not None and scaling.rule != value for scaling in scalings):
-                return True
-    return False
+def _tempers(model: nn.Module, size: Size) -> bool:
+    """Whether the temperature of log N changes the model at a size: where an encoding's number of tokens is another."""
+    if not isinstance(model, Backbone):
+        return False
+    both = zip(model.encodings(size), model.trained_encodings(), strict=True)
+    return any(grid.tokens != trained.tokens and encoding.temperature != LOG_N for (encoding, grid), (_, trained) in both)
 
 
 def _policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
     windows = window_policies_at(model, size)
     if not windows:
-        return _resize_policies_at(model, size, wanted)
+        return _encoding_policies_at(model, size, wanted)
     joined = []
     for window in [name for name in windows if wanted is None or name in wanted] or windows[:1]:
         windowed = with_policy(model, size, window)
-        joined += [join_policy(window, policy) for policy in _resize_policies_at(windowed, size, wanted)]
+        joined += [join_policy(window, policy) for policy in _encoding_policies_at(windowed, size, wanted)]
     return tuple(joined)
 
 
@@ -105,14 +89,9 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
     if not isinstance(model, Backbone):
         return ()
     if not any(isinstance(part, Attention) and part.window is not None for part in model.modules()):
-        return model.resize_policies
+        return model.policies
     parts = (part for part in model.modules() if isinstance(part, PositionEncoding))
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
-
-
-def extrapolations_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the EXTRAPOLATIONS that a model can take; () for a model of another library."""
-    return tuple(name for name in EXTRAPOLATIONS if _extrapolates(model, LARGE, name)) if isinstance(model, Backbone) else ()
 
 
 def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Module:
@@ -127,22 +106,21 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
     if not isinstance(model, Backbone):
         return model_at_size(model, size, share_weights=True)
     names = policy.split("+")
-    options = {key: value for name in names for key, value in EXTRAPOLATIONS.get(name, {}).items()}
     window = names[0] if names[0] in WINDOW_POLICIES else "fixed"
-    resize = "+".join(name for name in names if name not in (*WINDOW_POLICIES, *EXTRAPOLATIONS)) or "none"
-    if (window, resize) == ("fixed", "none") and not options:
+    encoding = "+".join(name for name in names if name not in (*WINDOW_POLICIES, LOG_N)) or "none"
+    if (window, encoding) == ("fixed", "none") and LOG_N not in names:
         return model
     changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    if options:
-        changed.set_position_options(**options)
-    if window != "fixed":  # before `resize`: which resize policies a model has depends on its windows
+    if LOG_N in names:
+        changed.set_position_options(temperature=LOG_N)
+    if window != "fixed":  # first: which policies the encodings have depends on its windows
         for attn, grid in _windowed(changed, size):
             attn.window = _window_at(changed, attn, grid, size, window)
             if any(attn.shift):
                 attn.shift = attn.window[0] // 2, attn.window[1] // 2
-    # at some of the native protocol's shapes the rescaled window is the trained one, and nothing is resized
-    if resize != "none" and (window != "rescale" or changed.resize_policies):
-        changed.set_resize_policy(resize)
+    # at some of the native protocol's shapes the rescaled window is the trained one, and nothing is resampled
+    if encoding != "none" and (window != "rescale" or changed.policies):
+        changed.set_position_options(policy=encoding)
     return changed
 
 
@@ -159,9 +137,9 @@ def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ..
     return ("fixed", *different) if different else ()
 
 
-def join_policy(window: str, resize: str) -> str:
-    """Join a window and a resize policy: ("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
-    return window if resize == "none" else f"{window}+{resize}"
+def join_policy(window: str, encoding: str) -> str:
+    """Join policies of windows and encodings: ("rescale", "clip") -> "rescale+clip", ("divisor", "none") -> "divisor"."""
+    return window if encoding == "none" else f"{window}+{encoding}"
 
 
 def policy_parts(policy: str) -> frozenset[str]:
@@ -172,13 +150,13 @@ def policy_parts(policy: str) -> frozenset[str]:
 class ModelWithPolicy(NamedTuple):
     """A model for images of one size, and what is resampled for it.
 
-    model: see `with_policy`. resized: number of parameter values resampled, by rule. unseen, saturated: shares of offsets, see
-    `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages: grid,
-    window and padding of every stage at this size.
+    model: see `with_policy`. resampled: number of parameter values resampled, by policy. unseen, saturated: shares of offsets,
+    see `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages:
+    grid, window and padding of every stage at this size.
     """
 
     model: nn.Module
-    resized: dict[str, int]
+    resampled: dict[str, int]
     unseen: float
     saturated: float
     tokens: float
@@ -191,13 +169,13 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
     ValueError for a size that the model does not support.
     """
     if not isinstance(model, Backbone):
-        resized = at_size(model, size, share_weights=True)
+        adapted = at_size(model, size, share_weights=True)
         unknown = float("nan")
-        h, w = resized.windows[0].grid if resized.windows else (unknown, 1)
-        return ModelWithPolicy(resized.model, resized.resized, unknown, unknown, h * w, resized.windows)
+        h, w = adapted.windows[0].grid if adapted.windows else (unknown, 1)
+        return ModelWithPolicy(adapted.model, adapted.resampled, unknown, unknown, h * w, adapted.windows)
     changed, grid = with_policy(model, size, policy), model.token_grid(size)
     report = resolution_report(changed, size)
-    return ModelWithPolicy(changed, report.resized, report.unseen, report.saturated, grid.h * grid.w, report.stages)
+    return ModelWithPolicy(changed, report.resampled, report.unseen, report.saturated, grid.h * grid.w, report.stages)
 
 
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
@@ -217,13 +195,13 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
     """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
 
     shapes: number of images of each size (h, w) in pixels. patch: (h, w) in pixels. tokens is the mean over all images. The
-    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resized names all
-    rules, and resized_params, unseen and saturated are the largest values.
+    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resampled names
+    all policies, and resampled_values, unseen and saturated are the largest values.
     """
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
         ready = at_size_with(model, size, policy)
-        columns.append(_geometry(ready) | {"rules": ready.resized})
+        columns.append(_geometry(ready) | {"rules": ready.resampled})
         costs.append(gflops(ready.model, size) * shapes[size])
     count = sum(shapes[size] for size in sampled)
     pads = [
@@ -236,8 +214,8 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
         "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / shapes.total(), 2),
         "pad_fraction": " ".join(f"{sum(stage) / count:.2g}" for stage in zip(*pads, strict=True)) if same_stages else "",
         "gflops": round(sum(costs) / count, 4),
-        "resized": " + ".join(rules) or "nothing",
-        **{name: max(row[name] for row in columns) for name in ("resized_params", "unseen", "saturated")},
+        "resampled": " + ".join(rules) or "nothing",
+        **{name: max(row[name] for row in columns) for name in ("resampled_values", "unseen", "saturated")},
     }
 
 
@@ -260,36 +238,41 @@ def gflops(model: nn.Module, size: Size) -> float:
     return counter.get_total_flops() / 2e9  # the counter counts a multiply-add as two operations
 
 
-def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The resize policies that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings have
-    different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
+def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """The policies of encodings that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings
+    have different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
     """
-    affected = [part.policies for part, grid in resizable_parts(model, size) if _is_resized(part, grid)]
+    parts = [*parts_with_policies(model, size)]
+    affected = [part.policies for part, grid in parts if _is_affected(part, grid)]
     options = []
     for group in _policy_groups(model):
         if any(set(group) & set(policies) for policies in affected):
             chosen = [policy for policy in group if wanted is None or policy in wanted]
-            options.append(chosen or [next(part.resize for part, _ in resizable_parts(model, size) if part.resize in group)])
+            options.append(
+                chosen or [next(part.policy for part, _ in parts_with_policies(model, size) if part.policy in group)]
+            )
     return tuple("+".join(names) for names in product(*options)) if options else ("none",)
 
 
 def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
-    """Policies of the encodings that are resized at a large size; those of encodings that share a name form one group."""
+    """Policies of the encodings that a large size affects; those of encodings that share a name form one group."""
     groups: list[tuple[str, ...]] = []
-    for policies in dict.fromkeys(part.policies for part, grid in resizable_parts(model, LARGE) if _is_resized(part, grid)):
+    for policies in dict.fromkeys(
+        part.policies for part, grid in parts_with_policies(model, LARGE) if _is_affected(part, grid)
+    ):
         overlapping = [group for group in groups if set(group) & set(policies)]
         merged = tuple(dict.fromkeys(name for group in (*overlapping, policies) for name in group))
         groups = [group for group in groups if group not in overlapping] + [merged]
     return groups
 
 
-def _is_resized(part: PositionEncoding, grid: Grid) -> bool:
+def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
     """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
     rules = []
     for policy in part.policies:
-        trial.resize = policy
-        rules.append(trial.resized(grid))
+        trial.policy = policy
+        rules.append(trial.resampled(grid))
     return any(rules)
 
 
@@ -318,8 +301,8 @@ def _geometry(ready: ModelWithPolicy) -> Row:
         "tokens": ready.tokens,
         "window": " ".join(windows),
         "pad_fraction": " ".join(f"{stage.padded_share:.2g}" for stage in ready.stages),
-        "resized": " + ".join(ready.resized) or "nothing",
-        "resized_params": sum(ready.resized.values()),
+        "resampled": " + ".join(ready.resampled) or "nothing",
+        "resampled_values": sum(ready.resampled.values()),
         "unseen": round(ready.unseen, 4),
         "saturated": round(ready.saturated, 4),
     }

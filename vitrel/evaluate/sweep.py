@@ -26,8 +26,8 @@ class Sweep:
     at the largest square of whole patches within the budget. protocols: how images fill a size, of "scale", "canvas" and
     "native"; "native" takes a size as a budget: every image keeps its aspect ratio and has at most the patch tokens of that
     size. policies: evaluate only these policies of windows and encodings (None: all; a model with none of them keeps its
-    default). extrapolation: options that act at other sizes without training, each evaluated in addition to every policy:
-    "linear", "ntk", "yarn" (RoPE scaling) and "log_n" (attention temperature), or several joined by "+". n: number of images
+    default). log_n: evaluate every policy with an attention temperature of log N too
+    (`vitrel.position.log_n`). n: number of images
     (None: all), drawn with the seed `data_seed`. batch_size: halved when memory runs out. workers: processes that decode
     images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16" (autocast). on_bad_image: "raise"
     ends the evaluation at an unreadable image, "count" leaves it out and counts it. follow_links: also search folders that are
@@ -46,7 +46,7 @@ class Sweep:
     sizes: tuple[Size | Budget, ...]
     protocols: tuple[str, ...] = DEFAULT_PROTOCOLS
     policies: tuple[str, ...] | None = None
-    extrapolation: tuple[str, ...] = ()
+    log_n: bool = False
     n: int | None = None
     data_seed: int = 0
     batch_size: int = 128
@@ -96,7 +96,6 @@ class Sweep:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         object.__setattr__(self, "skip", tuple(self.skip))
-        object.__setattr__(self, "extrapolation", tuple(dict.fromkeys(self.extrapolation)))
         combinations = {f"{format_size(size)} {protocol}" for size in self.sizes for protocol in self.protocols}
         if unknown := sorted({*self.skip} - combinations):
             raise ValueError(

@@ -65,7 +65,7 @@ def sizes_table(judged: Judged) -> str:
                 row["label"],
                 row["protocol"],
                 row["img_size"],
-                "" if row["resized"] == "nothing" else row["policy"],
+                "" if row["resampled"] == "nothing" else row["policy"],
                 f"{row[judged.metric]:.1f} ({row['low']:.1f} to {row['high']:.1f})",
                 difference_text(row),
                 verdict_text(row),
@@ -117,14 +117,14 @@ def resampled_text(row: Row) -> str:
 
     Weights that changed although nothing is resampled are an error, and it says so.
     """
-    if not row["unchanged"] and not row["resized_params"]:
+    if not row["unchanged"] and not row["resampled_values"]:
         return "nothing, but the weights changed: this is an error"
     if does_nothing(row):
         return "nothing that acts (position does nothing)"
-    if row["resized"] == "nothing":
+    if row["resampled"] == "nothing":
         return "nothing"
-    count = f"{row['resized_params']:,} of {row['params']:,} values" if row["resized_params"] else "nothing"
-    return f"{count} ({row['resized']})"
+    count = f"{row['resampled_values']:,} of {row['params']:,} values" if row["resampled_values"] else "nothing"
+    return f"{count} ({row['resampled']})"
 
 
 def accuracy_tables(table: Sequence[Row]) -> str:
@@ -178,9 +178,9 @@ def _resampled(curve: Sequence[Row]) -> str:
     """The largest number of values resampled, the number of parameters, and the rules: "2,700 of 469,300 (table bicubic)"."""
     if all(map(does_nothing, curve)):
         return "none that act"
-    rules = ", ".join(rule for rule in dict.fromkeys(row["resized"] for row in curve) if rule != "nothing")
-    most = max(curve, key=lambda row: row["resized_params"])
-    count = f"{most['resized_params']:,} of {most['params']:,}" if most["resized_params"] else "none"
+    rules = ", ".join(rule for rule in dict.fromkeys(row["resampled"] for row in curve) if rule != "nothing")
+    most = max(curve, key=lambda row: row["resampled_values"])
+    count = f"{most['resampled_values']:,} of {most['params']:,}" if most["resampled_values"] else "none"
     return f"{count} ({rules})" if rules else count
 
 

@@ -11,7 +11,6 @@ from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.classes import class_outputs
 from vitrel.evaluate.policies import (
     at_size_with,
-    extrapolations_of,
     native_columns,
     policies_at,
     policies_of,
@@ -86,10 +85,6 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
     if unknown := [policy for policy in sweep.policies or () if policy not in available]:
         names = ", ".join(sorted(available)) or "none"
         raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are: {names}")
-    possible = {name for trained in models for name in extrapolations_of(trained.model)}
-    if unknown := sorted({name for names in sweep.extrapolation for name in names.split("+")} - possible):
-        names = ", ".join(sorted(possible)) or "none"
-        raise ValueError(f"no model takes the extrapolation {unknown[0]!r}; those that these models take are: {names}")
     models_and_sizes = [(trained, _sizes_by_pixels(trained, sweep)) for trained in models]
     train_sizes = dict.fromkeys(trained.img_size for trained in models)
     by_size = [(size, [pair for pair in models_and_sizes if pair[0].img_size == size]) for size in train_sizes]
@@ -97,7 +92,7 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
     by_size += [(size, [pair for pair in models_and_sizes if size in pair[1] and pair[0].img_size != size]) for size in others]
     trials = []
     for size, pairs in by_size:
-        policies = [policies_at(trained.model, size, sweep.policies, sweep.extrapolation) for trained, _ in pairs]
+        policies = [policies_at(trained.model, size, sweep.policies, sweep.log_n) for trained, _ in pairs]
         crops = dict.fromkeys(crop for trained, _ in pairs for crop in sweep.crop_pct or (trained.crop_pct,))
         for protocol in sweep.protocols:
             native = protocol == "native"
@@ -152,7 +147,7 @@ def _check_shapes(trial: Trial, images: Images) -> None:
         raise
     except ValueError as error:
         raise ValueError(
-            f"{error}; the native protocol has images of many shapes: leave it out with --protocols scale canvas"
+            f"{error}; the native protocol has images of many shapes: leave it out with --protocol scale canvas"
         ) from error
 
 
