@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files
-from vitrel.data.augment import Augmenter
-from vitrel.data.augmentation import Augmentation
+from vitrel.data.augment import Augmentation, Augmenter
 from vitrel.data.base import Draw, ImageSet, Split
 from vitrel.data.decode import BadImage, Reading, decode
 from vitrel.data.files import Files, csv_files, files_at
