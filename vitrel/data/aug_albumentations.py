@@ -6,6 +6,7 @@ albumentations has no RandAugment or AugMix: a policy is timm's or torchvision's
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 # set before the import, or albumentations would look up its newest version on the network
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
@@ -13,11 +14,10 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
 import albumentations as A
 import cv2
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
 from vitrel.data.augment import Augmentation, policy_transform
+from vitrel.data.decode import IGNORED
 
 cv2.setNumThreads(0)  # the loader's workers are the parallelism
 
@@ -29,23 +29,27 @@ FLAGS = {
 
 
 class AlbumentationsPipeline:
-    """Augments uint8 [h, w, 3] to uint8 [3, H, W].
+    """Augments uint8 [h, w, 3], with a mask uint8 [h, w] or None, to [H, W, 3] and [H, W].
 
-    The steps are random-resized crop, flips, policy, color jitter, gray and blur. The other crops and erasing are left to
-    `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
+    The steps are crop, flips, policy, color jitter, gray and blur. The crops "simple" and "center", and erasing, are left to
+    `Augmenter`; images must then have the size (H, W).
 
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: color of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
+        mean: color of pixels that crops and the policy leave without content, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
         fill = tuple(round(255 * m) for m in mean)
         flags = FLAGS[settings.interpolation]
-        steps = []
+        steps: list[Any] = []
         if settings.crop == "random_resized":
             steps.append(_one_of([_resized_crop(settings, size, flag) for flag in flags]))
+        if settings.crop == "random_scale":
+            steps.append(_one_of([_RandomScale(settings.factor, size, flag) for flag in flags]))
+            padding: dict[str, Any] = {"pad_if_needed": True, "pad_position": "random", "fill": fill, "fill_mask": IGNORED}
+            steps.append(A.RandomCrop(*size, **padding))
         if settings.flip:
             steps.append(A.HorizontalFlip(p=0.5))
         if settings.vflip:
@@ -62,13 +66,15 @@ class AlbumentationsPipeline:
             steps.append(A.GaussianBlur(sigma_limit=(0.1, 2.0), p=settings.blur_prob))
         self.steps = A.Compose(steps)
 
-    def __call__(self, image: np.ndarray, state: np.random.SeedSequence) -> Tensor:
-        """Return the augmented image, with random numbers from `state` only."""
+    def __call__(
+        self, image: np.ndarray, state: np.random.SeedSequence, mask: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the augmented image and mask, with random numbers from `state` only."""
         # set_random_seed would give every transform the same random numbers, so that e.g. only mirrored images would be
         # blurred. One pair of generators shared by all transforms keeps them independent.
         self.steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
-        array = self.steps(image=image)["image"]  # [H, W, 3]
-        return torch.from_numpy(array).permute(2, 0, 1)
+        result = self.steps(image=image) if mask is None else self.steps(image=image, mask=mask)
+        return result["image"], result.get("mask")
 
 
 def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A.RandomResizedCrop:
@@ -77,6 +83,7 @@ def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A
         scale=settings.scale,
         ratio=settings.crop_ratio(size),
         interpolation=flag,
+        mask_interpolation=cv2.INTER_NEAREST_EXACT,
         area_for_downscale="image",  # OpenCV's cubic interpolation aliases when it shrinks images
         p=1.0,
     )
@@ -86,6 +93,28 @@ def _one_of(steps: list[A.BasicTransform]) -> A.BasicTransform | A.OneOf:
     return steps[0] if len(steps) == 1 else A.OneOf(steps, p=1.0)
 
 
+class _RandomScale(A.DualTransform):
+    """Resizes to a random multiple of the size at which the image just covers (H, W), for which albumentations has none."""
+
+    _targets = (A.core.type_definitions.Targets.IMAGE, A.core.type_definitions.Targets.MASK)
+
+    def __init__(self, factor: tuple[float, float], size: tuple[int, int], flag: int) -> None:
+        super().__init__(p=1.0)
+        self.factor, self.size, self.flag = factor, size, flag
+
+    def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        h, w = params["shape"][:2]
+        scale = max(self.size[0] / h, self.size[1] / w) * self.py_random.uniform(*self.factor)
+        return {"size": (max(1, round(h * scale)), max(1, round(w * scale)))}
+
+    def apply(self, img: np.ndarray, size: tuple[int, int], **params: Any) -> np.ndarray:
+        # OpenCV's cubic interpolation aliases when it shrinks images
+        return cv2.resize(img, size[::-1], interpolation=cv2.INTER_AREA if size[0] < img.shape[0] else self.flag)
+
+    def apply_to_mask(self, mask: np.ndarray, size: tuple[int, int], **params: Any) -> np.ndarray:
+        return cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT)  # INTER_NEAREST is half a pixel aside
+
+
 class _Policy(A.ImageOnlyTransform):
     """A policy as a transform; unlike albumentations' own, it uses the global generators, which `Augmenter` seeds."""
 
@@ -93,5 +122,5 @@ class _Policy(A.ImageOnlyTransform):
         super().__init__(p=1.0)
         self.transform = transform
 
-    def apply(self, img: np.ndarray, **params) -> np.ndarray:
+    def apply(self, img: np.ndarray, **params: Any) -> np.ndarray:
         return np.array(self.transform(Image.fromarray(img)))

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -23,7 +23,7 @@ from vitrel.common.extras import optional_import
 from vitrel.common.names import nearest
 from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array, normalize
 
-Crop = Literal["random_resized", "simple", "center"]
+Crop = Literal["random_resized", "random_scale", "simple", "center"]
 Interpolation = Literal["bicubic", "bilinear", "random"]
 EraseMode = Literal["const", "rand", "pixel"]
 
@@ -44,6 +44,9 @@ POLICIES: dict[str, tuple[Callable[..., Any], str, str]] = {  # transform, an ex
 class Augmentation:
     """Augmentation of training images, applied in this order: crop, flips, policy, color jitter, gray, blur, erasing.
 
+    In segmentation, crop and flips move image and mask alike. It takes the crops "random_scale" and "random_resized", no
+    erasing, and of the policies "3a", which moves nothing.
+
     Args:
         scale: [minimum, maximum] area of the random-resized crop, as a share of the image's area.
         ratio: [minimum, maximum] of the random-resized crop's aspect ratio (width / height), relative to that of the target
@@ -56,9 +59,12 @@ class Augmentation:
         policy: one of timm's config strings, "rand-m9-mstd0.5-inc1" (RandAugment), "augmix-m3-w3" (AugMix), "original" or "v0"
             (AutoAugment), "3a" (3-Augment: gray, solarized or blurred); or "trivial" (TrivialAugment); or null.
         vflip: mirror top and bottom with probability one half.
-        crop: "random_resized"; "simple" (DeiT III: resize the image to just cover the target size, pad by 4 reflected pixels,
-            crop at a random position); "center" (resize and crop as in evaluation, with the model's crop_pct and crop_mode, for
-            fine-tuning at the test size).
+        crop: "random_resized"; "random_scale" (usual in segmentation: resize the image to a random multiple of the size at
+            which it just covers the target, and crop at a random position; what stays empty has the mean color and no class);
+            "simple" (DeiT III: resize the image to just cover the target size, pad by 4 reflected pixels, crop at a random
+            position); "center" (resize and crop as in evaluation, with the model's crop_pct and crop_mode, for fine-tuning at
+            the test size). null: "random_resized", in segmentation "random_scale".
+        factor: [minimum, maximum] of the multiple of "random_scale".
         interpolation: interpolation of resizing and of the policy's geometric operations: "bicubic", "bilinear", or "random"
             to choose one at random.
         jitter_prob, gray_prob, blur_prob: probabilities of color jitter, conversion to gray, and Gaussian blur (standard
@@ -78,7 +84,8 @@ class Augmentation:
     erase: float = 0.0
     policy: str | None = None
     vflip: bool = False
-    crop: Crop = "random_resized"
+    crop: Crop | None = None
+    factor: tuple[float, float] = (0.5, 2.0)
     interpolation: Interpolation = "bicubic"
     jitter_prob: float = 1.0
     gray_prob: float = 0.0
@@ -92,9 +99,12 @@ class Augmentation:
             raise ValueError(f"augment.scale must be a range of area shares, 0 < low <= high <= 1, not {self.scale}")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"augment.ratio must be a range of width / height, 0 < low <= high, not {self.ratio}")
+        if not 0 < self.factor[0] <= self.factor[1]:
+            raise ValueError(f"augment.factor must be a range of factors, 0 < low <= high, not {self.factor}")
         choices = (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode))
         for name, values in choices:
-            _check_choice(name, getattr(self, name), get_args(values))
+            if getattr(self, name) is not None:
+                _check_choice(name, getattr(self, name), get_args(values))
         for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"augment.{name} must be a probability, 0 to 1, not {getattr(self, name)}")
@@ -107,6 +117,15 @@ class Augmentation:
             raise ValueError(f"augment.jitter must be between 0 and 1, its hue between 0 and 0.5, not {self.jitter}")
         if self.policy is not None:
             policy_transform(self.policy, self.interpolation)
+
+    def for_masks(self) -> "Augmentation":
+        """Return the settings for images with masks; ValueError where they would move or erase an image and not its mask."""
+        if self.policy not in (None, "3a") or self.erase or self.crop not in (None, "random_scale", "random_resized"):
+            raise ValueError(
+                "segmentation moves image and mask alike, unlike a policy other than 3a, erasing, and the crops simple and "
+                f"center: leave out augment.policy ({self.policy}), augment.erase ({self.erase}) or augment.crop ({self.crop})"
+            )
+        return replace(self, crop=self.crop or "random_scale")
 
     @property
     def jitter_ranges(self) -> tuple[float, float, float, float]:
@@ -175,7 +194,7 @@ def policy_transform(
 
 
 class Augmenter:
-    """Returns a randomly augmented, normalized view of an image.
+    """Returns a randomly augmented, normalized view of an image, or of an image and its mask.
 
     Args:
         settings: the augmentation.
@@ -195,12 +214,12 @@ class Augmenter:
         crop_pct: float = 1.0,
         crop_mode: str = "center",
     ) -> None:
-        self.settings, self.mean, self.std, self.seed = settings, mean, std, seed
-        self.size = (size[0], size[1])
+        self.settings = replace(settings, crop=settings.crop or "random_resized")
+        self.mean, self.std, self.seed, self.size = mean, std, seed, (size[0], size[1])
         self.crop_pct, self.crop_mode = (crop_pct, crop_mode) if settings.crop == "center" else (1.0, "center")
         erase = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
         self.erase = RandomErasing(settings.erase, **erase) if settings.erase else None
-        with optional_import():  # imported here because evaluation and `shapes` need neither albumentations nor OpenCV
+        with optional_import():  # imported here because evaluation and drawn scenes need neither albumentations nor OpenCV
             from vitrel.data.aug_albumentations import AlbumentationsPipeline
         self.pipelines: dict[tuple[int, int], AlbumentationsPipeline] = {}
         self._pipeline = AlbumentationsPipeline
@@ -214,16 +233,35 @@ class Augmenter:
             repeat: number of this view of the image within the epoch.
             size: (H, W) of the result; by default the augmenter's size.
         """
+        return self.joint(image, None, epoch, index, repeat, size)[0]
+
+    def joint(
+        self,
+        image: Picture,
+        mask: np.ndarray | None,
+        epoch: int,
+        index: int,
+        repeat: int = 0,
+        size: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the augmented image, normalized float32 [3, H, W], and its mask of classes, int64 [H, W] (None without).
+
+        Args:
+            image, epoch, index, repeat, size: as in the call.
+            mask: uint8 [h, w], taken at the same places as the image by nearest pixel; `IGNORED` where the view leaves it.
+        """
         size = self.size if size is None else (size[0], size[1])
         if size not in self.pipelines:
             self.pipelines[size] = self._pipeline(self.settings, size, self.mean)
         # SeedSequence pads with zeros, so view 0 has the random numbers of (seed, epoch, index)
         state = np.random.SeedSequence((self.seed, epoch, index, repeat))
         with seeded(state):
-            if self.settings.crop != "random_resized":
+            if self.settings.crop in ("simple", "center"):
                 image = self._resized_and_cropped(image, size)
-            view = normalize(self.pipelines[size](as_array(image), state), self.mean, self.std)
-            return view if self.erase is None else self.erase(view)
+            pixels, mask = self.pipelines[size](as_array(image), state, mask)
+            view = normalize(torch.from_numpy(pixels).permute(2, 0, 1), self.mean, self.std)
+            view = view if self.erase is None else self.erase(view)
+        return view, None if mask is None else torch.from_numpy(mask.astype(np.int64))
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
         """The image resized and cropped to `size` by the crop "simple" or "center".
