@@ -134,11 +134,8 @@ def create_dataset(
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
     if task == "segmentation":
-        if prepare.protocol == "canvas":
-            raise ValueError(
-                "segmentation of image files has no canvas protocol: use 'scale' or 'native', which show all of an image"
-            )
-        prepare = Prepare(size, mean, std, interpolation=prepare.interpolation, protocol=prepare.protocol, crop_mode="squash")
+        whole = {name: getattr(prepare, name) for name in ("interpolation", "protocol", "base_size")}
+        prepare = Prepare(size, mean, std, crop_mode="squash", **whole)
         augment = None if augment is None else augment.for_masks()
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, prepare.crop_pct, prepare.crop_mode)
     kind, place = kind_of(data)

@@ -64,7 +64,8 @@ class TrainedModel:
     @property
     def patch(self) -> Size | None:
         """(height, width) of a patch in pixels; None for a model that does not cut images into patches."""
-        patch_size = getattr(getattr(self.model, "patch_embed", None), "patch_size", None)
+        model = backbone_of(self.model) or self.model
+        patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
         return None if patch_size is None else to_2tuple(patch_size)
 
     def size_of(self, size: Size | Budget) -> Size:
@@ -181,15 +182,16 @@ def trained_model(
     outputs: Mapping[str, int] | None = None,
     restrict: bool = False,
     path: Path = Path(),
+    task: str = "classification",
 ) -> TrainedModel:
     """Wrap a model in memory as `TrainedModel`, with preprocessing from its `pretrained_cfg` where none is given.
 
     img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
-    restrict: see `TrainedModel`. ValueError for a model without `num_classes`, or an invalid mean or std.
+    restrict, task: see `TrainedModel`. ValueError for a model without `num_classes`, or an invalid mean or std.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
-        raise ValueError(f"{name} is not a classifier: its num_classes is missing or 0")
+        raise ValueError(f"{name} predicts no classes: its num_classes is missing or 0")
     known = preprocessing_of(model) | dict(preprocessing or {})
     for key in ("mean", "std"):
         if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
@@ -211,15 +213,23 @@ def trained_model(
         path=path,
         outputs=outputs,
         restrict=restrict,
+        task=task,
     )
+
+
+def backbone_of(model: nn.Module) -> Backbone | None:
+    """Return a model of vitrel, or the one that a model with a head on it has as `backbone`; None for other models."""
+    inner = model if isinstance(model, Backbone) else getattr(model, "backbone", None)
+    return inner if isinstance(inner, Backbone) else None
 
 
 def encoding_of(model: nn.Module) -> str:
     """Return the keys of a model's position encodings joined by '+'; "none" without any, "timm" for another library's model."""
-    if not isinstance(model, Backbone):
+    backbone = backbone_of(model)
+    if backbone is None:
         return "timm"
     classes = set(POSITIONS.values())
-    keys = dict.fromkeys(key_of(module) for module in model.modules() if type(module) in classes)
+    keys = dict.fromkeys(key_of(module) for module in backbone.modules() if type(module) in classes)
     return "+".join(key for key in keys if key != "none") or "none"
 
 

@@ -100,7 +100,8 @@ def _measure_share(trial: Trial, sweep: Sweep, images: Images, advance: Callable
     """Run a trial on this process's share of the images."""
     trained, device, (rank, world) = trial.trained, sweep.torch_device, rank_and_world()
     before, parameters = state_hash(trained.model), list(trained.model.parameters())
-    with AtSizes(trained.model, trial.policy, device, sweep.optimize) as at:
+    window = trained.img_size if trial.protocol == "sliding" else None
+    with AtSizes(trained.model, trial.policy, device, sweep.optimize, window) as at:
         model, options = at(trial.size) if sweep.compile else at, (device, sweep.batch_size, sweep.dtype, sweep.compile)
         runner, halvings = Runner(model, *options), images.halvings
         reset_peak(device)
@@ -120,7 +121,7 @@ def _measure_share(trial: Trial, sweep: Sweep, images: Images, advance: Callable
             for by in trial.translations
         }
         # only the last of several processes has a share of attention: the first writes rows meanwhile
-        first = images.first(trial.preprocessing, sweep.attention_n if rank == world - 1 else 0)
+        first = images.first(trial.preprocessing, sweep.attention_n if rank == world - 1 and window is None else 0)
         columns |= attention_columns(at, first, device)
         same_objects = [*map(id, parameters)] == [*map(id, trained.model.parameters())]
     after = next((state for state in (*at.states, state_hash(trained.model)) if state != before), before)

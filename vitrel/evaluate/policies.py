@@ -28,6 +28,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrel.common.sizes import Size, token_count
+from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.sweep import Row
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
@@ -55,12 +56,13 @@ def policies_at(
     policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
     "none". log_n: where it changes the model, add every policy with the temperature, beside that without.
     """
-    if not isinstance(model, Backbone):
+    backbone = backbone_of(model)
+    if backbone is None:
         return ("none",)
     found: dict[str, None] = {}
-    for policy in _policies_at(model, size, wanted):
+    for policy in _policies_at(backbone, size, wanted):
         found[policy] = None
-        if log_n and _tempers(with_policy(model, size, policy), size):
+        if log_n and _tempers(with_policy(backbone, size, policy), size):
             found[LOG_N if policy == "none" else f"{policy}+{LOG_N}"] = None
     return tuple(found)
 
@@ -86,10 +88,11 @@ def _policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] |
 
 def policies_of(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all policies that a model has, window policies first; () for a model of another library."""
-    if not isinstance(model, Backbone):
+    backbone = backbone_of(model)
+    if backbone is None:
         return ()
-    if not any(isinstance(part, Attention) and part.window is not None for part in model.modules()):
-        return model.policies
+    if not any(isinstance(part, Attention) and part.window is not None for part in backbone.modules()):
+        return backbone.policies
     parts = (part for part in model.modules() if isinstance(part, PositionEncoding))
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
 
@@ -103,14 +106,15 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
     For a model of another library `policy` is ignored; the result is a copy where its size is fixed, and whether it takes
     the size is not checked. ValueError for a policy or an option that the model does not have.
     """
-    if not isinstance(model, Backbone):
+    if backbone_of(model) is None:
         return model_at_size(model, size, share_weights=True)
     names = policy.split("+")
     window = names[0] if names[0] in WINDOW_POLICIES else "fixed"
     encoding = "+".join(name for name in names if name not in (*WINDOW_POLICIES, LOG_N)) or "none"
     if (window, encoding) == ("fixed", "none") and LOG_N not in names:
         return model
-    changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    whole = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    changed = backbone_of(whole)
     if LOG_N in names:
         changed.set_position_options(temperature=LOG_N)
     if window != "fixed":  # first: which policies the encodings have depends on its windows
@@ -121,7 +125,7 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
     # at some of the native protocol's shapes the rescaled window is the trained one, and nothing is resampled
     if encoding != "none" and (window != "rescale" or changed.policies):
         changed.set_position_options(policy=encoding)
-    return changed
+    return whole
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
@@ -168,13 +172,14 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
 
     ValueError for a size that the model does not support.
     """
-    if not isinstance(model, Backbone):
+    backbone = backbone_of(model)
+    if backbone is None:
         adapted = at_size(model, size, share_weights=True)
         unknown = float("nan")
         h, w = adapted.windows[0].grid if adapted.windows else (unknown, 1)
         return ModelWithPolicy(adapted.model, adapted.resampled, unknown, unknown, h * w, adapted.windows)
-    changed, grid = with_policy(model, size, policy), model.token_grid(size)
-    report = resolution_report(changed, size)
+    changed, grid = with_policy(model, size, policy), backbone.token_grid(size)
+    report = resolution_report(backbone_of(changed), size)
     return ModelWithPolicy(changed, report.resampled, report.unseen, report.saturated, grid.h * grid.w, report.stages)
 
 
@@ -185,9 +190,10 @@ def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False
     """
     ready = at_size_with(model, size, policy)
     windows = any(stage.window is not None for stage in ready.stages)
-    leaked = border_leak(ready.model, size) if leak and windows else None
+    leaked = border_leak(backbone_of(ready.model) or ready.model, size) if leak and windows else None
     share = float("nan") if leaked is None else round(leaked, 4)
-    backend = _vitrel_backend(ready.model, size, batch) if isinstance(ready.model, Backbone) else _timm_backend(ready.model)
+    backbone = backbone_of(ready.model)
+    backend = _timm_backend(ready.model) if backbone is None else _vitrel_backend(backbone, size, batch)
     return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
 
 

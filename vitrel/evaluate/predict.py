@@ -22,12 +22,12 @@ from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Size
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
+from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.policies import with_policy
-from vitrel.evaluate.prepare import halved
+from vitrel.evaluate.prepare import halved, window_places
 from vitrel.evaluate.statistics import TAIL
 from vitrel.evaluate.sweep import Row
 from vitrel.inspect.attention import attention_statistics_of, position_shares
-from vitrel.models.backbone import Backbone
 
 with optional_import():
     from scipy.special import stdtrit
@@ -53,11 +53,14 @@ class AtSizes:
     """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
     On exit the model is on the CPU and is not optimized, even if it was before. optimized: run it through vitrel.optimize.
+    window: (h, w) in pixels: the model is made for this size, and slides over images of any other.
     `states` has the state-dict hash of every copy that was made for a size of a model of another library.
     """
 
-    def __init__(self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False) -> None:
-        self.model, self.policy, self.device, self.optimized = model, policy, device, optimized
+    def __init__(
+        self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False, window: Size | None = None
+    ) -> None:
+        self.model, self.policy, self.device, self.optimized, self.window = model, policy, device, optimized, window
         self.states: list[str] = []
         self._size: Size | None = None
 
@@ -75,13 +78,32 @@ class AtSizes:
         """Return the model prepared for `size` (h, w) pixels; valid until the next call with another size."""
         if size != self._size:
             self._leave()
-            self._current, self._size = with_policy(self.model, size, self.policy).to(self.device), size
-        return self._current
+            self._current, self._size = with_policy(self.model, self.window or size, self.policy).to(self.device), size
+        return self._current if self.window is None else SlidingWindow(self._current, self.window)
 
     def _leave(self) -> None:
-        if self._size is not None and self._current is not self.model and not isinstance(self.model, Backbone):
+        if self._size is not None and self._current is not self.model and backbone_of(self.model) is None:
             self.states.append(state_hash(self._current))  # a Backbone's copy shares all tensors
         self._size = None
+
+
+class SlidingWindow(nn.Module):
+    """A segmentation model that sees windows of its training size (h, w); where they overlap, their logits are averaged."""
+
+    def __init__(self, model: nn.Module, window: Size) -> None:
+        super().__init__()
+        self.model, self.window = model, window
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits [B, K, H, W] of images [B, 3, H, W]."""
+        (h, w), size = self.window, (pixels.shape[-2], pixels.shape[-1])
+        total, times = None, torch.zeros(size, device=pixels.device)
+        for top, left in window_places(size, self.window):
+            logits = self.model(pixels[..., top : top + h, left : left + w])
+            total = logits.new_zeros(*logits.shape[:2], *size) if total is None else total
+            total[..., top : top + h, left : left + w] += logits
+            times[top : top + h, left : left + w] += 1
+        return total / times
 
 
 class Runner:

@@ -19,6 +19,7 @@ from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
+from vitrel.evaluate.segmentation import IGNORED, Mask
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.tasks import ImageList
 
@@ -31,7 +32,8 @@ class Preprocessing(NamedTuple):
     """The preprocessing of a trial's images: size, protocol, crop, and the normalization and interpolation of training.
 
     size: (h, w) in pixels. crop_pct, crop_mode: as in `Prepare`. base_size: (h, w) in pixels, the training size. budget, patch:
-    for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels.
+    for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels. task: what is
+    predicted.
     """
 
     size: Size
@@ -44,6 +46,7 @@ class Preprocessing(NamedTuple):
     crop_mode: str = "center"
     budget: int | None = None
     patch: Size | None = None
+    task: str = "classification"
 
 
 class Images:
@@ -82,6 +85,8 @@ class Images:
             options = preprocessing._asdict()
             options |= {"n": self.sweep.n, "seed": self.sweep.data_seed, "reading": reading_of(self.sweep)}
             size, _, _ = options.pop("size"), options.pop("budget"), options.pop("patch")
+            if options["task"] == "classification":
+                del options["task"]
             source = self.source or partial(create_dataset, self.sweep.data, "val")
             self._datasets[preprocessing] = source(size, **options)
         return self._datasets[preprocessing]
@@ -112,7 +117,7 @@ class Images:
         They come in the order of `order(preprocessing, rank, world)`; all images of a batch have one size. MemoryError where a
         single image does not fit in memory.
         """
-        dataset = self.dataset(preprocessing)
+        self.dataset(preprocessing)  # may empty the cache
         if preprocessing in self._decoded:
             yield from self._decoded[preprocessing]
             return
@@ -120,7 +125,7 @@ class Images:
         groups = self._groups(preprocessing, rank, world)
         fits = sum(map(len, groups)) * 3 * height * width * 4 <= CACHE_BYTES
         self._growing = [] if fits and self._caches else None
-        for batch in self._loaded(dataset, groups):
+        for batch in self._loaded(preprocessing, groups):
             if self._growing is not None:
                 self._growing.append(batch)
             yield batch
@@ -159,14 +164,16 @@ class Images:
             groups[sizes[index]].append(Draw(index, sizes[index]))
         return [groups[size] for size in sorted(groups)]
 
-    def _loaded(self, dataset: Dataset, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
+    def _loaded(self, preprocessing: Preprocessing, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
         """Batches of the groups' images; the batch size is halved when loading runs out of memory."""
+        dataset = self.dataset(preprocessing)
         start, total = 0, sum(map(len, groups))
+        collate = partial(_batch, preprocessing=preprocessing, drawn=_is_drawn(dataset))
         while start < total:
             try:
                 batches = _batches(groups, start, self.batch_size)
                 with _how_to_go_on():
-                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers, collate_fn=_batch):
+                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers, collate_fn=collate):
                         start += len(batch[1])
                         yield batch
                 return
@@ -187,20 +194,62 @@ class Images:
 
     def first(self, preprocessing: Preprocessing, n: int) -> Iterator[Tensor]:
         """Yield the first n images of the data as [3, H, W], unreadable ones left out; the same in every process."""
+        for _, image, _ in self.items(preprocessing, range(min(n, len(self.dataset(preprocessing))))):
+            yield image
+
+    def items(self, preprocessing: Preprocessing, indices: Iterable[int]) -> Iterator[tuple[int, Tensor, Any]]:
+        """Yield (index, image [3, H, W], target) of these images of the data, unreadable ones left out."""
         dataset, sizes = self.dataset(preprocessing), self._native_sizes(preprocessing)
-        for index in range(min(n, len(dataset))):
+        for index in indices:
             image, target = dataset[index if sizes is None else Draw(index, sizes[index])]
-            if not _unread(target):
-                yield image
+            target = _target(image, target, preprocessing, _is_drawn(dataset))
+            if target is not None:
+                yield index, image, target
 
 
-def _batch(items: Sequence[tuple[Tensor, Any]]) -> Batch:
-    """Items of a data set as a batch; a label below 0 is that of an image that could not be read."""
-    return torch.stack([image for image, _ in items]), [None if _unread(target) else target for _, target in items]
+def _batch(items: Sequence[tuple[Tensor, Any]], preprocessing: Preprocessing, drawn: bool) -> Batch:
+    """Items of a data set as a batch. drawn: the masks are of the input itself, not of an image that is resized for it."""
+    images = torch.stack([image for image, _ in items])
+    return images, [_target(image, target, preprocessing, drawn) for image, target in items]
 
 
-def _unread(target: Any) -> bool:
-    return isinstance(target, (int, np.integer, Tensor)) and int(target) < 0
+def _target(image: Tensor, target: Any, preprocessing: Preprocessing, drawn: bool) -> Any:
+    """The target of an image, None where it could not be read: its label is then below 0, or its mask and pixels are empty."""
+    if preprocessing.task == "classification":
+        return None if int(target) < 0 else target
+    labels = np.asarray(target)
+    if not drawn and (labels == IGNORED).all() and not image.any():
+        return None
+    labels = labels.astype(np.uint8 if labels.max(initial=0) <= IGNORED else np.int32)
+    size = image.shape[-2:]
+    return Mask(labels, *((0, 0, *size) if drawn else place_of(size, preprocessing)))
+
+
+def _is_drawn(dataset: Dataset) -> bool:
+    """Whether a data set makes images and masks for the size, instead of resizing images."""
+    return not isinstance(dataset, ImageSet | PreparedImages)
+
+
+def place_of(size: Sequence[int], preprocessing: Preprocessing) -> tuple[float, float, float, float]:
+    """Return where an input of `size` (h, w) shows the whole image: (top, left, height, width) in pixels of the input.
+
+    All of the input but in the canvas protocol, where the image has the training size; it is then in the middle of a larger
+    input, and a smaller one shows its middle.
+    """
+    if preprocessing.protocol != "canvas":
+        return 0, 0, size[0], size[1]
+    starts: list[int] = []
+    for side, own in zip(size, preprocessing.base_size, strict=True):  # as torchvision's center_crop rounds
+        starts.append((side - own) // 2 if side > own else -round((own - side) / 2))
+    return starts[0], starts[1], *preprocessing.base_size
+
+
+def window_places(size: Size, window: Size) -> list[tuple[int, int]]:
+    """Return the upper left corners of windows of `window` (h, w) over an image of `size`, half overlapping, row by row."""
+    starts = [
+        [*range(0, side - own, max(1, own // 2)), side - own] for side, own in zip(size, window, strict=True)
+    ]  # the last one ends with the image
+    return [(top, left) for top in starts[0] for left in starts[1]]
 
 
 @contextmanager
@@ -228,10 +277,10 @@ def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> l
 
 
 class PreparedImages(Dataset):
-    """A user's data set of (uint8 [3, h, w] or PIL image, label) with the preprocessing of an evaluation.
+    """A user's data set of (uint8 [3, h, w] or PIL image, label or mask [h, w]) with the preprocessing of an evaluation.
 
-    It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and are (normalized float32
-    [3, H, W], label).
+    Masks keep their own resolution. It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and
+    are (normalized float32 [3, H, W], label).
     """
 
     def __init__(self, images: Dataset, prepare: Prepare, n: int | None, seed: int) -> None:
@@ -244,8 +293,8 @@ class PreparedImages(Dataset):
 
     def __getitem__(self, index: int | Draw) -> tuple[Tensor, int]:
         draw = index if isinstance(index, Draw) else Draw(index)
-        image, label = self._read(draw.index)
-        return (self.prepare if draw.size is None else self.prepare.at(draw.size))(image), int(label)
+        image, target = self._read(draw.index)
+        return (self.prepare if draw.size is None else self.prepare.at(draw.size))(image), target
 
     def image_sizes(self) -> list[Size]:
         """Return (height, width) of every image in pixels; reads all images."""
@@ -267,7 +316,11 @@ class PreparedImages(Dataset):
 def source_of(data: Dataset | Callable[[Size], Dataset]) -> Source:
     """Return the `source` of `Images` for a user's data set, or for a function from (H, W) to a preprocessed data set."""
 
-    def prepared(size: Size, *, n: int | None, seed: int, reading: Any = None, **preprocessing: Any) -> Dataset:
+    def prepared(
+        size: Size, *, n: int | None, seed: int, reading: Any = None, task: str = "classification", **preprocessing: Any
+    ) -> Dataset:
+        if task == "segmentation":  # whole images, as in `create_dataset`
+            preprocessing |= {"crop_mode": "squash", "crop_pct": 1.0}
         return PreparedImages(data, Prepare(size, **preprocessing), n, seed)
 
     def as_returned(size: Size, **preprocessing: Any) -> Dataset:
@@ -282,7 +335,7 @@ def reading_of(sweep: Sweep) -> Reading:
     return Reading(on_bad=on_bad, follow_links=sweep.follow_links, val_fraction=sweep.val_fraction)
 
 
-def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = None) -> None:
+def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = None, task: str = "classification") -> None:
     """Raise ValueError or OSError early when the data cannot be loaded, or not at some size and protocol.
 
     sizes: (h, w) in pixels; by default the sweep's sizes in pixels, without token budgets, whose pixels depend on the model.
@@ -293,6 +346,8 @@ def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = No
         for protocol in sweep.protocols:
             options = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "protocol": protocol, "base_size": train_size, "n": 1}
             options["reading"] = reading_of(sweep)
+            options |= {} if task == "classification" else {"task": task}
+            options["protocol"] = "canvas" if protocol == "sliding" else protocol
             try:
                 create_dataset(sweep.data, "val", size, **options)
             except ValueError as error:

@@ -113,7 +113,7 @@ def at_sizes(
     )
     source = None if isinstance(data, (str, Path)) else source_of(data)
     if source is None:
-        check_data(sweep, trained.img_size, sizes_of(trained, sweep))
+        check_data(sweep, trained.img_size, sizes_of(trained, sweep), trained.task)
     images = Images(sweep, source)
     trials = _keyed_trials([trained], sweep, images)
     with _restored(trained.model), _progress([trial for trial, _ in trials], len(trials)) as advance:
@@ -144,7 +144,7 @@ def run_sweep(
     rows are added; after an exception, a note on it (`add_note`) says how many rows are saved.
     """
     for train_size, sizes in dict.fromkeys((trained.img_size, sizes_of(trained, sweep)) for trained in models):
-        check_data(sweep, train_size, sizes)
+        check_data(sweep, train_size, sizes, models[0].task)
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         images = Images(sweep)

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from vitrel.common.extras import optional_import
+from vitrel.data.decode import IGNORED
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.classes import NO_CLASS
 from vitrel.evaluate.statistics import estimate
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.tasks import Arrays, ImageList, Predicted, Task
-
-IGNORED = 255  # label of pixels that are not scored
 
 
 class Mask(NamedTuple):

@@ -17,7 +17,7 @@ from vitrel.evaluate.policies import (
     sample_shapes,
     static_columns,
 )
-from vitrel.evaluate.prepare import Images, Preprocessing
+from vitrel.evaluate.prepare import Images, Preprocessing, window_places
 from vitrel.evaluate.sweep import Row, Sweep
 from vitrel.evaluate.tasks import Task, task_named
 
@@ -54,6 +54,16 @@ class Trial:
         return task_named(self.trained.task)
 
     @property
+    def model_size(self) -> Size:
+        """The size (h, w) in pixels that the model gets: that of the images, in the sliding protocol that of training."""
+        return self.trained.img_size if self.protocol == "sliding" else self.size
+
+    @property
+    def windows(self) -> int:
+        """The number of forward passes for an image: 1, in the sliding protocol that of its windows."""
+        return len(window_places(self.size, self.trained.img_size)) if self.protocol == "sliding" else 1
+
+    @property
     def crop_mode(self) -> str:
         """The model's crop mode; "" in the native protocol, which does not crop."""
         return self.trained.crop_mode if self.budget is None else ""
@@ -64,7 +74,8 @@ class Trial:
         trained = self.trained
         as_trained = trained.mean, trained.std, trained.interpolation, trained.img_size, trained.crop_mode
         native = (None, None) if self.budget is None else (self.budget, trained.patch)
-        return Preprocessing(self.size, self.protocol, self.crop_pct, *as_trained, *native)
+        protocol = "canvas" if self.protocol == "sliding" else self.protocol
+        return Preprocessing(self.size, protocol, self.crop_pct, *as_trained, *native, trained.task)
 
 
 def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
@@ -81,6 +92,11 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
     """
     if len(tasks := {trained.task for trained in models}) > 1:
         raise ValueError(f"models of {' and '.join(sorted(tasks))} cannot share an evaluation: evaluate them apart")
+    for protocol in sweep.protocols:
+        if protocol == "sliding" and models and models[0].task != "segmentation":
+            raise ValueError("the sliding protocol joins the outputs of windows pixel by pixel: it is for segmentation")
+    if models and models[0].task == "segmentation" and sweep.crop_pct is not None:
+        raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas at a size below training gives crops")
     available = {policy for trained in models for policy in policies_of(trained.model)}
     if unknown := [policy for policy in sweep.policies or () if policy not in available]:
         names = ", ".join(sorted(available)) or "none"
@@ -101,6 +117,10 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
                     if not (native or sweep.crop_pct or crop == trained.crop_pct):
                         continue
                     translations = sweep.translations if size == trained.img_size and protocol == sweep.protocols[0] else ()
+                    if protocol == "sliding":
+                        names_at = names_at[:1] if size == trained.img_size else ("none",)
+                        if any(side < window for side, window in zip(size, trained.img_size, strict=True)):
+                            continue  # no window fits
                     remaining = [given for given in sizes[size] if f"{format_size(given)} {protocol}" not in sweep.skip]
                     budgets = dict.fromkeys(trained.budget_of(given) if native else None for given in remaining)
                     for budget, policy in product(budgets, names_at):
@@ -131,11 +151,11 @@ def check_trials(trials: Iterable[Trial], sweep: Sweep, images: Images) -> None:
         model = id(trial.trained)
         if model not in checked:
             outputs_of(trial, sweep, images)
-        if (model, trial.size, trial.budget) not in checked:
-            at_size_with(trial.trained.model, trial.size, trial.policy)
+        if (model, trial.model_size, trial.budget) not in checked:
+            at_size_with(trial.trained.model, trial.model_size, trial.policy)
             if trial.budget is not None:
                 _check_shapes(trial, images)
-        checked |= {model, (model, trial.size, trial.budget)}
+        checked |= {model, (model, trial.model_size, trial.budget)}
 
 
 def _check_shapes(trial: Trial, images: Images) -> None:
@@ -154,7 +174,8 @@ def _check_shapes(trial: Trial, images: Images) -> None:
 def static_columns_of(trial: Trial, images: Images, leak: bool = False, batch: int = 1) -> Row:
     """Return `static_columns` of a trial, in the native protocol updated with `native_columns` of the images' shapes."""
     model, patch = trial.trained.model, trial.trained.patch
-    columns = static_columns(model, trial.size, trial.policy, leak, batch)
+    columns = static_columns(model, trial.model_size, trial.policy, leak, batch)
+    columns |= {name: columns[name] * trial.windows for name in ("tokens", "gflops")}
     if trial.budget is None or patch is None:
         return columns
     return columns | native_columns(model, trial.policy, images.shapes(trial.preprocessing), patch)

@@ -62,6 +62,7 @@ Item = dict[str, Any]
 PROTOCOLS = {
     "scale": "every size has the same field of view: the image is resized, and objects grow with it.",
     "canvas": "objects keep their size in pixels: a larger image shows more of the scene, or padding around it.",
+    "sliding": "the images of canvas, in half overlapping windows of the training size, whose outputs are averaged.",
     "native": "every image keeps its own aspect ratio and is resized to a maximum number of tokens, without cropping.",
 }
 NAMES = {  # of the columns that the table of all rows shows at first
@@ -205,8 +206,11 @@ def contents(
         "lead": _lead(records, data_name, protocols, sizes, trained),
         "claims": _claims(folder),
         "seen": _seen(pictures, words),
+        "scenes": _scenes(pictures),
+        "legend": [] if pictures is None else pictures["legend"],
         "left_out": _left_out(pictures, predictions, translated),
         "with_pictures": pictures is not None,
+        "with_photographs": pictures is not None and all(pictures["blobs"].get(item["image"]) for item in pictures["scenes"]),
         "figures": figures,
         "metrics": {key: METRICS[key].title for key in metrics},
         "charts": _charts(judged, metrics, points, protocols, trained, translated, data_name),
@@ -356,6 +360,23 @@ def _seen(pictures: Item | None, words: Mapping[str, str]) -> Item | None:
     name = words.get(items[0]["class"], items[0]["class"])
     protocols = [*dict.fromkeys(item["protocol"] for item in items)]
     return {"class": name, "label": items[0]["label"], "sizes": sizes, "protocols": protocols, "cells": cells}
+
+
+def _scenes(pictures: Item | None) -> list[Item]:
+    """For each protocol, {protocol, sizes, first (an item with the image and its mask), lines {label, cells by size}}."""
+    by_protocol: dict[str, list[Item]] = defaultdict(list)
+    for item in [] if pictures is None else pictures["scenes"]:
+        by_protocol[item["protocol"]].append(item)
+    found = []
+    for protocol, items in by_protocol.items():
+        cells: dict[str, dict[str, Item]] = defaultdict(dict)
+        for item in items:
+            cells[item["label"]][item["size"]] = item
+        sizes = sorted({item["size"] for item in items}, key=by_area)
+        lines = [{"label": label, "cells": of_model} for label, of_model in cells.items()]
+        firsts = {size: next(item for item in items if item["size"] == size) for size in sizes}
+        found.append({"protocol": protocol, "sizes": sizes, "firsts": firsts, "lines": lines})
+    return found
 
 
 def _left_out(pictures: Item | None, predictions: Predictions | None, translated: Sequence[Item]) -> list[str]:

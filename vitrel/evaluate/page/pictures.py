@@ -25,8 +25,9 @@ from torchvision.transforms.functional import to_pil_image
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import Size, format_size
-from vitrel.evaluate.checkpoint import TrainedModel
+from vitrel.evaluate.checkpoint import TrainedModel, backbone_of
 from vitrel.evaluate.page.changed import changed_images
+from vitrel.evaluate.page.scenes import legend, record_scenes
 from vitrel.evaluate.policies import at_size_with
 from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.sweep import Row, Sweep
@@ -37,7 +38,7 @@ from vitrel.inspect.any_model import patch_grid
 from vitrel.inspect.attention import Layer, for_each_layer, layer_position_share, offset_mean
 from vitrel.models.backbone import Backbone
 
-FORMAT = 3  # of the file
+FORMAT = 4  # of the file
 BUDGET = 1_000_000  # bytes of the compressed file; as text in the page a third more
 REACH = 31  # largest offset along an axis in the maps by offset, in tokens
 QUERIES = 256  # maximum number of query patches of an attention map
@@ -78,6 +79,11 @@ def collect_pictures(
     samples, blobs = Images(sweep), dict[str, str]()
     seen = _preprocessed([trial for trial in all_trials if trial.trained is firsts[0]], samples, blobs) if images else []
     thumbnails = _thumbnails(trials[0], samples, folder, rows) if images else {}
+    scenes = record_scenes(all_trials, sweep, samples, images)
+    for item in scenes:
+        for kind in _SCENE:
+            key = hashlib.sha256(item[kind].encode()).hexdigest()[:12]
+            blobs[key], item[kind] = item[kind], key
     budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # gzip undoes the overhead of base64
     recorded = []
     for index, trained in enumerate(firsts):
@@ -91,6 +97,8 @@ def collect_pictures(
         "models": _merged_models(former["models"], recorded),
         "seen": [item for item in former["seen"] if (item["size"], item["protocol"]) not in replaced] + seen,
         "thumbnails": former["thumbnails"] | thumbnails,
+        "scenes": [item for item in former["scenes"] if _scene(item) not in {*map(_scene, scenes)}] + scenes,
+        "legend": legend(samples.listed(trials[0].preprocessing)) if scenes else former["legend"],
         "words": former["words"] | _described_classes(firsts, trials[0], samples),
         "blobs": former["blobs"] | blobs,
     }
@@ -112,7 +120,17 @@ def without_images(stored: Item) -> Item:
     """Return the pictures without photographs: sample images, thumbnails, and images below attention maps."""
     models = [model | {"maps": [item | {"pictures": []} for item in model["maps"]]} for model in stored["models"]]
     blobs = {key: text for key, text in stored["blobs"].items() if not text.startswith("data:")}
+    maps = {item[kind] for item in stored["scenes"] for kind in _SCENE[1:]}  # of classes, which are no photographs
+    blobs |= {key: stored["blobs"][key] for key in maps}
     return stored | {"models": models, "seen": [], "thumbnails": {}, "blobs": blobs}
+
+
+_SCENE = ("image", "truth", "predicted")
+
+
+def _scene(item: Item) -> tuple[str, str, str]:
+    """What a picture of a prediction is of."""
+    return item["label"], item["protocol"], item["size"]
 
 
 def encode_lattice(values: Tensor, reach: int = REACH) -> Item:
@@ -182,6 +200,7 @@ def token_embedding(model: nn.Module, size: Size) -> Tensor | None:
 
     For timm's models this is `pos_embed`, resampled as timm does where it is stored for another grid.
     """
+    model = backbone_of(model) or model
     stored = getattr(model, "pos_embed", None)
     if stored is None:
         return None
@@ -209,7 +228,7 @@ class _Recorded(NamedTuple):
 
 def _former_pictures(folder: Path, rows: Sequence[Row], recorded: set[tuple[str, str, str]]) -> Item:
     """The pictures in `folder` of those (label, size, policy) that `rows` have and that are not `recorded` now."""
-    nothing: Item = {"models": [], "seen": [], "thumbnails": {}, "words": {}, "blobs": {}}
+    nothing: Item = {"models": [], "seen": [], "thumbnails": {}, "scenes": [], "legend": [], "words": {}, "blobs": {}}
     places = {(row["label"], row["img_size"], row["policy"]) for row in rows} - recorded
     stored = read_pictures(Path(folder) / "pictures.json.gz") if places else None
     if stored is None:
@@ -222,7 +241,7 @@ def _former_pictures(folder: Path, rows: Sequence[Row], recorded: set[tuple[str,
         kept["models"] += [model] if of_model else []
     used = {key for model in kept["models"] for item in model["maps"] for key in item["pictures"]}
     used |= {item["values"] for model in kept["models"] for item in model["lattices"] + model["similar"]}
-    used |= {item["picture"] for item in kept["seen"]}
+    used |= {item["picture"] for item in kept["seen"]} | {item[kind] for item in kept["scenes"] for kind in _SCENE}
     kept["blobs"] = {key: text for key, text in stored["blobs"].items() if key in used}
     return kept
 
@@ -279,8 +298,7 @@ def _thumbnails(trial: Trial, samples: Images, folder: Path, rows: Sequence[Row]
     times = Counter(item["image"] for curve in changed_images(rows, predictions) for item in curve["images"])
     thumbnails = {}
     for index, _ in times.most_common(THUMBNAILS):
-        pixels, label = dataset[index]
-        if label >= 0:
+        for _, pixels, _ in samples.items(trial.preprocessing, [index]):
             thumbnails[predictions.images.names[index]] = _data_url(trial.trained, pixels, THUMBNAIL)
     return thumbnails
 
@@ -417,11 +435,13 @@ def _fitting_map(layer: Layer, image: int, room: int) -> Item:
 def _samples(trial: Trial, samples: Images, most: int) -> tuple[Tensor, list[str]]:
     """At most `most` images at equal distances in the data, from the first, [n, 3, H, W], and the names of their classes."""
     dataset = samples.dataset(trial.preprocessing)
-    indices = sorted({round(i * len(dataset) / most) for i in range(most)})
-    items = [item for item in (dataset[index] for index in indices if index < len(dataset)) if item[1] >= 0]
-    classes = getattr(dataset, "classes", None)
-    names = [shown(str(classes[label])) if classes else str(label) for _, label in items]
-    return (torch.stack([image for image, _ in items]) if items else torch.zeros(0, 3, *trial.size)), names
+    chosen = sorted({min(round(i * len(dataset) / most), len(dataset) - 1) for i in range(most)})
+    items, listed = [*samples.items(trial.preprocessing, chosen)], samples.listed(trial.preprocessing)
+    if trial.task.name == "classification":
+        names = [listed.classes[int(label)] if listed.classes else str(int(label)) for _, _, label in items]
+    else:
+        names = [listed.names[index] for index, *_ in items]
+    return (torch.stack([image for _, image, _ in items]) if items else torch.zeros(0, 3, *trial.size)), names
 
 
 def _picture(trial: Trial, image: int, pixels: Tensor, blobs: dict[str, str]) -> str:
