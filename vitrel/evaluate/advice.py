@@ -348,7 +348,7 @@ def _sentences(used: Used, standing: Standing, margin: float) -> tuple[str, ...]
 
 
 def _capital(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
+    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"  # mIoU stays as it is
 
 
 def _comparison(standing: Standing, used: Used) -> list[str]:

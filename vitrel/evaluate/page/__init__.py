@@ -144,7 +144,7 @@ def contents(
     tables that the page's script draws, which report.json has too.
     """
     predictions, protocol_of = read_predictions(folder), protocol_names(rows)
-    judged = judge(rows, NO_SCORES if predictions is None else Scores(predictions.rows), margin, folder)
+    judged = judge(rows, NO_SCORES if predictions is None else Scores(predictions.rows), margin)
     table = [_in_percent(row) for row in judged.rows]
     columns = dict.fromkeys(name for row in table for name in row)
     present = [name for name in columns if name not in _LEFT_OUT and any(not is_missing(row.get(name)) for row in table)]
