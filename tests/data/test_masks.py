@@ -195,7 +195,7 @@ def test_other_folders_are_refused(root, tmp_path):
     ):
         items(root)
     for data, text in (
-        ("shapes", "have one class an image and no masks"),
+        ("shapes", "have a class for every image, which is not the task segmentation: use shapes-dense"),
         (f"{tmp_path}/a.csv", "has no masks: segmentation reads"),
     ):
         with pytest.raises(ValueError, match=text):

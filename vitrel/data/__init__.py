@@ -15,6 +15,7 @@ from vitrel.data.addresses import is_address, list_files
 from vitrel.data.augment import Augmentation, Augmenter
 from vitrel.data.base import Draw, ImageSet, Split
 from vitrel.data.decode import IGNORED, BadImage, Reading, decode
+from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.files import Files, csv_files, files_at
 from vitrel.data.folder import Folder, folder_classes
 from vitrel.data.hub import SAVED, HuggingFace, columns, load
@@ -30,7 +31,7 @@ from vitrel.data.masks import (
 )
 from vitrel.data.prepare import Prepare, normalize
 from vitrel.data.sets import TorchvisionSet, torchvision_set
-from vitrel.data.shapes import Shapes
+from vitrel.data.shapes import Drawn, Shapes
 from vitrel.data.tars import Tars, tar_files, tar_members
 
 __all__ = [
@@ -39,7 +40,9 @@ __all__ = [
     "Augmentation",
     "Augmenter",
     "BadImage",
+    "DenseShapes",
     "Draw",
+    "Drawn",
     "Files",
     "Folder",
     "HuggingFace",
@@ -67,6 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # synthetic data sets, and the arguments 
     "shapes": {},
     "shapes-place": {"label": "place"},
     "shapes-corner": {"region": (0.0, 0.0, 0.75, 0.75)},
+    "shapes-dense": {},  # `DenseShapes`
 }
 
 
@@ -92,11 +96,12 @@ def create_dataset(
 
     Args:
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
-            objects stay in the upper left three quarters of each axis, in training and evaluation); a folder that holds
-            `train/<class>/` and `val/<class>/` (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar
-            files (`vitrel.data.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>",
-            "hfids/<name>" (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars
-            and Parquet may lie at addresses that fsspec reads, as "s3://bucket/images".
+            objects stay in the upper left three quarters of each axis, in training and evaluation); "shapes-dense", for
+            segmentation (`vitrel.data.dense_shapes`); a folder that holds `train/<class>/` and `val/<class>/`
+            (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar files (`vitrel.data.tars`),
+            "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>", "hfids/<name>"
+            (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars and Parquet may
+            lie at addresses that fsspec reads, as "s3://bucket/images".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
@@ -124,13 +129,12 @@ def create_dataset(
     _check_text(data)
     prepare = Prepare(size, mean, std, **view)
     if data in SHAPES:
-        if task == "segmentation":
-            raise ValueError(f"{data} have one class an image and no masks: leave out the task")
+        _check_shapes(data, task)
         if augment is not None:
             raise ValueError("shapes are not augmented, since mirroring would change their labels: leave out augment")
         drawn = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
         drawn["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # for square images, native equals scale
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **drawn)
+        return create_shapes(split, n, seed, task, size=size, mean=mean, std=std, **drawn)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
     if task == "segmentation":
@@ -218,6 +222,9 @@ def class_names(data: str, download: bool = False, task: Task = "classification"
     """
     _check_text(data)
     if data in SHAPES:
+        _check_shapes(data, task)
+        if task == "segmentation":
+            return DenseShapes(1).classes
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
     kind, place = kind_of(data)
     if task == "segmentation":
@@ -239,11 +246,22 @@ def _check_text(data: str) -> None:
         raise ValueError(f"the path of the data is not valid UTF-8: {shown(data)}; results contain it, so rename the folder")
 
 
-def create_shapes(split: Split, n: int | None = None, seed: int = 0, **options: Any) -> Shapes:
-    """Return `Shapes(n, **options)` for a split; n is 10,000 for "train" and 1,000 for "val" by default.
+def create_shapes(
+    split: Split, n: int | None = None, seed: int = 0, task: Task = "classification", **options: Any
+) -> Shapes | DenseShapes:
+    """Return `Shapes(n, **options)` for a split, or `DenseShapes` for "segmentation".
 
+    n is 10,000 for "train" and 1,000 for "val" by default.
     Its seed is 2 · `seed` + 1 for "train" and 2 · `seed` for "val", so that the two splits never share scenes.
     """
     if n is None:
         n = SHAPES_TRAIN if split == "train" else SHAPES_VAL
-    return Shapes(n, seed=2 * seed + (split == "train"), **options)
+    return (DenseShapes if task == "segmentation" else Shapes)(n, seed=2 * seed + (split == "train"), **options)
+
+
+def _check_shapes(data: str, task: Task) -> None:
+    if (data == "shapes-dense") != (task == "segmentation"):
+        raise ValueError(
+            f"{data} have a class for every {'pixel' if data == 'shapes-dense' else 'image'}, which is not the task {task}: "
+            f"use {'the task segmentation' if data == 'shapes-dense' else 'shapes-dense'}"
+        )
