@@ -29,7 +29,7 @@ CONFIG = {
         "data": {"size": 64, "batch_size": 16, "n_train": 32, "n_val": 16},
         "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5}, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2}},
     },
-    "evaluate": {"sizes": [64, "64x96"], "n": 16, "device": "cpu"},
+    "evaluate": {"sizes": [64, "64x96"], "policies": ["bicubic", "keep"], "n": 16, "device": "cpu"},
 }
 
 

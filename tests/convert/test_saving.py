@@ -75,7 +75,7 @@ def test_every_row(name, tmp_path):
 def test_every_encoding(key, options, trunk, tmp_path):
     position_args = FEW.get(key, {}) | options
     if POSITIONS[key].site == "attention" and POSITIONS[key].policies:
-        position_args |= dict(policy=POSITIONS[key].policies[-1]) if "policy" not in options else {}
+        position_args |= dict(policy=POSITIONS[key].policies[-1]) if not {"policy", "reference"} & {*options} else {}
     sizes = VIT | dict(img_size=(32, 48)) if trunk is ViT else SWIN
     round_trip(scatter(trunk(**sizes, position=key, position_args=position_args or None)), tmp_path)
 

@@ -179,7 +179,7 @@ def test_content_is_translated_down_and_right_and_its_edges_repeated():
 
 def test_lines_of_translations_are_those_of_a_plain_model_on_translated_images(trained, noise):
     model = trained("vitrel_vit_n8_rope_mixed")
-    done = list(evaluate_rows([model], sweep(sizes=((32, 32), (48, 48)), translations=(0, 3))))
+    done = list(evaluate_rows([model], sweep(sizes=((32, 32), (48, 48)), policies=("keep",), translations=(0, 3))))
     assert [len(one.translation) for one in done] == [2, 0, 0, 0]  # at the training size, in the first protocol
     pixels = torch.stack([noise((32, 32))[i][0] for i in range(12)])
     for line, by in zip(done[0].translation, (0, 3), strict=True):

@@ -202,7 +202,7 @@ def test_the_table_reads_well():
     assert [re.sub("  +", " | ", line) for line in lines] == [
         "image | 31x90 px, built for 64x64, padded by 1 below, 0 right to whole patches",
         "tokens | 16x45, trained on 32x32; patches of 2x2 px",
-        f"resampled | 32,768 of {parameters:,} parameter values (absolute bicubic)",
+        f"values | 32,768 of {parameters:,} resampled (absolute bicubic)",
         "offsets | 0 % never trained, 0 % read a trained edge instead",
         "",
         "stage | blocks | tokens | merging adds | window | windows | windows add | shift | keys per query",

@@ -113,7 +113,7 @@ class ResolutionReport:
                 f"image     {format_size(self.size)} px, built for {format_size(self.trained_size)}{filled}",
                 f"tokens    {format_size(self.grid)}{prefix}, trained on {format_size(self.trained_grid)}; "
                 f"patches of {format_size(self.patch)} px",
-                f"resampled {self.resampled_values:,} of {self.parameters:,} parameter values ({rules or 'nothing'})",
+                f"values    {self.resampled_values:,} of {self.parameters:,} resampled ({rules or 'nothing'})",
                 f"offsets   {_percent(self.unseen)} never trained, {_percent(self.saturated)} read a trained edge instead",
                 "",
                 *_stage_lines(self.stages),
