@@ -234,8 +234,10 @@ def test_evaluation_resizes_the_image_alone(root):
     assert np.array_equal((data[0][0] * 255).round().permute(1, 2, 0), expected)
     images, masks = next(iter(DataLoader(data, 2, collate_fn=collate_masks)))
     assert images.shape == (2, 3, 24, 64) and [mask.shape for mask in masks] == [(36, 48)] * 2
-    with pytest.raises(ValueError, match="no canvas protocol"):
-        create_dataset(str(root), "val", (24, 64), **HOW, protocol="canvas", base_size=(36, 48))
+    canvas = create_dataset(str(root), "val", (40, 64), **HOW, protocol="canvas", base_size=(36, 48))
+    image, mask = canvas[0]  # the image at the training size, in the middle of a larger canvas
+    assert image.shape == (3, 40, 64) and mask.shape == (36, 48)
+    assert torch.equal(image[:, 2:-2, 8:-8], create_dataset(str(root), "val", (36, 48), **HOW)[0][0])
     assert create_dataset(str(root), "val", (24, 64), **HOW, protocol="native")[Draw(1, (8, 16))][0].shape == (3, 8, 16)
 
 

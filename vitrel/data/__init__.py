@@ -107,7 +107,8 @@ def create_dataset(
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
         task: "classification" or "segmentation". Data for segmentation are a folder or address that holds `images/<split>/`,
             `masks/<split>/` and `classes.txt`; a Hugging Face data set with a column of images and one of masks; or
-            "torch/VOCSegmentation:/path" and "torch/OxfordIIITPet:/path". The whole image is resized to (H, W).
+            "torch/VOCSegmentation:/path" and "torch/OxfordIIITPet:/path". The whole image is resized to (H, W),
+            in the canvas protocol to `base_size`.
         augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
