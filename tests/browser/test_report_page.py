@@ -116,9 +116,9 @@ def look(browser, path, size=LAPTOP, scheme="light"):
     until(browser, "document.documentElement.dataset.ready === 'yes'")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(browser, folder):
-    """page(script, ...): runs it in the page, opened anew on a laptop; afterwards the console has to be empty."""
+    """page(script, ...): runs it in the page, which all tests share, on a laptop; afterwards the console has to be empty."""
     browser.get_log("browser"), browser.get_log("performance")
     look(browser, folder / "report.html")
     yield lambda script, *given: browser.execute_script(script, *given)
@@ -228,16 +228,10 @@ def test_speed_has_one_point_per_row(page, folder):
     assert sum(f"model: {SWIN};" in text for text in said) == len(table_of(folder, SWIN, "scale"))
 
 
-def test_mistakes_and_images_that_change_with_size(page):
-    rows = page("return [...document.querySelectorAll('#confusions tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
-    wrong = [label for at, (_, label) in enumerate(create_shapes("val", 4)) if at % 3 == 0]
-    assert {(row[0], row[1]) for row in rows[:-1]} == {(WORDS[label], WORDS[(label + 1) % 4]) for label in wrong}
-    assert rows[-1][0] == "all mistakes" and rows[-1][-1] == "2 (50 %)"
-    raw = page(
-        "return [...document.querySelectorAll('#mistakes span[title]')]"
-        ".map(e => [e.textContent.replace(/^[✓✗] /, ''), e.title])"
-    )
-    assert raw and {tuple(pair) for pair in raw if "/" not in pair[1]} <= {*zip(WORDS, CLASSES, strict=True)}
+def test_images_that_change_with_size(page):
+    raw = page("return [...document.querySelectorAll('#changes span[title]')].map(e => [e.textContent, e.title])")
+    pairs = {(text.removeprefix("✓ ").removeprefix("✗ "), title) for text, title in raw if "/" not in title}
+    assert pairs and pairs <= {*zip(WORDS, CLASSES, strict=True)}
     changed = page("return [...document.querySelectorAll('#changed tbody tr')].map(r => r.textContent)")
     assert len(changed) == 2 and all("✓" in text and "✗" in text for text in changed)
     assert page("return document.querySelectorAll('#changed img').length") == 2
@@ -261,25 +255,6 @@ def test_maps_of_position_follow_the_size_on_one_scale(page):
     assert page(f"return {grid('lattice-0')}") != geometric
     set_value(page, "lattice-layer", "2")
     assert page(scale) == top and page("return document.getElementById('lattice-size').value") == "96x96"
-
-
-def test_a_layer_in_which_position_is_negligible_is_gray(browser, folder, tmp_path):
-    """By its share of the logits, whatever the logits are."""
-    for path in folder.iterdir():
-        if path.is_file():
-            shutil.copy(path, tmp_path)
-    stored = json.loads(gzip.decompress((folder / "pictures.json.gz").read_bytes()))
-    assert stored["models"][0]["shares"][0] > 0.01
-    stored["models"][0]["shares"][0] = 0.009
-    (tmp_path / "pictures.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
-    look(browser, write_html(tmp_path))
-    captions = "return [...document.querySelectorAll('#lattice figcaption')].map(c => c.textContent)"
-    pixel = "return [...document.getElementById('lattice-0').getContext('2d').getImageData(1, 1, 1, 1).data]"
-    assert all("negligible" in text for text in browser.execute_script(captions))
-    assert browser.execute_script(pixel) == [158, 158, 158, 255]
-    assert "0.9 % of the logits" in browser.execute_script("return document.getElementById('lattice-note').textContent")
-    set_value(browser.execute_script, "lattice-layer", "1")
-    assert not any("negligible" in text for text in browser.execute_script(captions))
 
 
 def test_a_click_and_the_arrow_keys_move_the_query(browser, page):
@@ -336,7 +311,7 @@ def test_the_table_sorts_filters_and_is_downloaded(page, browser, folder):
 def test_classes_and_translated_content(page, browser, folder):
     set_value(page, "class-curve", SWIN)
     # every third image is wrong at other sizes
-    labels = read_predictions(folder).labels
+    labels = next(iter(read_predictions(folder).rows.values())).arrays["labels"]
     counts, lost = (np.bincount(some, minlength=len(CLASSES)) for some in (labels, labels[::3]))
     lose = sum(int(wrong) > 0 for wrong, n in zip(lost, counts, strict=True) if n)
     until(
@@ -359,6 +334,17 @@ def test_names_captions_and_ids(page):
     )
 
 
+def test_on_paper_everything_is_light_and_unfolded(browser, page):
+    page("document.getElementById('theme').value = 'dark'; document.getElementById('theme').dispatchEvent(new Event('change'))")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    page("dispatchEvent(new Event('beforeprint'))")
+    assert page("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page("return [...document.querySelectorAll('.controls, nav')].every(e => e.offsetParent === null)")
+    assert page("return [...document.querySelectorAll('details:not(.vega-embed details)')].every(d => d.open)")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    page("document.getElementById('theme').value = ''; document.getElementById('theme').dispatchEvent(new Event('change'))")
+
+
 def empty_parts(browser):
     """Ids of shown charts and maps without anything drawn, and of empty tables and sections."""
     return browser.execute_script(
@@ -378,16 +364,9 @@ def network_requests(browser):
     return [url for url in requested if not url.startswith(("data:", "blob:", "file:"))]
 
 
-SMALL = dict(img_size=56, depth=2, embed_dim=48, num_heads=3)  # of 14 px patches; of the others 64 px
-WINDOWED = dict(img_size=64, window_size=4, depths=(1, 1), num_heads=(2, 2), embed_dim=16)
 FAMILIES = {
-    "vit_tiny_patch16_224": SMALL | {"img_size": 64},
-    "vit_small_patch14_reg4_dinov2": SMALL,
-    "eva02_tiny_patch14_224": SMALL,
-    "vit_small_patch16_rope_mixed_224": SMALL | {"img_size": 64},
-    "swin_tiny_patch4_window7_224": WINDOWED,
+    "vit_tiny_patch16_224": dict(img_size=64, depth=2, embed_dim=48, num_heads=3),
     "maxvit_rmlp_pico_rw_256": dict(img_size=64, embed_dim=(32,) * 4, depths=(1,) * 4),
-    "vitrel_vit_n8_table": dict(img_size=64),
     "vitrel_swin_n": dict(img_size=64),
 }
 
@@ -414,9 +393,8 @@ def test_no_panel_is_empty_for_any_model(browser, families, name):
     look(browser, families / name / "report.html")
     assert empty_parts(browser) == [] and browser.get_log("browser") == [] and network_requests(browser) == []
     shown = set(browser.execute_script("return [...document.querySelectorAll('main section:not([hidden])')].map(s => s.id)"))
-    added = {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"}  # to tokens
-    assert ("similarity" in shown) == (name in added)
-    acts = name not in {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "maxvit_rmlp_pico_rw_256"}
+    assert ("similarity" in shown) == (name == "vit_tiny_patch16_224")  # whose embedding is added to tokens
+    acts = name == "vitrel_swin_n"
     assert ("lattices" in shown) == acts and ("attention" in shown) == (name != "maxvit_rmlp_pico_rw_256")
     views = "return [...document.querySelectorAll('#attention-figures figure')].filter(f => f.offsetParent).length"
     assert browser.execute_script(views) == (4 if acts else 2 if "attention" in shown else 0)
@@ -436,18 +414,7 @@ def test_a_click_moves_the_patch_that_embeddings_are_compared_with(browser, fami
     assert browser.execute_script(grids)[0][0][1] == 1
 
 
-def test_on_paper_everything_is_light_and_unfolded(browser, page):
-    page("document.getElementById('theme').value = 'dark'; document.getElementById('theme').dispatchEvent(new Event('change'))")
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    page("dispatchEvent(new Event('beforeprint'))")
-    assert page("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page("return [...document.querySelectorAll('.controls, nav')].every(e => e.offsetParent === null)")
-    assert page("return [...document.querySelectorAll('details:not(.vega-embed details)')].every(d => d.open)")
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(LAPTOP, "light"), (PHONE, "dark")], ids=["laptop", "phone"])
 def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
     browser.get_log("browser"), browser.get_log("performance")
     look(browser, folder / "report.html", size, scheme)
@@ -467,9 +434,11 @@ def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
     assert network_requests(browser) == []
 
 
-def test_all_controls_have_names_and_are_reached_by_tab(browser, page):
+def test_all_controls_have_names_and_are_reached_by_tab(browser, folder):
     from selenium.webdriver import ActionChains, Keys
 
+    look(browser, folder / "report.html")
+    page = browser.execute_script
     nameless = page(
         "return [...document.querySelectorAll('select, input, button, [tabindex]')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)"
@@ -482,12 +451,31 @@ def test_all_controls_have_names_and_are_reached_by_tab(browser, page):
     assert page("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
+def test_a_layer_in_which_position_is_negligible_is_gray(browser, folder, tmp_path):
+    """By its share of the logits, whatever the logits are."""
+    for path in folder.iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    stored = json.loads(gzip.decompress((folder / "pictures.json.gz").read_bytes()))
+    assert stored["models"][0]["shares"][0] > 0.01
+    stored["models"][0]["shares"][0] = 0.009
+    (tmp_path / "pictures.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
+    look(browser, write_html(tmp_path))
+    captions = "return [...document.querySelectorAll('#lattice figcaption')].map(c => c.textContent)"
+    pixel = "return [...document.getElementById('lattice-0').getContext('2d').getImageData(1, 1, 1, 1).data]"
+    assert all("negligible" in text for text in browser.execute_script(captions))
+    assert browser.execute_script(pixel) == [158, 158, 158, 255]
+    assert "0.9 % of the logits" in browser.execute_script("return document.getElementById('lattice-note').textContent")
+    set_value(browser.execute_script, "lattice-layer", "1")
+    assert not any("negligible" in text for text in browser.execute_script(captions))
+
+
 def test_a_folder_with_results_alone(browser, tmp_path):
     shutil.copy(ROOT / "results" / "quickstart" / "results.csv", tmp_path)
     browser.get_log("browser")
     look(browser, write_html(tmp_path))
     hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")
-    assert hidden == ["mistakes", "classes", "lattices", "similarity", "attention", "translation"]
+    assert hidden == ["changes", "classes", "lattices", "similarity", "attention", "translation"]
     said = browser.execute_script("return document.getElementById('left-out').textContent")
     assert all(name in said for name in ("pictures.json.gz", "predictions.npz", "translation.csv"))
     assert browser.get_log("browser") == []
