@@ -342,7 +342,7 @@ def _sentences(used: Used, standing: Standing, margin: float) -> tuple[str, ...]
         share = f"{100 * anchor['position_share']:.2g} % of the logits' spread"
         nothing = [f"its position encoding does nothing: it changes attention by {share}"]
     sentences = [*_comparison(standing, used), *nothing, _sizes_sentence(used), _best_size(used, margin)][:3]
-    is_name = any(sentences[0].startswith(other) for other in standing.behind)  # the name of a model stays as it is
+    is_name = any(sentences[0].startswith(f"{other} is") for other in standing.behind)  # the name of a model stays as it is
     first, *rest = [f"{text}." for text in sentences]
     return (first if is_name else _capital(first), *map(_capital, rest))
 

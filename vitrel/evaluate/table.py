@@ -447,6 +447,8 @@ class Scores:
 
         metric: one of `Task.metrics`.
         """
+        if not self._predictions:
+            return None
         keys = [line_key(row) for row in rows]
         if not all(key in self._predictions for key in keys):
             return None
