@@ -100,16 +100,6 @@ def test_what_is_done_is_not_done_again(again, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_added(again, tmp_path):
-    printed = again(seeds=[0, 1, 2], models=CONFIG["models"][1:])
-    assert printed.count("trained already") == 2 and "[3/3] rope-seed2: training for 1 epochs" in printed
-    assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 3 * 2 * 2
-    # rows that the configuration lists no more are not lost
-    assert "8 of the 16 rows in" in printed and "8 rows are kept" in printed
-    assert len(pd.read_csv(tmp_path / "trial" / "replaced-1" / "results.csv")) == 16
-
-
-@pytest.mark.slow
 def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys):
     printed = again(evaluate=CONFIG["evaluate"] | {"n": 12}, models=CONFIG["models"][1:], seeds=[0])
     assert "16 of the 16 rows in" in printed and "n_asked: 16 there, 12 now" in printed

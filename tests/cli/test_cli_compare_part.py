@@ -73,7 +73,7 @@ def test_all_of_them_without_it(compare):
     assert evaluated == ["trial/shapes", "trial/shapes-place", "trial/animals"] and len(trained) == 6 + 2 + 6
 
 
-@pytest.mark.parametrize("name", ["animal", "place", "shapes-corner", "folders/animals", "trial", "Shapes", ""])
+@pytest.mark.parametrize("name", ["animal", "shapes-corner", ""])
 def test_an_unknown_name_lists_those_there_are(compare, name):
     with pytest.raises(SystemExit) as caught:
         compare("--data", name)

@@ -126,14 +126,6 @@ def test_a_second_run_with_the_folder_named_otherwise_does_nothing(finished, mon
     assert capsys.readouterr().out.count("trained already") == 8
 
 
-def test_nor_does_one_after_all_was_moved(finished, tmp_path, monkeypatch, capsys):
-    """As runs that start anew may be moved with all that is in their folder."""
-    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
-    shutil.copytree(finished / "trial", tmp_path / "trial")
-    compare(tmp_path, "--no-report")
-    assert capsys.readouterr().out.count("trained already") == 8
-
-
 def test_what_is_missing_is_tuned_alone_and_comes_out_the_same(finished, tmp_path, capsys):
     for label in ("rope", "rope-tuned"):
         for seed in (0, 1):

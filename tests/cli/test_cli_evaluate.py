@@ -1,7 +1,6 @@
 import os
 import re
 import signal
-from importlib.metadata import version
 
 import numpy as np
 import pandas as pd
@@ -11,11 +10,8 @@ import torch
 from PIL import Image
 
 from helpers import command
-from helpers.pictures import write_classes
-from helpers.tars import write_tars
 from vitrel.data import class_names
 from vitrel.evaluate import run
-from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.table import read_predictions
 
 tool = command("evaluate")
@@ -257,68 +253,3 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
     assert caught.value.code == code
     assert f"2 rows saved in {out / 'results.csv'}" in said and "the same command" in said
     assert len(pd.read_csv(out / "results.csv")) == 2 and not list(out.glob(".*.part"))
-
-
-@pytest.mark.slow
-def test_tars_are_evaluated_as_the_folder_they_were_made_of(tmp_path):
-    for part in ("train", "val"):
-        write_classes(tmp_path / "data" / part, ["above", "left", "right"], ["0.png", "1.png", "2.png"])
-    write_tars(tmp_path / "data", tmp_path / "tars")
-    model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
-    torch.save(model.state_dict(), tmp_path / "w.pth")
-    named = ["vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
-    frames = []
-    for data in ("data", "tars"):
-        out = tmp_path / f"out-{data}"
-        requested = ["--data", str(tmp_path / data), "--size", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
-        tool.main([*named, *requested, "--attention-n", "0", "--protocol", "scale", "--policy", "clip"])
-        frames.append(pd.read_csv(out / "results.csv"))
-    for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
-        assert frames[0][name].tolist() == pytest.approx(frames[1][name].tolist(), nan_ok=True), name
-    assert set(frames[1]["decoder"]) == {"Pillow"} and set(frames[1]["resize_backend"]) == {f"Pillow {version('Pillow')}"}
-
-
-@pytest.mark.slow
-def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tmp_path):
-    """80 images are 80, whatever else lies in the class folders."""
-    val, files = tmp_path / "data" / "val", ["1.jpg", "2.gif", "3.bmp", "4.webp", "5.png", os.fsdecode(b"\xff6.png")]
-    write_classes(val, ["apple", "banana"], files)
-    for path, target in (("banana/up", ".."), ("banana/a.jpg", "../apple/1.jpg"), ("apple/loop.png", "loop.png")):
-        (val / path).symlink_to(target)
-    (val / "apple" / "x.tiff").write_bytes(b"?")
-    (val / "apple" / os.fsdecode(b"\xffcut.png")).write_bytes(b"")
-    torch.manual_seed(0)
-    torch.save(timm.create_model("vitrel_vit_n8_table", num_classes=2, img_size=32).state_dict(), tmp_path / "w.pth")
-    named = ["vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
-    requested = [
-        "--data",
-        str(tmp_path / "data"),
-        "--size",
-        "48",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path / "out"),
-        "--no-report",
-    ]
-    given = [*named, *requested, "--attention-n", "0", "--policy", "clip"]
-    with pytest.warns(UserWarning, match="left out of") as reported:
-        tool.main([*given, "--on-bad-image", "count", "--workers", "1"])
-    [text] = [str(one.message) for one in reported if "left out of" in str(one.message)]
-    assert "1 folder link (" in text and "1 link to images already used, 1 of them in another class" in text
-    assert "1 file of kinds that are not decoded: 1 .tiff" in text
-    frame = pd.read_csv(tmp_path / "out" / "results.csv")
-    assert set(frame["n"]) == {12} and set(frame["left_out"]) == {2}
-    for row in read_predictions(tmp_path / "out").rows.values():
-        assert TASK.by_class(row)[0].tolist() == [6, 6]
-    with pytest.raises(SystemExit, match=r"apple/loop.png: Too many levels"):
-        tool.main(given)
-    (val / "apple" / "loop.png").unlink()
-    with pytest.raises(SystemExit, match="the data changed"):
-        tool.main(given)
-    given += ["--out", str(tmp_path / "other")]
-    with pytest.raises(SystemExit, match=r"apple/\\xffcut.png: the file is empty"):
-        tool.main(given)
-    (val / "banana").rename(val / os.fsdecode(b"banane\xff"))
-    with pytest.raises(SystemExit, match=r"not valid UTF-8.*val/banane\\xff"):
-        tool.main(given)

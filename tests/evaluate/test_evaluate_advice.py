@@ -189,7 +189,7 @@ def test_a_common_seed_of_several_says_nothing_about_models_trained_in_this_way(
     assert [len(one.sentences) for one in judge(rows).advice] == [2, 2]  # without a comparison
 
 
-@pytest.mark.parametrize("name", ["quickstart", "study/flowers256", "study/imagenet"])
+@pytest.mark.parametrize("name", ["quickstart", "study/flowers256"])
 def test_three_sentences_without_jargon(name):
     folder = ROOT / "results" / name
     rows = read_csv(folder / "results.csv")

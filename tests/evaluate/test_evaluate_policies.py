@@ -168,8 +168,9 @@ def test_divisor_is_the_model_with_that_window_and_the_center_of_the_table(size,
         assert (model(images) - built(images)).abs().max() > 0.1  # with its own window it is another model
 
 
-@pytest.mark.parametrize("policy", ["geometric", "clip", "bicubic"])
-@pytest.mark.parametrize(("size", "window"), [((32, 32), (8, 8)), ((24, 40), (6, 10)), ((28, 16), (7, 4))])
+@pytest.mark.parametrize(
+    ("policy", "size", "window"), [("geometric", (24, 40), (6, 10)), ("clip", (28, 16), (7, 4)), ("bicubic", (32, 32), (8, 8))]
+)
 def test_rescale_is_the_model_with_that_window_and_the_resampled_table(policy, size, window):
     model, images = swin((16, 16), 4, depths=(2, 2)), torch.randn(2, 3, *size, dtype=torch.float64)
     built = with_tables(swin(size, window, depths=(2, 2)), model, policy)

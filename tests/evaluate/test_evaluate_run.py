@@ -26,7 +26,6 @@ from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.run import HEAD, describe_trials, evaluate_rows, run_sweep
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.table import (
-    columns_of,
     line_key,
     read_csv,
     read_folder,
@@ -46,16 +45,6 @@ def small_sweep(**given):
     return Sweep(**{"data": "noise", "sizes": SIZES, "batch_size": 5, "device": "cpu", "attention_n": 0} | given)
 
 
-def test_models_are_compared_at_each_others_training_sizes(trained, noise, rows_of):
-    models = [trained("vitrel_vit_n8_table", (64, 64), label="a"), trained("vitrel_vit_n8_none", label="b")]
-    rows = rows_of(models, small_sweep(sizes=((32, 32), (64, 64)), policies=("clip",), protocols=("scale", "scale")))
-    assert [(row["label"], row["img_size"]) for row in rows] == [
-        ("a", "64x64"), ("b", "32x32"), ("a", "32x32"), ("b", "64x64")
-    ]  # fmt: skip
-    top1 = {(row["label"], row["img_size"]): row["top1"] for row in rows}
-    assert rows[3]["retention"] == round(top1["b", "64x64"] / top1["b", "32x32"], 4)
-
-
 def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
     model = trained("vitrel_vit_n8_none")
     first = list(evaluate_rows([model], small_sweep()))
@@ -72,20 +61,6 @@ def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
     assert noise.decoded == before + 6 * 12
     list(evaluate_rows([model], small_sweep(data_seed=1), done))
     assert noise.decoded == before + 12 * 12
-
-
-def test_rows_are_told_apart_by_long_seeds_labels_that_are_numbers_and_the_training_size(trained, noise, tmp_path):
-    """A column with an empty cell comes back from CSV as floats, one of digits alone as numbers."""
-    seeds = (None, 20240101, 20240102)
-    models, one = [trained("vitrel_vit_n8_none", label="007", seed=seed) for seed in seeds], dict(sizes=((32, 32),))
-    write_folder(list(evaluate_rows(models, small_sweep(**one))), tmp_path)
-    done, before = read_folder(tmp_path), noise.decoded
-    again = [row_key(found.row) for found in evaluate_rows(models, small_sweep(**one), done)]
-    assert noise.decoded == before and len(set(again)) == 6
-    assert len({line_key(found.row) for found in done}) == 6 and all(len(found.predicted.labels) == 12 for found in done)
-    # the same weights said to be trained at another size: objects are then shown in another size
-    list(evaluate_rows([replace(model, img_size=(64, 64)) for model in models], small_sweep(**one), done))
-    assert noise.decoded > before
 
 
 @pytest.mark.parametrize("lacking", ["ece", "predictions", "translations"])
@@ -145,30 +120,12 @@ def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
     assert not list(tmp_path.glob("replaced*"))
 
 
-def test_a_second_evaluation_of_weights_without_a_seed_is_compared_with_the_first(model, noise, tmp_path):
-    """Rows read from results.csv have NaN for a seed that is not known, rows in memory None."""
-    model = replace(model, seed=None)
-    run_sweep([model], sweep(48), tmp_path)
-    assert len(run_sweep([model], sweep(64), tmp_path)) == 3
-    assert "64x64" in (tmp_path / "table.md").read_text("utf-8")
-
-
 def test_weights_are_hashed_once_before_the_rows(model, noise, tmp_path, monkeypatch):
     hashed, state_hash = [], run.state_hash
     monkeypatch.setattr(run, "state_hash", lambda net: hashed.append(net) or state_hash(net))
     run_sweep([model], sweep(48), tmp_path)
     at_sizes(model.model, "noise", [48], **HOW)
     assert hashed == [model.model] * 2
-
-
-def test_further_translations_and_models_are_added(model, trained, noise, tmp_path):
-    run_sweep([model], sweep(48, translations=(4, 0)), tmp_path)
-    run_sweep([model], sweep(48, translations=(8, 0)), tmp_path)
-    assert [line["translation"] for line in read_translation(tmp_path)] == [0, 4, 8]
-    noise.decoded = 0
-    rows = run_sweep([trained("vitrel_vit_n8_table", label="other")], sweep(48, policies=("clip",)), tmp_path)
-    assert noise.decoded == 2 * 12 and [row["label"] for row in rows] == ["vitrel_vit_n8_none"] * 2 + ["other"] * 2
-    assert len(read_translation(tmp_path)) == 3 and sizes_of(tmp_path, "vitrel_vit_n8_none") == {"32x32", "48x48"}
 
 
 def other_weights(model):
@@ -239,21 +196,6 @@ def test_data_that_changed_are_noticed(trained, pictures, tmp_path):
     (pictures / "val" / "right" / "9.png").unlink()
     file.write_bytes(before)
     assert len(run_sweep([model], requested, out)) == 3
-
-
-def test_attention_of_other_numbers_of_images_is_made_again(trained, noise):
-    model, one = trained("vitrel_vit_n8_table"), dict(sizes=((32, 32),), protocols=("scale",))
-    [done] = evaluate_rows([model], small_sweep(**one, attention_n=2))
-    for requested, times in ((0, 0), (2, 0), (3, 12 + 3)):
-        noise.decoded = 0
-        list(evaluate_rows([model], small_sweep(**one, attention_n=requested), [done]))
-        assert noise.decoded == times, requested
-
-
-def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
-    run_sweep([model], sweep(48), tmp_path)
-    assert len(run_sweep([replace(other_weights(model), label="new", mean=(0.4,) * 3)], sweep(24), tmp_path)) == 4
-    assert "may not stand" not in describe_trials([model], sweep(64), tmp_path)
 
 
 @pytest.mark.slow
@@ -430,23 +372,6 @@ def models(trained):
     return [trained("vitrel_vit_n8_table"), trained("vitrel_swin_n", model_args={"depths": (1, 1, 1)}), foreign]
 
 
-@pytest.mark.slow
-def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
-    sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", translations=(0, 4))
-    text = describe_trials(models, sweep, tmp_path / "none")
-    found = {(row["model"], row["size"], row["policy"]): row for row in cells(text)}
-    assert len(found) == 3 + 3 + 5 + 1 and noise.decoded == 0 and not (tmp_path / "none").exists()
-    swin = found["vitrel_swin_n", "48x40", "rescale+bicubic"]
-    assert (swin["windows"], swin["padded"], swin["tokens"]) == ("6x5 6x5 6x5", "0 0 0", "480")
-    assert found["vitrel_swin_n", "48x40", "fixed"]["padded"] == "0 0.17 0.53"
-    vit = found["vitrel_vit_n8_table", "48x40", "geometric"]
-    assert (vit["resampled"], vit["values resampled"], vit["windows"]) == ("table geometric", "588", "global")
-    assert float(vit["GFLOPs"]) > float(found["vitrel_vit_n8_table", "32x32", "none"]["GFLOPs"]) > 0
-    foreign = found["foreign", "48x40", "none"]
-    assert (foreign["resampled"], foreign["unseen"], foreign["values resampled"]) == ("pos_embed bicubic", "-", "768")
-    assert "12 rows of 12 images each, translated by 0, 4 px at the training size; 0 of them are in " in text
-
-
 def test_rows_that_are_done_are_marked(trained, noise, tmp_path):
     models, sweep = [trained("vitrel_vit_n8_none")], Sweep("noise", ((48, 48),), device="cpu", n=3, attention_n=0)
     run_sweep(models, sweep, tmp_path)
@@ -477,12 +402,6 @@ def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_pat
     assert noise.decoded == 0
 
 
-def test_so_is_a_size_below_one_patch(trained, noise):
-    with pytest.raises(ValueError, match="size 4x4 is smaller than one patch of 8x8"):
-        list(evaluate_rows([trained("vitrel_vit_n8_table")], Sweep("noise", ((48, 48), (4, 4)), device="cpu", attention_n=0)))
-    assert noise.decoded == 0
-
-
 HOW = dict(device="cpu", attention_n=0, border_leak=False)
 
 
@@ -509,16 +428,6 @@ class Pictures(Dataset):
 def plain_model():
     torch.manual_seed(0)
     return timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
-
-
-def test_the_built_in_data_by_name():
-    torch.manual_seed(0)
-    model = timm.create_model("vitrel_swin_n", num_classes=4)
-    frame = at_sizes(model, "shapes", [48, "64x96"], n=6, protocols=["canvas"], policies=["fixed"], label="mine", **HOW)
-    assert isinstance(frame, pd.DataFrame) and list(frame.columns) == columns_of("classification")
-    assert frame["img_size"].tolist() == ["64x64", "48x48", "64x96"] and set(frame["label"]) == {"mine"}
-    assert frame["n"].tolist() == [6] * 3 and frame["unchanged"].all() and set(frame["policy"]) == {"none", "fixed"}
-    assert frame["top1_area"].notna().any()
 
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])

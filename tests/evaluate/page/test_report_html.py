@@ -108,17 +108,6 @@ def test_metrics_without_values_are_not_offered(folder):
     assert "ece" in contents(read_csv(folder / "results.csv"), folder, "")["metrics"]
 
 
-def test_the_page_names_a_crop_mode(folder):
-    edit(folder, lambda frame: frame.assign(crop_mode="squash"))
-    data = contents(read_csv(folder / "results.csv"), folder, "")
-    assert ["crop_mode", "squash"] in [[key, value] for key, value, _ in data["common"]]
-
-
-def test_unknown_columns_are_no_matter(folder):
-    edit(folder, lambda frame: frame.assign(something_new="x"))
-    assert write_html(folder).exists()
-
-
 def test_names_from_files_are_text(folder):
     edit(folder, lambda frame: frame.assign(label=frame["label"].replace("vitrel_swin_n", EVIL)))
     row = next(row for row in read_csv(folder / "results.csv") if row["label"] == EVIL)
