@@ -56,7 +56,8 @@ def model_of(name, label, **how):
 
 
 def lines(columns, **values):
-    about = {"seed": 0, "img_size": "64x64", "protocol": "scale", "budget": "", "policy": "none", "crop_pct": 1.0}
+    about = {"task": "classification"}
+    about |= {"seed": 0, "img_size": "64x64", "protocol": "scale", "budget": "", "policy": "none", "crop_pct": 1.0}
     return pd.DataFrame([about | dict(zip(values, one, strict=True)) for one in zip(*values.values(), strict=True)])[
         list(columns)
     ]

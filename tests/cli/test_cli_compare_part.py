@@ -35,9 +35,9 @@ def compare(tmp_path, monkeypatch, capsys):
         configs[trained[-1]] = config
         print("training for 1 epochs")
 
-    def run_sweep(models, sweep, folder, *further, photographs, **options):
+    def run_sweep(models, sweep, folder, *further, **options):
         evaluated.append(folder.relative_to(tmp_path).as_posix())
-        run.photographs.append(photographs)
+        run.photographs.append(sweep.photographs)
 
     monkeypatch.setattr(several, "train_one", train_one)
     monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args: None)

@@ -76,7 +76,10 @@ def test_models_are_paired_image_by_image_where_there_are_predictions():
     assert "This is not shown" in text
     (text,) = judge_claims([claim()], rows, scores=Scores(predicted))
     assert "This holds" in text and "Ahead: a +7.0 (" in text
-    among = {key: replace(one, among=(one.predicted == 0) ^ ("a" in key)) for key, one in predicted.items()}
+    among = {
+        key: replace(one, arrays=one.arrays | {"among": (one.arrays["predicted"] == 0) ^ ("a" in key)})
+        for key, one in predicted.items()
+    }
     (text,) = judge_claims([claim(metric="top1_among")], rows, scores=Scores(among))
     assert "This does not hold" in text and "points of top-1 among the data's classes" in text and "a -53.0" in text
     with pytest.raises(ValueError, match="metric is one of top1, top1_among"):

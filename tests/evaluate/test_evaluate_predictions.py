@@ -26,14 +26,10 @@ def row(classes, labels=LABELS, confidence=0.5):
     return classified(images, labels, classes, np.full(n, confidence), np.arange(n) % 2 == 0)
 
 
-def write(rows, folder):
-    write_predictions(rows, folder, TASK)
-
-
 def test_scores_are_among_the_classes_of_the_data_where_asked(tmp_path):
     a, b = row([0, NO_CLASS, NO_CLASS, LEFT_OUT]), row([0, 1, 0, LEFT_OUT])
     a = replace(a, arrays=a.arrays | {"among": np.array([True, True, True, False])})
-    write({("a",): a, ("b",): b}, tmp_path)
+    write_predictions({("a",): a, ("b",): b}, tmp_path)
     rows = read_predictions(tmp_path).rows
     assert TASK.scores(rows["a",], "top1_among").tolist()[:3] == [1, 1, 1]
     assert TASK.scores(rows["b",], "top1_among").tolist()[:3] == right_of(rows["b",]).tolist()[:3]  # it has no other classes
@@ -43,7 +39,7 @@ def test_scores_are_among_the_classes_of_the_data_where_asked(tmp_path):
 def test_the_file_gives_back_what_was_written(tmp_path):
     assert read_predictions(tmp_path) is None
     rows = {("a", "0"): row([0, 1, NO_CLASS, LEFT_OUT]), ("b", ""): row([1, LEFT_OUT, 0, LEFT_OUT], (0, -1, 1, -1), 0.1)}
-    write(rows, tmp_path)
+    write_predictions(rows, tmp_path)
     back = read_predictions(tmp_path)
     assert (back.images, [*back.rows]) == (rows["a", "0"].images, [*rows])
     for key, one in rows.items():
@@ -55,20 +51,20 @@ def test_the_file_gives_back_what_was_written(tmp_path):
     assert [counts.tolist() for counts in TASK.by_class(back.rows["a", "0"])] == [[1, 2], [1, 1]]
     assert [counts.tolist() for counts in TASK.by_class(back.rows["b", ""])] == [[1, 1], [0, 0]]
     assert [path.name for path in tmp_path.iterdir()] == [PREDICTIONS]
-    write({}, tmp_path)
+    write_predictions({}, tmp_path)
     assert read_predictions(tmp_path) is None
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"no zip"])
 def test_a_damaged_file_is_named(tmp_path, damage):
-    write({("a",): row([0, 1, 0, 1])}, tmp_path)
+    write_predictions({("a",): row([0, 1, 0, 1])}, tmp_path)
     (tmp_path / PREDICTIONS).write_bytes(damage((tmp_path / PREDICTIONS).read_bytes()))
     with pytest.raises(ValueError, match=rf"{PREDICTIONS} is damaged: delete it"):
         read_predictions(tmp_path)
 
 
 def test_many_classes_take_more_bytes(tmp_path):
-    write({("a",): row([69_999], [69_999])}, tmp_path)
+    write_predictions({("a",): row([69_999], [69_999])}, tmp_path)
     assert right_of(read_predictions(tmp_path).rows["a",]).all()
 
 
@@ -100,7 +96,7 @@ def folders(tmp_path):
         rows = [base | {"label": "m", "img_size": "64x64", "protocol": "scale", "policy": "none"} | one for one in changes]
         rows = [one | {"top1": sum(own) / 20} for one, own in zip(rows, hits, strict=True)]
         write_csv(rows, tmp_path / name / "results.csv")
-        write({line_key(one): predicted("ab", own) for one, own in zip(rows, hits, strict=True)}, tmp_path / name)
+        write_predictions({line_key(one): predicted("ab", own) for one, own in zip(rows, hits, strict=True)}, tmp_path / name)
         return tmp_path / name
 
     return make

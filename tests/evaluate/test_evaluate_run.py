@@ -174,8 +174,8 @@ def test_data_that_changed_are_noticed(trained, pictures, tmp_path):
     model, out = trained("vitrel_vit_n8_none", classes=("above", "left", "right")), tmp_path / "out"
     first = run_sweep([model], sweep(48, data=str(pictures)), out)
     predictions = read_predictions(out)
-    assert predictions.names[:3] == ["above/0.png", "above/1.png", "left/0.png"]
-    assert predictions.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert predictions.images.names[:3] == ["above/0.png", "above/1.png", "left/0.png"]
+    assert next(iter(predictions.rows.values())).arrays["labels"].tolist() == [0, 0, 1, 1, 2, 2]
     assert {len(row["images"]) for row in first} == {64}
     moved = pictures.rename(tmp_path / "moved")
     same = run_sweep([model], sweep(48, data=str(moved), batch_size=2), out)

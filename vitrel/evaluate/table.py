@@ -36,7 +36,7 @@ from vitrel.evaluate.measure import Evaluated
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means
 from vitrel.evaluate.sweep import Row, Sweep
-from vitrel.evaluate.tasks import TASKS, ImageList, Predicted, Task, task_named, task_of
+from vitrel.evaluate.tasks import TASKS, ImageList, Predicted, task_named, task_of
 from vitrel.evaluate.trials import Trial, line_columns
 from vitrel.inspect.attention import NEGLIGIBLE
 
@@ -364,12 +364,11 @@ def write_folder(results: Sequence[Evaluated], folder: Path) -> None:
     results.csv comes last: a row in it then always has its lines and predictions.
     """
     predictions = {line_key(evaluated.row): evaluated.predicted for evaluated in results if evaluated.predicted is not None}
-    write_predictions(predictions, folder, task_of(results[0].row) if results else None)
+    task = results[0].row["task"] if results else TASKS[0]
+    write_predictions(predictions, folder, task)
     lines = [line for evaluated in results for line in evaluated.translation]
     if lines or (folder / TRANSLATIONS).exists():
-        write_frame(
-            pd.DataFrame(lines, columns=[*(lines[0] if lines else (*LINE_KEY, "translation", "n"))]), folder / TRANSLATIONS
-        )
+        write_frame(pd.DataFrame(lines, columns=translation_columns(task)), folder / TRANSLATIONS)
     write_csv([evaluated.row for evaluated in results], folder / "results.csv")
 
 
@@ -781,15 +780,15 @@ def read_predictions(folder: str | Path) -> Predictions | None:
     return Predictions(images, rows)
 
 
-def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path, task: Task | None) -> None:
+def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path, task: str = TASKS[0]) -> None:
     """Write predictions.npz atomically, from predictions by `line_key`, all of the same images; without any, remove it."""
     path, rows = Path(folder) / PREDICTIONS, [*predictions.values()]
-    if not rows or task is None:
+    if not rows:
         path.unlink(missing_ok=True)
         return
-    texts = {"names": rows[0].images.names, "classes": rows[0].images.classes, "keys": [*predictions], "task": [task.name]}
+    texts = {"names": rows[0].images.names, "classes": rows[0].images.classes, "keys": [*predictions], "task": [task]}
     with atomic_write(path) as part, part.open("wb") as file:
-        np.savez(file, **{name: _packed(text) for name, text in texts.items()}, **task.pack(rows))
+        np.savez(file, **{name: _packed(text) for name, text in texts.items()}, **task_named(task).pack(rows))
 
 
 def _packed(value: Sequence[Any]) -> np.ndarray:

@@ -43,6 +43,7 @@ def edit(folder, change):
 
 def lines(folder, name, columns, label="vitrel_swin_n", policy="none", size="64x64", **values):
     about = {
+        "task": "classification",
         "label": label,
         "seed": 0,
         "img_size": size,
@@ -150,6 +151,7 @@ def test_pictures_lie_in_the_page_with_images_or_without(folder):
     seen = {"picture": "0", "size": "64x64", "protocol": "scale", "shape": [64, 64], "class": "a", "label": "m"}
     model |= {"error": None, "left_out": [], "label": "m"}
     stored = {"format": FORMAT, "models": [model], "seen": [seen], "thumbnails": {"a.jpg": "data:image/webp;base64,AA"}}
+    stored |= {"scenes": [], "legend": []}
     stored |= {"words": {}, "blobs": {"0": "data:image/webp;base64,AA", "abc": "BB"}}
     (folder / "pictures.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
 

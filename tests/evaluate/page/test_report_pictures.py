@@ -136,7 +136,9 @@ def test_the_first_model_need_not_have_every_policy(trained, noise, tmp_path):
 
 
 def test_no_photograph_is_collected_where_none_is_wanted(trained, noise, tmp_path):
-    found = read(collect_pictures([trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 32),), n=4), tmp_path, images=False))
+    found = read(
+        collect_pictures([trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 32),), n=4, photographs=False), tmp_path)
+    )
     assert "data:image" not in json.dumps(found) and found["seen"] == []
     assert found["models"][0]["maps"] and all(item["pictures"] == [] for item in found["models"][0]["maps"])
 
