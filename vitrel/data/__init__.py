@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files
 from vitrel.data.augment import Augmentation, Augmenter
-from vitrel.data.base import Draw, ImageSet, Split
+from vitrel.data.base import Draw, ImageSet
 from vitrel.data.decode import IGNORED, BadImage, Reading, decode
 from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.files import Files, csv_files, files_at
@@ -32,6 +32,7 @@ from vitrel.data.masks import (
 from vitrel.data.prepare import Prepare, normalize
 from vitrel.data.sets import TorchvisionSet, torchvision_set
 from vitrel.data.shapes import Drawn, Shapes
+from vitrel.data.splits import Split
 from vitrel.data.tars import Tars, tar_files, tar_members
 
 __all__ = [

@@ -20,7 +20,6 @@ from torchvision.transforms.functional import resize
 from vitrel.data.addresses import file_state, is_address, read_bytes
 from vitrel.data.decode import BadImage, Reading, decode, image_size, names_image
 from vitrel.data.prepare import Picture, as_tensor
-from vitrel.data.splits import Split as Split
 
 READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
 FILES_AT_ONCE = 1000  # for one thread: a local file takes less time than a task for a thread
@@ -62,47 +61,52 @@ class ImageSet(Dataset, ABC):
 
     Args:
         classes: class names, by label.
-        n: number of images.
+        samples: (source, label) of each image; what a source is, a subclass says.
+        where: name of the data and split, for messages.
         prepare: maps a Pillow image of mode RGB to the item's image, without augmentation. Must be a `Prepare` for draws with
             a size and for `on_bad="leave_out"`.
         augment: maps (image, epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: limits, and handling of unreadable images.
     """
 
     def __init__(
         self,
         classes: list[str],
-        n: int,
+        samples: Sequence[tuple[Any, Any]],
+        where: str,
         prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None,
-        reading: Reading,
+        augment: Callable[..., Tensor] | None = None,
+        n: int | None = None,
+        seed: int = 0,
+        reading: Reading = Reading(),
     ) -> None:
+        self.samples, self.where = [samples[i] for i in subset(len(samples), n, seed, where)], where
         self.classes, self.prepare, self.augment, self.reading = classes, prepare, augment, reading
-        self.bad, self._epoch = shared(torch.zeros(n, dtype=torch.uint8)), shared(torch.zeros(1, dtype=torch.int64))
+        self.bad = shared(torch.zeros(len(self.samples), dtype=torch.uint8))
+        self._epoch = shared(torch.zeros(1, dtype=torch.int64))
         self._cached: dict[int, tuple[Tensor, int]] = {}  # with reading.cached_side
         self._sizes: list[tuple[int, int]] | None = None
 
     @abstractmethod
-    def encoded(self, index: int) -> tuple[str | bytes, int, str]:
-        """Return (path of an image file or its bytes, label, name for messages)."""
+    def encoded(self, index: int) -> str | bytes:
+        """Return the path of an image file or its bytes."""
 
-    @abstractmethod
-    def label(self, index: int) -> int | str:
-        """Return the label of an image, without decoding it, or the name of its mask."""
+    def label(self, index: int) -> Any:
+        """Return the label of an image, without decoding it."""
+        return self.samples[index][1]
 
-    @abstractmethod
     def name(self, index: int) -> str:
-        """Return the location of an image (path, or tar and member), for messages."""
+        """Return the location of an image (a path, a tar and a member, or a data set and a row), for messages."""
+        return f"{self.where}: {self.samples[index][0]}"
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
-        source, label, name = self.encoded(index)
-        return decode(source, self.reading.max_pixels, name), label
+        return decode(self.encoded(index), self.reading.max_pixels, self.name(index)), self.label(index)
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        source, _, name = self.encoded(index)
-        return image_size(source, self.reading.max_pixels, name)
+        return image_size(self.encoded(index), self.reading.max_pixels, self.name(index))
 
     @property
     def epoch(self) -> int:
@@ -165,11 +169,8 @@ class ImageSet(Dataset, ABC):
         return np.bincount(labels, minlength=len(self.classes)).tolist()
 
     def contents(self) -> list[str]:
-        """Return one line per image, in order: its name relative to the set's folder, a tab, its label.
-
-        A subclass whose `name` depends on the folder has to override it.
-        """
-        return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
+        """Return one line per image, in order: its source relative to the set's folder, a tab, its label."""
+        return [f"{source}\t{label}" for source, label in self.samples]
 
     def versions(self) -> list[str]:
         """Return one text per line of `contents`, in order, that changes with what the line names, without reading all of it.
@@ -259,29 +260,6 @@ def sha256(path: str | Path | bytes) -> str:
         return hashlib.sha256(path if isinstance(path, bytes) else read_bytes(str(path))).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class RowSet(ImageSet):
-    """Abstract data set whose images are chosen rows of a source.
-
-    Attributes: labels, of every row of the source; chosen, the row of every image; where, the source and split for messages.
-    """
-
-    labels: list[int]
-    chosen: list[int]
-    where: str
-
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
-        return self.labels[self.chosen[index]]
-
-    def name(self, index: int) -> str:
-        """Return the source, split and row of an image."""
-        return f"{self.where}: {self.chosen[index]}"
-
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its row, a tab, its label."""
-        return [f"{row}\t{self.labels[row]}" for row in self.chosen]
 
 
 def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:

@@ -3,17 +3,15 @@
 import csv
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-
-from torch import Tensor
+from typing import Any
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files, read_text
-from vitrel.data.base import ImageSet, Split, file_checksums, file_versions, subset
-from vitrel.data.decode import SUFFIXES, Reading
-from vitrel.data.prepare import Picture
-from vitrel.data.splits import divided, one_of, split_of
+from vitrel.data.base import ImageSet, file_checksums, file_versions
+from vitrel.data.decode import SUFFIXES
+from vitrel.data.splits import NAMES, Split, of_split, one_of
 
 PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "class", "target")  # columns of a CSV
 
@@ -24,32 +22,19 @@ class Files(ImageSet):
     Args:
         samples: (path or address, label) of each image.
         folder: folder that the paths are relative to in `contents`.
-        classes, prepare, augment, reading: as in `ImageSet`.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+        classes: class names, by label.
+        view, options: the other arguments of `ImageSet`.
     """
 
     def __init__(
-        self,
-        samples: list[tuple[str, int]],
-        folder: str | Path,
-        classes: list[str],
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
+        self, samples: Sequence[tuple[str, Any]], folder: str | Path, classes: list[str], *view: Any, **options: Any
     ) -> None:
-        self.samples = [samples[i] for i in subset(len(samples), n, seed, str(folder))]
-        super().__init__(classes, len(self.samples), prepare, augment, reading)
+        super().__init__(classes, samples, str(folder), *view, **options)
         self.folder = folder
 
-    def encoded(self, index: int) -> tuple[str, int, str]:
-        """Return (path, label, path for messages) of an image."""
-        return *self.samples[index], self.name(index)
-
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
-        return self.samples[index][1]
+    def encoded(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.samples[index][0]
 
     def name(self, index: int) -> str:
         """Return the path of an image as printable text, with bytes that are not UTF-8 escaped."""
@@ -88,16 +73,12 @@ def files_at(root: str, split: Split, val_fraction: float | None = None) -> List
         raise ValueError(
             f"found no images in class folders at {root}: its layout must be train/<class>/*.jpg, val/<class>/*.jpg"
         )
-    own = split_of(split, {place.parts[0] for place in images})
-    if own is not None:
-        other = split_of("val" if split == "train" else "train", {place.parts[0] for place in images})
-        classes = sorted({place.parts[1] for place in images if place.parts[0] in (own, other) and len(place.parts) > 2})
-        pairs = [(place, place.parts[1]) for place in images if place.parts[0] == own and len(place.parts) > 2]
-    else:
-        classes = sorted({place.parts[0] for place in images})
-        pairs = [(place, place.parts[0]) for place in images]
-    samples = [(f"{root.rstrip('/')}/{place}", classes.index(name)) for place, name in pairs]
-    return (samples if own else divided(samples, [label for _, label in samples], split, val_fraction, root)), classes
+    words = [place.parts[0] if place.parts[0] in NAMES and len(place.parts) > 2 else "" for place in images]
+    named = [place.parts[1 if word else 0] for place, word in zip(images, words, strict=True)]
+    classes = sorted(set(named))
+    numbers = {name: number for number, name in enumerate(classes)}
+    samples = [(f"{root.rstrip('/')}/{place}", numbers[name]) for place, name in zip(images, named, strict=True)]
+    return of_split(samples, words, split, val_fraction, root), classes
 
 
 def csv_files(path: str | Path, split: Split, val_fraction: float | None = None) -> Listed:
@@ -121,9 +102,5 @@ def csv_files(path: str | Path, split: Split, val_fraction: float | None = None)
     samples = [
         (row[image] if is_address(row[image]) else os.path.join(folder, row[image]), numbers[row[label]]) for row in rows
     ]
-    if "split" not in columns:
-        return divided(samples, [label for _, label in samples], split, val_fraction, str(path)), classes
-    own = split_of(split, {row["split"] for row in rows})
-    if own is None:
-        raise ValueError(f"{path} has the splits {', '.join(sorted({row['split'] for row in rows}))}, and no {split}")
-    return [sample for sample, row in zip(samples, rows, strict=True) if row["split"] == own], classes
+    words = [row.get("split", "") for row in rows]
+    return of_split(samples, words, split, val_fraction, str(path)), classes

@@ -13,18 +13,16 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
 
 from vitrel.common.files import shown
 from vitrel.data.decode import SUFFIXES, Reading
 from vitrel.data.files import Files
-from vitrel.data.prepare import Picture
 from vitrel.data.splits import Split, divided, split_of
 
 SHOWN = 3  # paths in a message
@@ -40,33 +38,21 @@ class Folder(Files):
     Args:
         root: folder of one of the layouts above.
         split: "train" or "val".
-        prepare, augment: as in `ImageSet`.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+        view, options: the other arguments of `ImageSet`.
         reading: pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
-    ) -> None:
+    def __init__(self, root: str | Path, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
         classes = folder_classes(root, split)
         own, whole = split_folder(root, split, reading.val_fraction)
         scan = Scan(own, classes, reading.follow_links)
         if scan.left_out:
             warn_once(scan.left_out)
-        samples = scan.samples
-        if whole:
-            samples = divided(samples, [label for _, label in samples], split, reading.val_fraction, shown(own))
-        super().__init__(samples, own, classes, prepare, augment, n, seed, reading)
+        samples = divided(scan.samples, split, reading.val_fraction, shown(own)) if whole else scan.samples
+        super().__init__(samples, own, classes, *view, reading=reading, **options)
 
 
 def split_folder(root: str | Path, split: Split, val_fraction: float | None = None) -> tuple[Path, bool]:

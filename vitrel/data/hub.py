@@ -1,22 +1,19 @@
 """Data sets of Hugging Face `datasets`: of the Hub (`hfds/<name>`), and folders of Parquet or Arrow files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from vitrel.common.extras import optional_import
 from vitrel.data.addresses import is_address, storage_options
-from vitrel.data.base import RowSet, Split, sha256, subset
+from vitrel.data.base import ImageSet, sha256
 from vitrel.data.decode import Reading
-from vitrel.data.prepare import Picture
-from vitrel.data.splits import divided, split_of
+from vitrel.data.splits import Split, divided, split_of
 
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` wrote
 
 
-class HuggingFace(RowSet):
+class HuggingFace(ImageSet):
     """One split of a Hugging Face data set, as a data set of (normalized float32 [3, H, W], class index).
 
     The images are the first column of images, the classes the first column of class labels, or the column "label".
@@ -24,60 +21,51 @@ class HuggingFace(RowSet):
     Args:
         name: name on the Hub, or path or address of a folder of Parquet files, or of one that `save_to_disk` wrote.
         split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the images.
-        prepare, augment, reading: as in `ImageSet`.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+        view, options: the other arguments of `ImageSet`.
 
     Raises:
         ValueError: the data set cannot be loaded, or has no column of images or of labels.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
-    ) -> None:
+    def __init__(self, name: str, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
         splits = load(name)
-        own, whole = own_split(name, split, splits)
-        rows = splits[own]
         self.image, label, classes = columns(name, splits)
-        values = rows[label]
         numbers = {value: number for number, value in enumerate(classes)}
-        self.labels = [value if isinstance(value, int) and value not in numbers else numbers[str(value)] for value in values]
-        indices = list(range(len(rows)))
-        if whole:
-            indices = divided(indices, self.labels, split, reading.val_fraction, name)
-        self.rows = rows.select_columns([self.image])
-        self.where = f"{name} {own}"
-        self.chosen = [indices[i] for i in subset(len(indices), n, seed, self.where)]
-        super().__init__(classes, len(self.chosen), prepare, augment, reading)
+        own, samples = rows_of(name, split, splits, reading.val_fraction, lambda rows: rows[label])
+        self.rows = splits[own].select_columns([self.image])
+        numbered = [(row, value if isinstance(value, int) else numbers[str(value)]) for row, value in samples]
+        super().__init__(classes, numbered, f"{name} {own}", *view, reading=reading, **options)
 
-    def encoded(self, index: int) -> tuple[bytes | str, int, str]:
-        """Return (encoded image or its path, label, name for messages) of an image."""
-        image = self.rows[self.chosen[index]][self.image]
-        return image["bytes"] or image["path"], self.label(index), self.name(index)
+    def encoded(self, index: int) -> bytes | str:
+        """Return the encoded image or its path."""
+        return source_of(self.rows, self.samples[index][0], self.image)
 
     def versions(self) -> list[str]:
         """Return the size of each encoded image in bytes, in order; "" for images that are files of their own."""
         sizes = byte_counts(self.rows, self.image)
-        return [sizes[row] for row in self.chosen]
+        return [sizes[row] for row, _ in self.samples]
 
     def checksums(self) -> list[str]:
         """Return the SHA-256 of each encoded image, in order."""
-        return [sha256(self.encoded(index)[0]) for index in range(len(self))]
+        return [sha256(self.encoded(index)) for index in range(len(self))]
 
 
-def own_split(name: str, split: Split, splits: dict[str, Any]) -> tuple[str, bool]:
-    """Return (name of a split, whether it holds the images of both splits and has to be divided); ValueError without any."""
+def rows_of(
+    name: str, split: Split, splits: dict[str, Any], val_fraction: float | None, labels: Callable[[Any], Iterable[Any]]
+) -> tuple[str, list[tuple[int, Any]]]:
+    """Return the name of a split and its (row, label) samples, with `labels(rows)`; ValueError where there is no such split."""
     whole = split_of("val", splits) is None
     own = split_of(split, splits) or (next(iter(splits)) if whole else None)
     if own is None:
         raise ValueError(f"{name} has the splits {', '.join(splits)}, and none for {split!r}")
-    return own, whole
+    samples = list(enumerate(labels(splits[own])))
+    return own, divided(samples, split, val_fraction, name) if whole else samples
+
+
+def source_of(rows: Any, row: int, column: str) -> bytes | str:
+    """Return the encoded image in a row and column, or its path."""
+    image = rows[row][column]
+    return image["bytes"] or image["path"]
 
 
 def byte_counts(rows: Any, column: str) -> list[str]:

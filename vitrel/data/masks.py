@@ -8,8 +8,9 @@ Every mask is decoded once when a data set is made: one that does not fit its im
 and nothing is resampled to fit.
 """
 
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -23,12 +24,12 @@ from torch.utils.data import default_collate
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files, read_text
-from vitrel.data.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256, subset
+from vitrel.data.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256
 from vitrel.data.decode import IGNORED, SUFFIXES, BadImage, Reading, decode, decode_mask
 from vitrel.data.folder import hidden
-from vitrel.data.hub import byte_counts, image_columns, load, own_split
+from vitrel.data.hub import byte_counts, image_columns, load, rows_of, source_of
 from vitrel.data.prepare import Picture
-from vitrel.data.splits import Split, divided, one_of, split_of
+from vitrel.data.splits import Split, of_split, one_of
 
 LAYOUT = "images/<split>/*.jpg, masks/<split>/*.png with the same names, and classes.txt, whose line i names class i from 0"
 MASK_COLUMNS = ("mask", "label", "annotation", "segmentation", "segmentation_mask", "semantic_mask")
@@ -48,8 +49,9 @@ class MaskSet(ImageSet):
 
     Args:
         classes: class names, by value of the masks.
-        n: number of images.
-        prepare, augment, reading: as in `ImageSet`; `augment` has the method `joint`.
+        samples: (source of the image, source of the mask) of each image.
+        where: name of the data and split, for messages.
+        view, options: the other arguments of `ImageSet`; `augment` has the method `joint`.
         values: {value in the masks: class} where they differ.
 
     Raises:
@@ -59,30 +61,29 @@ class MaskSet(ImageSet):
     def __init__(
         self,
         classes: list[str],
-        n: int,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None,
-        reading: Reading,
+        samples: Sequence[tuple[Any, Any]],
+        where: str,
+        *view: Any,
         values: dict[int, int] | None = None,
+        **options: Any,
     ) -> None:
-        if reading.cached_side is not None:
+        super().__init__(classes, samples, where, *view, **options)
+        if self.reading.cached_side is not None:
             raise ValueError("images with masks are not cached, since masks are not resampled: leave out reading.cached_side")
-        super().__init__(classes, n, prepare, augment, reading)
         self.table = np.arange(256)
         for value, number in (values or {}).items():
             self.table[value] = number
         self.values = values
         self._counts = self._checked()
 
-    def label(self, index: int) -> str:
-        """Return the name of the mask of an image."""
-        return self.name(index)
+    @abstractmethod
+    def encoded_mask(self, index: int) -> str | bytes:
+        """Return the path of the mask of an image or its bytes."""
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Return (image of mode RGB, classes uint8 [h, w]); `BadImage` if either cannot be decoded."""
-        source, mask, name = self.encoded(index)
-        image = decode(source, self.reading.max_pixels, name)
-        return image, self.table[self._values(mask, index)].astype(np.uint8)
+        image = decode(self.encoded(index), self.reading.max_pixels, self.name(index))
+        return image, self.table[self._values(index)].astype(np.uint8)
 
     def finish(self, picture: Picture, target: np.ndarray, draw: Draw) -> tuple[Tensor, Tensor]:
         """Return the item of a decoded image and its mask: augmented alike, or the image prepared and the mask as it is."""
@@ -98,8 +99,8 @@ class MaskSet(ImageSet):
         """Return the number of images in which each class occurs."""
         return self._counts.sum(0)[: len(self.classes)].tolist()
 
-    def _values(self, mask: Any, index: int) -> np.ndarray:
-        return decode_mask(mask, self.reading.max_pixels, f"the mask of {self.name(index)}")
+    def _values(self, index: int) -> np.ndarray:
+        return decode_mask(self.encoded_mask(index), self.reading.max_pixels, f"the mask of {self.name(index)}")
 
     def _checked(self) -> np.ndarray:
         """Whether each class is in each mask, bool [n, 256]; ValueError for masks that do not fit."""
@@ -120,7 +121,7 @@ class MaskSet(ImageSet):
         """What is wrong with a mask, details, and the classes in it [256]; unreadable files are left to reading."""
         present = np.zeros(256, bool)
         try:
-            values, size = self._values(self.encoded(index)[1], index), self.image_size(index)
+            values, size = self._values(index), self.image_size(index)
         except BadImage:
             return "", "", present
         except ValueError as error:
@@ -149,29 +150,21 @@ class MaskFiles(MaskSet):
     Args:
         samples: (path or address of the image, of the mask) of each image.
         folder: folder that the paths are relative to in `contents`.
-        classes, prepare, augment, reading, values: as in `MaskSet`.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+        classes: class names, by value of the masks.
+        view, options: the other arguments of `MaskSet`.
     """
 
-    def __init__(
-        self,
-        samples: list[tuple[str, str]],
-        folder: str,
-        classes: list[str],
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
-        values: dict[int, int] | None = None,
-    ) -> None:
-        self.samples = [samples[i] for i in subset(len(samples), n, seed, folder)]
+    def __init__(self, samples: Sequence[tuple[str, str]], folder: str, classes: list[str], *view: Any, **options: Any) -> None:
         self.folder = f"{folder.rstrip('/')}/"
-        super().__init__(classes, len(self.samples), prepare, augment, reading, values)
+        super().__init__(classes, samples, folder, *view, **options)
 
-    def encoded(self, index: int) -> tuple[str, str, str]:
-        """Return (path of the image, path of the mask, path of the image for messages)."""
-        return *self.samples[index], self.name(index)
+    def encoded(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.samples[index][0]
+
+    def encoded_mask(self, index: int) -> str:
+        """Return the path of a mask."""
+        return self.samples[index][1]
 
     def name(self, index: int) -> str:
         """Return the path of an image as printable text."""
@@ -197,53 +190,35 @@ class MaskRows(MaskSet):
     The classes are named by `classes.txt` in the folder, or else numbered up to the largest in the masks.
 
     Args:
-        name, split, prepare, augment, n, seed, reading: as in `vitrel.data.HuggingFace`.
+        name, split, view, reading, options: as in `vitrel.data.HuggingFace`.
 
     Raises:
         ValueError: the data set cannot be loaded, has no such columns, or masks that do not fit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
-    ) -> None:
+    def __init__(self, name: str, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
         splits = load(name)
-        own, whole = own_split(name, split, splits)
         self.image, self.mask = mask_columns(name, splits)
-        self.rows, self.where = splits[own].select_columns([self.image, self.mask]), f"{name} {own}"
-        indices = list(range(len(self.rows)))
-        if whole:
-            indices = divided(indices, [0] * len(indices), split, reading.val_fraction, name)
-        self.chosen = [indices[i] for i in subset(len(indices), n, seed, self.where)]
-        super().__init__(row_classes(name), len(self.chosen), prepare, augment, reading)
+        own, samples = rows_of(name, split, splits, reading.val_fraction, lambda rows: [0] * len(rows))
+        self.rows = splits[own].select_columns([self.image, self.mask])
+        super().__init__(row_classes(name), samples, f"{name} {own}", *view, reading=reading, **options)
 
-    def encoded(self, index: int) -> tuple[bytes | str, bytes | str, str]:
-        """Return (encoded image or its path, encoded mask or its path, name for messages) of an image."""
-        row = self.rows[self.chosen[index]]
-        return *(row[column]["bytes"] or row[column]["path"] for column in (self.image, self.mask)), self.name(index)
+    def encoded(self, index: int) -> bytes | str:
+        """Return the encoded image or its path."""
+        return source_of(self.rows, self.samples[index][0], self.image)
 
-    def name(self, index: int) -> str:
-        """Return the source, split and row of an image."""
-        return f"{self.where}: {self.chosen[index]}"
-
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its row, a tab, the name of its column of masks."""
-        return [f"{row}\t{self.mask}" for row in self.chosen]
+    def encoded_mask(self, index: int) -> bytes | str:
+        """Return the encoded mask or its path."""
+        return source_of(self.rows, self.samples[index][0], self.mask)
 
     def versions(self) -> list[str]:
         """Return the sizes of each encoded image and mask in bytes, in order."""
         sizes = [byte_counts(self.rows, column) for column in (self.image, self.mask)]
-        return [" ".join(column[row] for column in sizes) for row in self.chosen]
+        return [" ".join(column[row] for column in sizes) for row, _ in self.samples]
 
     def checksums(self) -> Iterable[str]:
         """Yield the SHA-256 of each encoded image and mask, in order."""
-        return (sha256(source) for index in range(len(self)) for source in self.encoded(index)[:2])
+        return (sha256(source(index)) for index in range(len(self)) for source in (self.encoded, self.encoded_mask))
 
 
 def mask_folder(root: str, split: Split, val_fraction: float | None = None) -> list[tuple[str, str]]:
@@ -256,32 +231,25 @@ def mask_folder(root: str, split: Split, val_fraction: float | None = None) -> l
     images, masks = (_files(f"{root}/{folder}") for folder in ("images", "masks"))
     if not images or not masks:
         raise ValueError(f"found no {'images' if masks else 'masks'} for segmentation in {root}: its layout must be {LAYOUT}")
-    parts = {path.partition("/")[0] for path in images if "/" in path}
-    own, other = split_of(split, parts), split_of("val" if split == "train" else "train", parts)
-    if own is None and (other is None or split == "val"):  # the images of both splits
-        own = other or ""
-        whole = True
-    else:
-        whole = split == "train" and other is None
-    if own is None:
-        raise ValueError(f"{root}/images has the splits {', '.join(sorted(parts))}, and none for {split!r}")
-    images, masks = ([path for path in paths if not own or path.startswith(f"{own}/")] for paths in (images, masks))
     by_stem: dict[str, list[list[str]]] = defaultdict(lambda: [[], []])
     for number, paths in enumerate((images, masks)):
         for path in paths:
             by_stem[str(PurePosixPath(path).with_suffix(""))][number].append(path)
+    words = [stem.partition("/")[0] for stem in by_stem]
+    samples = of_split([(found, 0) for found in by_stem.values()], words, split, val_fraction, f"{root}/images")
+    pairs = [found for found, _ in samples]
     faults = {
-        "no mask": [found[0] for found, of in by_stem.values() if not of],
-        "several masks": [found[0] for found, of in by_stem.values() if found and len(of) > 1],
-        "the name of another": [found[1] for found, _ in by_stem.values() if len(found) > 1],
+        "no mask": [found[0] for found, of in pairs if not of],
+        "several masks": [found[0] for found, of in pairs if found and len(of) > 1],
+        "the name of another": [found[1] for found, _ in pairs if len(found) > 1],
     }
-    texts = [counted([f"{root}/images/{name}" for name in some], len(images), fault) for fault, some in faults.items() if some]
-    if alone := [of[0] for found, of in by_stem.values() if not found]:
-        texts.append(f"{len(alone)} of {len(masks)} masks have no image, such as {root}/masks/{alone[0]}")
+    total = sum(len(found) for found, _ in pairs)
+    texts = [counted([f"{root}/images/{name}" for name in some], total, fault) for fault, some in faults.items() if some]
+    if alone := [of[0] for found, of in pairs if not found]:
+        texts.append(f"{len(alone)} of {sum(len(of) for _, of in pairs)} masks have no image, such as {root}/masks/{alone[0]}")
     if texts:
         raise ValueError(f"{'; '.join(texts)}: every image needs one mask of the same name, as {LAYOUT}")
-    pairs = [(f"{root}/images/{found[0]}", f"{root}/masks/{of[0]}") for found, of in by_stem.values()]
-    return divided(pairs, [0] * len(pairs), split, val_fraction, f"{root}/images") if whole else pairs
+    return [(f"{root}/images/{found[0]}", f"{root}/masks/{of[0]}") for found, of in pairs]
 
 
 def mask_classes(root: str) -> list[str]:

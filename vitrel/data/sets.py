@@ -1,61 +1,47 @@
 """Torchvision's sets as timm names them, with the folder of their files: "torch/cifar10:/path/to/root"."""
 
-import hashlib
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import timm.data
 from PIL import Image
-from torch import Tensor
 
-from vitrel.data.base import RowSet, Split, subset
-from vitrel.data.decode import BadImage, Reading
-from vitrel.data.prepare import Picture, as_tensor
+from vitrel.data.base import ImageSet, sha256
+from vitrel.data.decode import BadImage
+from vitrel.data.prepare import as_tensor
+from vitrel.data.splits import Split
 
 
-class TorchvisionSet(RowSet):
+class TorchvisionSet(ImageSet):
     """One split of a torchvision set, as a data set of (normalized float32 [3, H, W], class index).
 
     Args:
         name: name of the set as `timm.data.create_dataset` takes it after "torch/".
         root: root folder of torchvision's class.
         split: "train" or "val".
-        prepare, augment, reading: as in `ImageSet`; torchvision decodes the images.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+        view, options: the other arguments of `ImageSet`; torchvision decodes the images.
         download: let torchvision download a missing set; the network is not used otherwise.
 
     Raises:
         ValueError: an unknown set, or a set that is not at `root`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        root: str,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
-        download: bool = False,
-    ) -> None:
-        self.source, self.where = torchvision_set(name, root, split, download), f"torch/{name} {split} in {root}"
+    def __init__(self, name: str, root: str, split: Split, *view: Any, download: bool = False, **options: Any) -> None:
+        self.source = torchvision_set(name, root, split, download)
         targets = getattr(self.source, "targets", None)
         labels = targets if targets is not None else [label for _, label in self.source]
-        self.labels = [int(label) for label in labels]
-        self.chosen = subset(len(self.source), n, seed, self.where)
-        super().__init__(list(self.source.classes), len(self.chosen), prepare, augment, reading)
+        samples = [(row, int(label)) for row, label in enumerate(labels)]
+        super().__init__(list(self.source.classes), samples, f"torch/{name} {split} in {root}", *view, **options)
 
-    def encoded(self, index: int) -> tuple[bytes, int, str]:
-        """Return (pixels, label, name for messages) of an image."""
-        return as_tensor(self.read(index)[0]).numpy().tobytes(), self.label(index), self.name(index)
+    def encoded(self, index: int) -> bytes:
+        """Return the pixels of an image."""
+        return as_tensor(self.read(index)[0]).numpy().tobytes()
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
+        row, label = self.samples[index]
         try:
-            return self.source[self.chosen[index]][0].convert("RGB"), self.label(index)
+            return self.source[row][0].convert("RGB"), label
         except (OSError, SyntaxError, ValueError) as error:
             raise BadImage(f"cannot decode {self.name(index)}: {error}") from error
 
@@ -66,11 +52,11 @@ class TorchvisionSet(RowSet):
 
     def versions(self) -> list[str]:
         """Return the CRC-32 of each image's pixels, in order."""
-        return [f"{zlib.crc32(self.encoded(index)[0]):08x}" for index in range(len(self))]
+        return [f"{zlib.crc32(self.encoded(index)):08x}" for index in range(len(self))]
 
     def checksums(self) -> list[str]:
         """Return the SHA-256 of each image's pixels, in order."""
-        return [hashlib.sha256(self.encoded(index)[0]).hexdigest() for index in range(len(self))]
+        return [sha256(self.encoded(index)) for index in range(len(self))]
 
 
 def torchvision_set(name: str, root: str, split: Split, download: bool = False) -> Any:

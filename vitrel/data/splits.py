@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -11,7 +11,8 @@ SPLITS: dict[str, tuple[str, ...]] = {  # names that folders, files and tables h
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "test"),
 }
-T = TypeVar("T")
+NAMES = frozenset(name for names in SPLITS.values() for name in names)
+Sample = TypeVar("Sample", bound=tuple[Any, Any])
 
 
 def one_of(names: Iterable[str], present: Iterable[str]) -> str | None:
@@ -25,21 +26,40 @@ def split_of(split: Split, present: Iterable[str]) -> str | None:
     return one_of(SPLITS[split], present)
 
 
-def divided(items: Sequence[T], labels: Sequence[int], split: Split, val_fraction: float | None, where: str) -> list[T]:
-    """Return the items of a split of data that is not divided: of each class `val_fraction`, at least one, is for evaluation.
+def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None, where: str) -> list[Sample]:
+    """Return the (source, label) samples of a split of data that is not divided: of each label `val_fraction`, at least one,
+    is for evaluation.
 
-    The choice depends on the order of the items alone, so training and evaluation agree. ValueError without `val_fraction`.
+    The choice depends on the order of the samples alone, so training and evaluation agree. ValueError without `val_fraction`.
     """
     if val_fraction is None:
         raise ValueError(
             f"{where} has no evaluation split ({', '.join(SPLITS['val'])}): set the share of the images to evaluate with "
             "--val-fraction, as 0.1 (data.reading.val_fraction)"
         )
-    of_class: dict[int, list[int]] = defaultdict(list)
-    for index, label in enumerate(labels):
+    of_class: dict[Any, list[int]] = defaultdict(list)
+    for index, (_, label) in enumerate(samples):
         of_class[label].append(index)
     chosen: set[int] = set()
     for label, indices in of_class.items():
         order = np.random.default_rng(label).permutation(len(indices))
         chosen.update(indices[i] for i in order[: max(1, round(val_fraction * len(indices)))])
-    return [item for index, item in enumerate(items) if (index in chosen) == (split == "val")]
+    return [sample for index, sample in enumerate(samples) if (index in chosen) == (split == "val")]
+
+
+def of_split(
+    samples: Sequence[Sample], words: Sequence[str], split: Split, val_fraction: float | None, where: str
+) -> list[Sample]:
+    """Return the (source, label) samples of a split, where a word for each names its split; others are not divided yet.
+
+    Without an evaluation split, `val_fraction` divides the images of training, or all where no word names a split. ValueError
+    without either, or without a training split.
+    """
+    train, val = split_of("train", words), split_of("val", words)
+    own = train if split == "train" else val
+    if val is None and (own is None or val_fraction is not None):
+        whole = [sample for sample, word in zip(samples, words, strict=True) if train in (None, word)]
+        return divided(whole, split, val_fraction, where)
+    if own is None:
+        raise ValueError(f"{where} has the splits {', '.join(sorted(set(words) - {''}))}, and none for {split!r}")
+    return [sample for sample, word in zip(samples, words, strict=True) if word == own]

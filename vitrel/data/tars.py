@@ -13,21 +13,18 @@ tar in it is compared with it before it is used, at the start of each run.
 import json
 import re
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import file_state, is_address, list_files, open_file, read_bytes, read_text
-from vitrel.data.base import HEADER_READERS, ImageSet, Split, file_checksums, file_versions, subset
+from vitrel.data.base import HEADER_READERS, ImageSet, file_checksums, file_versions
 from vitrel.data.decode import SUFFIXES, BadImage, Reading
-from vitrel.data.prepare import Picture
-from vitrel.data.splits import SPLITS, divided, split_of
+from vitrel.data.splits import NAMES, Split, of_split
 
 BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # errors of tarfile for damaged headers
 LABEL_BYTES = 1 << 16
@@ -51,51 +48,36 @@ class Tars(ImageSet):
             addresses.
         split: "train" or "val": by folders or names of the tars, or by the first folder inside them; otherwise the images are
             divided by `reading.val_fraction`.
-        prepare, augment, reading: as in `ImageSet`.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+        view, options: the other arguments of `ImageSet`.
 
     Raises:
         ValueError: no tar files, a damaged tar file, or no images of the split.
     """
 
-    def __init__(
-        self,
-        root: str,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        n: int | None = None,
-        seed: int = 0,
-        reading: Reading = Reading(),
-    ) -> None:
+    def __init__(self, root: str, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
         members, classes = tar_members(root)
         numbers = {name: number for number, name in enumerate(classes)}
         labeled = [(member, numbers[_class(member.label, classes)]) for member in members]
-        own = _of_split(labeled, split, root)
-        if own is None:
-            own = divided(labeled, [label for _, label in labeled], split, reading.val_fraction, root)
-        if not own:
-            raise ValueError(f"found no images for {split!r} in the tars of {root}")
-        self.samples = [own[i] for i in subset(len(own), n, seed, root)]
         self.root = root.rstrip("/")
-        super().__init__(classes, len(self.samples), prepare, augment, reading)
+        samples = of_split(labeled, [_split_word(member, root) for member in members], split, reading.val_fraction, root)
+        super().__init__(classes, samples, root, *view, reading=reading, **options)
 
-    def encoded(self, index: int) -> tuple[bytes, int, str]:
-        """Return (encoded image, label, tar and member for messages) of an image."""
-        member, label = self.samples[index]
+    def encoded(self, index: int) -> bytes:
+        """Return the bytes of an image."""
+        member = self.samples[index][0]
         data = read_bytes(member.tar, member.offset, member.offset + member.size)
         if len(data) < member.size:
             raise BadImage(f"{self.name(index)} ends after {len(data):,} of {member.size:,} bytes; copy the tar file again")
-        return data, label, self.name(index)
-
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
-        return self.samples[index][1]
+        return data
 
     def name(self, index: int) -> str:
         """Return tar and member of an image, e.g. "train-0003.tar: 000123.jpg"."""
         member = self.samples[index][0]
         return shown(f"{member.tar.removeprefix(f'{self.root}/')}: {member.name}")
+
+    def contents(self) -> list[str]:
+        """Return one line per image, in order: its tar and member, a tab, its label."""
+        return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
 
     def versions(self) -> list[str]:
         """Return the size of each image, and the time of modification (or version) of its tar file."""
@@ -177,18 +159,11 @@ def _class(label: str, classes: list[str]) -> str:
     return classes[int(label)] if label.isdecimal() and label not in classes else label
 
 
-def _of_split(labeled: list[tuple[Member, int]], split: Split, root: str) -> list[tuple[Member, int]] | None:
-    """The images of a split, by the tar's folder or name, or the first folder in the tar; None where these name no split."""
-    names = {word for words in SPLITS.values() for word in words}
-
-    def word(member: Member) -> str:
-        path = PurePosixPath(member.tar.removeprefix(root.rstrip("/")) if member.tar != root else PurePosixPath(root).name)
-        words = [*path.parts[:-1], *path.stem.replace("_", "-").split("-"), *PurePosixPath(member.name).parts[:1]]
-        return next((word for word in words if word in names), "")
-
-    words = [word(member) for member, _ in labeled]
-    own = split_of(split, words)
-    return None if own is None else [pair for pair, found in zip(labeled, words, strict=True) if found == own]
+def _split_word(member: Member, root: str) -> str:
+    """The name of a split in the tar's folder or name, or as the first folder in the tar; "" without."""
+    path = PurePosixPath(member.tar.removeprefix(root.rstrip("/")) if member.tar != root else PurePosixPath(root).name)
+    words = [*path.parts[:-1], *path.stem.replace("_", "-").split("-"), *PurePosixPath(member.name).parts[:1]]
+    return next((word for word in words if word in NAMES), "")
 
 
 def _scan(tar: str) -> list[Member]:
