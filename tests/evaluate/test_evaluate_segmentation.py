@@ -229,6 +229,30 @@ def test_a_data_set_in_memory_and_drawn_scenes(folder):
     assert pixels.shape == (5, 3, 32, 48) and [target.labels.shape for target in targets] == [(32, 48)] * 4 + [(64, 96)]
 
 
+class Constant(nn.Module):
+    """Predicts class 0 everywhere."""
+
+    num_classes = 6
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.eye(6)[0])
+
+    def forward(self, pixels):
+        return self.bias[None, :, None, None].expand(len(pixels), 6, *pixels.shape[-2:])
+
+
+def test_drawn_scenes_are_drawn_for_every_size_with_masks_of_that_size():
+    preprocessing = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    model = trained_model(Constant(), "constant", img_size=(64, 64), preprocessing=preprocessing, task="segmentation")
+    how = HOW | {"n": 4, "protocols": ("scale", "canvas", "sliding")}
+    frame = at_sizes(model, "shapes-dense", [(64, 96)], **how)
+    assert frame["n"].tolist() == [4] * 6 and set(frame["outside"]) == {0.0}
+    assert np.allclose(frame["miou"], frame["majority"])  # ground is the most frequent class
+    by_place = frame.set_index(["protocol", "img_size"])["pixel_accuracy"]
+    assert by_place["canvas", "64x96"] == by_place["sliding", "64x96"] != by_place["canvas", "64x64"]
+
+
 @pytest.mark.slow
 def test_a_whole_evaluation_says_miou_and_shows_predictions(folder, tmp_path, capsys):
     sweep = Sweep(str(folder), ((64, 96),), ("scale", "sliding"), ("clip",), **HOW, report=True)
