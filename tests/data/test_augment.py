@@ -10,8 +10,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.data import create_dataset
-from vitrel.data.augment import Augmenter
-from vitrel.data.augmentation import Augmentation
+from vitrel.data.augment import Augmentation, Augmenter
 from vitrel.data.prepare import Prepare
 
 HALF = (0.5, 0.5, 0.5)
@@ -277,7 +276,7 @@ def test_interpolation(interpolation):
         ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "its hue between 0 and 0.5"),
         ({"jitter": (0.1, 0.1)}, r"a number or \[brightness, contrast, saturation"),
         ({"erase_count": 0}, "augment.erase_count must be at least 1"),
-        ({"crop": "centre"}, "unknown augment.crop 'centre'; nearest: center"),
+        ({"crop": "centered"}, "unknown augment.crop 'centered'; nearest: center"),
         ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; nearest: rand"),
         ({"interpolation": "lanczos"}, "unknown augment.interpolation 'lanczos'"),
     ],

@@ -5,41 +5,58 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import fsspec
 from torch.utils.data import Dataset
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files
-from vitrel.data.augment import Augmenter
-from vitrel.data.augmentation import Augmentation
+from vitrel.data.augment import Augmentation, Augmenter
 from vitrel.data.base import Draw, ImageSet, Split
-from vitrel.data.decode import BadImage, Reading, decode
+from vitrel.data.decode import IGNORED, BadImage, Reading, decode
+from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.files import Files, csv_files, files_at
 from vitrel.data.folder import Folder, folder_classes
 from vitrel.data.hub import SAVED, HuggingFace, columns, load
+from vitrel.data.masks import (
+    MaskFiles,
+    MaskRows,
+    MaskSet,
+    collate_masks,
+    mask_classes,
+    mask_folder,
+    row_classes,
+    torchvision_masks,
+)
 from vitrel.data.prepare import Prepare, normalize
 from vitrel.data.sets import TorchvisionSet, torchvision_set
-from vitrel.data.shapes import Shapes
+from vitrel.data.shapes import Drawn, Shapes
 from vitrel.data.tars import Tars, tar_files, tar_members
 
 __all__ = [
+    "IGNORED",
     "SHAPES",
     "Augmentation",
     "Augmenter",
     "BadImage",
+    "DenseShapes",
     "Draw",
+    "Drawn",
     "Files",
     "Folder",
     "HuggingFace",
     "ImageSet",
+    "MaskFiles",
+    "MaskRows",
+    "MaskSet",
     "Prepare",
     "Reading",
     "Shapes",
     "Tars",
     "TorchvisionSet",
     "class_names",
+    "collate_masks",
     "create_dataset",
     "create_shapes",
     "decode",
@@ -47,11 +64,13 @@ __all__ = [
     "normalize",
 ]
 
+Task = Literal["classification", "segmentation"]
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
 SHAPES: dict[str, dict[str, Any]] = {  # synthetic data sets, and the arguments of `Shapes` for each
     "shapes": {},
     "shapes-place": {"label": "place"},
     "shapes-corner": {"region": (0.0, 0.0, 0.75, 0.75)},
+    "shapes-dense": {},  # `DenseShapes`
 }
 
 
@@ -62,6 +81,7 @@ def create_dataset(
     *,
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    task: Task = "classification",
     augment: Augmentation | None = None,
     n: int | None = None,
     seed: int = 0,
@@ -71,16 +91,23 @@ def create_dataset(
 ) -> Dataset:
     """Build a data set of (normalized float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
 
+    With task "segmentation", the second of a pair is the mask instead (`vitrel.data.masks`): classes int64 [H, W] with
+    `augment`, otherwise at the mask's own resolution; pixels of the value 255 have no class.
+
     Args:
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
-            objects stay in the upper left three quarters of each axis, in training and evaluation); a folder that holds
-            `train/<class>/` and `val/<class>/` (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar
-            files (`vitrel.data.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>",
-            "hfids/<name>" (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars
-            and Parquet may lie at addresses that fsspec reads, as "s3://bucket/images".
+            objects stay in the upper left three quarters of each axis, in training and evaluation); "shapes-dense", for
+            segmentation (`vitrel.data.dense_shapes`); a folder that holds `train/<class>/` and `val/<class>/`
+            (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar files (`vitrel.data.tars`),
+            "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>", "hfids/<name>"
+            (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars and Parquet may
+            lie at addresses that fsspec reads, as "s3://bucket/images".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
+        task: "classification" or "segmentation". Data for segmentation are a folder or address that holds `images/<split>/`,
+            `masks/<split>/` and `classes.txt`; a Hugging Face data set with a column of images and one of masks; or
+            "torch/VOCSegmentation:/path" and "torch/OxfordIIITPet:/path". The whole image is resized to (H, W).
         augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
@@ -97,19 +124,34 @@ def create_dataset(
     """
     if split not in ("train", "val"):
         raise ValueError(f"unknown split {split!r}; use 'train' or 'val'")
+    if task not in get_args(Task):
+        raise ValueError(f"unknown task {task!r}; use {' or '.join(get_args(Task))}")
     _check_text(data)
     prepare = Prepare(size, mean, std, **view)
     if data in SHAPES:
+        _check_shapes(data, task)
         if augment is not None:
             raise ValueError("shapes are not augmented, since mirroring would change their labels: leave out augment")
         drawn = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
         drawn["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # for square images, native equals scale
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **drawn)
+        return create_shapes(split, n, seed, task, size=size, mean=mean, std=std, **drawn)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
+    if task == "segmentation":
+        if prepare.protocol == "canvas":
+            raise ValueError(
+                "segmentation of image files has no canvas protocol: use 'scale' or 'native', which show all of an image"
+            )
+        prepare = Prepare(size, mean, std, interpolation=prepare.interpolation, protocol=prepare.protocol, crop_mode="squash")
+        augment = None if augment is None else augment.for_masks()
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, prepare.crop_pct, prepare.crop_mode)
     kind, place = kind_of(data)
     options: dict[str, Any] = {"prepare": prepare, "augment": augmenter, "n": n, "seed": seed, "reading": reading}
+    if task == "segmentation":
+        if kind == "hfds":
+            return MaskRows(place, split, **options)
+        samples, classes, values = _mask_files(data, kind, place, split, reading.val_fraction, download)
+        return MaskFiles(samples, place.rpartition(":")[2] if kind == "torch" else place, classes, values=values, **options)
     if kind == "torch":
         name, _, root = place.partition(":")
         return TorchvisionSet(name, root, split, download=download, **options)
@@ -120,6 +162,19 @@ def create_dataset(
     if kind == "tar":
         return Tars(place, split, **options)
     return (HuggingFace if kind == "hfds" else Folder)(place, split, **options)
+
+
+def _mask_files(
+    data: str, kind: str, place: str, split: Split, val_fraction: float | None, download: bool
+) -> tuple[list[tuple[str, str]], list[str], dict[int, int] | None]:
+    """(image, mask) paths of a split, class names and values of the masks, of data that are files."""
+    if kind == "torch":
+        name, _, root = place.partition(":")
+        return torchvision_masks(name, root, split, download)
+    if kind not in ("folder", "address"):
+        raise ValueError(f"data {data!r} has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>")
+    classes = mask_classes(place)
+    return mask_folder(place, split, val_fraction), classes, None
 
 
 def kind_of(data: str) -> tuple[str, str]:
@@ -163,15 +218,22 @@ def _check_protocol(data: str) -> None:
         raise ValueError(f"data {data!r} has an unknown protocol {protocol}://: fsspec reads s3://, gs:// and others")
 
 
-def class_names(data: str, download: bool = False) -> list[str]:
-    """Return the class names of a data set (`data` as in `create_dataset`), by label, without its images.
+def class_names(data: str, download: bool = False, task: Task = "classification") -> list[str]:
+    """Return the class names of a data set (`data` and `task` as in `create_dataset`), by label, without its images.
 
     A torchvision set must be at its root, or `download` be True; ValueError for data that `create_dataset` does not know.
     """
     _check_text(data)
     if data in SHAPES:
+        _check_shapes(data, task)
+        if task == "segmentation":
+            return DenseShapes(1).classes
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
     kind, place = kind_of(data)
+    if task == "segmentation":
+        if kind in ("folder", "address"):
+            return mask_classes(place)
+        return row_classes(place) if kind == "hfds" else _mask_files(data, kind, place, "val", None, download)[1]
     if kind == "torch":
         name, _, root = place.partition(":")
         return list(torchvision_set(name, root, "val", download).classes)
@@ -187,11 +249,22 @@ def _check_text(data: str) -> None:
         raise ValueError(f"the path of the data is not valid UTF-8: {shown(data)}; results contain it, so rename the folder")
 
 
-def create_shapes(split: Split, n: int | None = None, seed: int = 0, **options: Any) -> Shapes:
-    """Return `Shapes(n, **options)` for a split; n is 10,000 for "train" and 1,000 for "val" by default.
+def create_shapes(
+    split: Split, n: int | None = None, seed: int = 0, task: Task = "classification", **options: Any
+) -> Shapes | DenseShapes:
+    """Return `Shapes(n, **options)` for a split, or `DenseShapes` for "segmentation".
 
+    n is 10,000 for "train" and 1,000 for "val" by default.
     Its seed is 2 · `seed` + 1 for "train" and 2 · `seed` for "val", so that the two splits never share scenes.
     """
     if n is None:
         n = SHAPES_TRAIN if split == "train" else SHAPES_VAL
-    return Shapes(n, seed=2 * seed + (split == "train"), **options)
+    return (DenseShapes if task == "segmentation" else Shapes)(n, seed=2 * seed + (split == "train"), **options)
+
+
+def _check_shapes(data: str, task: Task) -> None:
+    if (data == "shapes-dense") != (task == "segmentation"):
+        raise ValueError(
+            f"{data} have a class for every {'pixel' if data == 'shapes-dense' else 'image'}, which is not the task {task}: "
+            f"use {'the task segmentation' if data == 'shapes-dense' else 'shapes-dense'}"
+        )

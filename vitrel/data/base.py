@@ -6,10 +6,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,8 +87,8 @@ class ImageSet(Dataset, ABC):
         """Return (path of an image file or its bytes, label, name for messages)."""
 
     @abstractmethod
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
+    def label(self, index: int) -> int | str:
+        """Return the label of an image, without decoding it, or the name of its mask."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -122,62 +120,44 @@ class ImageSet(Dataset, ABC):
     def __len__(self) -> int:
         return len(self.bad)
 
-    def __getitem__(self, index: int | Draw) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int | Draw) -> tuple[Tensor, Any]:
         check_shared(self._epoch)
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
-        read = self.read if self.reading.cached_side is None else self._from_cache
-        following = ((draw.index + step) % len(self) for step in count())
-        found = self.first_readable((index, partial(read, index)) for index in following)
+        found = self._readable(draw.index)
         if found is None:
-            return torch.zeros(3, *(draw.size or self.prepare.size)), -1
-        image, label, source = found
-        return self.finish(image, draw, source), label
+            return self.left_out(draw.size or self.prepare.size)
+        picture, target, source = found
+        at_size = " at {}x{}".format(*draw.size) if draw.size else ""
+        with names_image(lambda: f"{self._with_size(picture, source)} was prepared{at_size}"):
+            return self.finish(picture, target, draw)
 
-    def first_readable(
-        self, candidates: Iterable[tuple[int, Callable[[], tuple[Picture, int]]]]
-    ) -> tuple[Picture, int, int] | None:
-        """Return (image, label, index) of the first image, or of its replacement; None if it is left out.
-
-        Unreadable images are handled by `on_bad`, and marked in `bad` unless it is "raise".
-
-        Args:
-            candidates: (index, function that reads the image) of the image and of its replacements, in order.
-
-        Raises:
-            BadImage: an unreadable image, with "raise"; all candidates, or the first `bad_limit`, with "replace".
-        """
-        unreadable = 0
-        for index, read in islice(candidates, self.reading.bad_limit):
+    def _readable(self, index: int) -> tuple[Picture, Any, int] | None:
+        """(image, target, index) of an image or of its replacement, by `on_bad`; None if it is left out."""
+        read = self.read if self.reading.cached_side is None else self._from_cache
+        for step in range(self.reading.bad_limit):
+            source = (index + step) % len(self)
             try:
-                return *read(), index
+                return *read(source), source
             except BadImage as error:
                 if self.reading.on_bad == "raise":
                     raise
-                self.bad[index] = 1
+                self.bad[source] = 1
                 if self.reading.on_bad == "leave_out":
                     return None
-                last, unreadable = error, unreadable + 1
-        raise BadImage(f"{unreadable} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
+                last = error
+        raise BadImage(f"{step + 1} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
-    def finish(self, image: Picture, draw: Draw, source: int) -> Tensor:
-        """Return a decoded image augmented or prepared for its draw, normalized float32 [3, H, W].
+    def finish(self, picture: Picture, target: Any, draw: Draw) -> tuple[Tensor, Any]:
+        """Return the item of a decoded image and its target: augmented or prepared for the draw, whose index seeds it."""
+        if self.augment is not None:
+            return self.augment(picture, self.epoch, draw.index, draw.repeat, draw.size), target
+        return (self.prepare if draw.size is None else self.prepare.at(draw.size))(picture), target
 
-        Args:
-            image: a Pillow image of mode RGB, or uint8 [3, h, w].
-            draw: gives the size, and the index and repeat that seed the augmentation.
-            source: index of `image`, which is not `draw.index` if it replaces an unreadable image.
-
-        Raises:
-            MemoryError: memory runs out; the text has the image's name and size.
-        """
-        at_size = " at {}x{}".format(*draw.size) if draw.size else ""
-        with names_image(lambda: f"{self._with_size(image, source)} was prepared{at_size}"):
-            if self.augment is not None:
-                return self.augment(image, self.epoch, draw.index, draw.repeat, draw.size)
-            prepare = self.prepare if draw.size is None else self.prepare.at(draw.size)
-            return prepare(image)
+    def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Any]:
+        """Return the item (H, W) that stands for an unreadable image, which metrics must ignore: zeros and label -1."""
+        return torch.zeros(3, *size), -1
 
     def class_counts(self) -> list[int]:
         """Return the number of images of each class."""
@@ -273,10 +253,10 @@ class ImageSet(Dataset, ABC):
         return f"{self.name(index)} ({h}x{w} pixels)"
 
 
-def sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    if is_address(path):
-        return hashlib.sha256(read_bytes(str(path))).hexdigest()
+def sha256(path: str | Path | bytes) -> str:
+    """Return the SHA-256 of a file or of bytes, in hexadecimal."""
+    if isinstance(path, bytes) or is_address(path):
+        return hashlib.sha256(path if isinstance(path, bytes) else read_bytes(str(path))).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -29,6 +29,7 @@ from vitrel.data.addresses import is_address, read_bytes
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # suffixes of image files
+IGNORED = 255  # value of mask pixels that have no class
 MAX_PIXELS = 89_478_485  # Pillow warns above this number: 268 MB of RGB
 HARD_LIMIT = 2 * MAX_PIXELS  # Pillow raises an error above this number
 REMEDY = "repair or remove it"
@@ -116,6 +117,29 @@ def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str =
         try:
             return _rgb(image)
         except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
+            if _ran_out(error):
+                raise
+            raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
+
+
+def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> np.ndarray:
+    """Return the values of a mask, [h, w] of an unsigned integer type: gray levels or indices into a palette, never its colors.
+
+    Args:
+        source, max_pixels, name: as in `decode`.
+
+    Raises:
+        BadImage: the mask cannot be decoded or has too many pixels.
+        ValueError: it is no mask: several channels, or a format with losses.
+    """
+    name = name or _name(source)
+    with open_image(source, name) as file, names_image(lambda: f"{name} was decoded"):
+        image = _header(file, max_pixels, name)
+        if image.format != "PNG" or image.mode not in ("1", "L", "P", "I", "I;16"):
+            raise ValueError(f"{name} is a {image.format} of mode {image.mode}, and a mask is a gray or palette PNG")
+        try:
+            return np.asarray(image).astype(np.uint8 if image.mode in "1LP" else np.uint16)
+        except Exception as error:
             if _ran_out(error):
                 raise
             raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error

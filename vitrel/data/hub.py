@@ -1,6 +1,5 @@
 """Data sets of Hugging Face `datasets`: of the Hub (`hfds/<name>`), and folders of Parquet or Arrow files."""
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,14 @@ class HuggingFace(RowSet):
         reading: Reading = Reading(),
     ) -> None:
         splits = load(name)
-        own = split_of(split, splits) or (None if split_of("val", splits) else next(iter(splits)))
-        if own is None:
-            raise ValueError(f"{name} has the splits {', '.join(splits)}, and none for {split!r}")
+        own, whole = own_split(name, split, splits)
         rows = splits[own]
         self.image, label, classes = columns(name, splits)
         values = rows[label]
         numbers = {value: number for number, value in enumerate(classes)}
         self.labels = [value if isinstance(value, int) and value not in numbers else numbers[str(value)] for value in values]
         indices = list(range(len(rows)))
-        if split_of("val", splits) is None:
+        if whole:
             indices = divided(indices, self.labels, split, reading.val_fraction, name)
         self.rows = rows.select_columns([self.image])
         self.where = f"{name} {own}"
@@ -66,16 +63,37 @@ class HuggingFace(RowSet):
 
     def versions(self) -> list[str]:
         """Return the size of each encoded image in bytes, in order; "" for images that are files of their own."""
-        import pyarrow.compute as pc
-
-        parts = (part[self.image] for part in self.rows.with_format("arrow").iter(1000))
-        sizes = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
-        return ["" if sizes[row] is None else str(sizes[row]) for row in self.chosen]
+        sizes = byte_counts(self.rows, self.image)
+        return [sizes[row] for row in self.chosen]
 
     def checksums(self) -> list[str]:
         """Return the SHA-256 of each encoded image, in order."""
-        images = (self.encoded(index)[0] for index in range(len(self)))
-        return [hashlib.sha256(image).hexdigest() if isinstance(image, bytes) else sha256(image) for image in images]
+        return [sha256(self.encoded(index)[0]) for index in range(len(self))]
+
+
+def own_split(name: str, split: Split, splits: dict[str, Any]) -> tuple[str, bool]:
+    """Return (name of a split, whether it holds the images of both splits and has to be divided); ValueError without any."""
+    whole = split_of("val", splits) is None
+    own = split_of(split, splits) or (next(iter(splits)) if whole else None)
+    if own is None:
+        raise ValueError(f"{name} has the splits {', '.join(splits)}, and none for {split!r}")
+    return own, whole
+
+
+def byte_counts(rows: Any, column: str) -> list[str]:
+    """Return the size of the encoded image in bytes of every row; "" for images that are files of their own."""
+    import pyarrow.compute as pc
+
+    parts = (part[column] for part in rows.with_format("arrow").iter(1000))
+    sizes = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
+    return ["" if size is None else str(size) for size in sizes]
+
+
+def image_columns(features: dict[str, Any]) -> list[str]:
+    """Return the names of the columns of images."""
+    import datasets
+
+    return [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
 
 
 def columns(name: str, splits: dict[str, Any]) -> tuple[str, str, list[str]]:
@@ -84,7 +102,7 @@ def columns(name: str, splits: dict[str, Any]) -> tuple[str, str, list[str]]:
 
     first = next(iter(splits.values()))
     features = first.features
-    image = next((key for key, kind in features.items() if isinstance(kind, datasets.Image)), None)
+    image = next(iter(image_columns(features)), None)
     label = next((key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
     if label is not None and image is not None:
         return image, label, list(features[label].names)
@@ -117,7 +135,7 @@ def load(name: str) -> dict[str, Any]:
         raise ValueError(f"{name} cannot be loaded by Hugging Face datasets: {text}") from error
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     for split, rows in splits.items():
-        image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
-        if image is not None:
-            splits[split] = rows.cast_column(image, datasets.Image(decode=False))
+        for column in image_columns(rows.features):
+            rows = rows.cast_column(column, datasets.Image(decode=False))
+        splits[split] = rows
     return splits

@@ -21,8 +21,9 @@ With `label="place"` the class is the quarter of the field in which the pair's c
 between quarters. It is the control for absolute position, which a model can learn from the borders of a finite grid.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,14 +59,127 @@ class Scene(NamedTuple):
     color: np.ndarray  # [..., M, 3]  RGB, 0 to 1
 
 
-class Shapes(Dataset):
+class Drawn(Dataset, ABC):
+    """Abstract data set of n drawn images, each a function of (seed, index) and the size; items are (image, target).
+
+    Args:
+        n: number of images.
+        size: side or (H, W) of the images, pixels.
+        seed: seed of the scenes; different seeds give different scenes.
+        protocol: "scale" or "canvas".
+        base: side or (H, W) in pixels for `canvas`.
+        mean, std: per-channel normalization of values from 0 to 1.
+        settings: other arguments of the subclass.
+    """
+
+    classes: list[str]
+    kind = "shapes"
+
+    def __init__(
+        self,
+        n: int,
+        size: int | tuple[int, int],
+        seed: int,
+        protocol: str,
+        base: int | tuple[int, int],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        **settings: Any,
+    ) -> None:
+        self.size, self.n, self.seed = _pair(size, "size"), n, seed
+        if n < 1 or seed < 0:
+            raise ValueError(f"n ({n}) must be at least 1, seed ({seed}) at least 0")
+        if protocol not in ("scale", "canvas"):
+            raise ValueError(f"unknown protocol {protocol!r}; use 'scale' or 'canvas'")
+        self.bad = torch.zeros(n, dtype=torch.uint8)  # the interface of `ImageSet`; no image is unreadable here
+        self._settings = {"protocol": protocol, "base": base, "mean": mean, "std": std, **settings}
+        self._sizes: dict[tuple[int, int], Drawn] = {}
+        self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+        self.pixels = min(self.size if protocol == "scale" else _pair(base, "base")) / FIELD  # per unit
+
+    @abstractmethod
+    def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
+        """The items of these images, which are drawn at once."""
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int | Draw) -> tuple[Tensor, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int | Draw]) -> list[tuple[Tensor, Any]]:
+        """Return the items of `indices`, drawn as one batch: much faster than one by one, with identical bits.
+
+        A `Draw` with a size is drawn at that size, with the set's protocol; `repeat` has no effect.
+        """
+        draws = [i if isinstance(i, Draw) else Draw(i) for i in indices]
+        items: list = [None] * len(draws)
+        for size in dict.fromkeys(draw.size for draw in draws):
+            members = [i for i, draw in enumerate(draws) if draw.size == size]
+            drawn = self._of_size(size)._items([draws[i].index for i in members])
+            for i, item in zip(members, drawn, strict=True):
+                items[i] = item
+        return items
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the images are the same in every epoch."""
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages: data set, seed and index."""
+        return f"{self.kind} (seed {self.seed}): {self._check(index)}"
+
+    def bad_indices(self) -> list[int]:
+        """Return an empty list: no image is unreadable."""
+        return []
+
+    def _of_size(self, size: tuple[int, int] | None) -> "Drawn":
+        if size is None or tuple(size) == self.size:
+            return self
+        if size not in self._sizes:
+            self._sizes[size] = type(self)(self.n, size, self.seed, **self._settings)
+        return self._sizes[size]
+
+    def _check(self, index: int) -> int:
+        if not 0 <= index < self.n:
+            raise IndexError(f"index {index} of {self.n} images")
+        return int(index)
+
+    def _ground(self, gray: np.ndarray) -> np.ndarray:
+        """Normalized images [B, H, W, 3] of the background's gray [B]."""
+        images = np.empty((len(gray), *self.size, 3), np.float32)
+        images[:] = ((gray.astype(np.float32)[:, None] - self.mean) / self.std)[:, None, None]
+        return images
+
+    def _draw(
+        self, images: np.ndarray, center: np.ndarray, radius: np.ndarray, kind: np.ndarray, color: np.ndarray
+    ) -> Iterator[tuple[int, tuple, np.ndarray]]:
+        """Draw M objects onto images [B, H, W, 3], antialiased; yield (m, window, coverage) of each after it is drawn.
+
+        center [B, M, 2] and radius [B, M] are in pixels, kind [B, M] and color [B, M, 3] as in `Scene`. The coverage of a pixel
+        is 1/2 - signed distance, clipped to 0..1.
+        """
+        h, w = self.size
+        center, radius = center.astype(np.float32), radius.astype(np.float32)
+        color = (color.astype(np.float32) - self.mean) / self.std
+        batch = np.arange(len(images))[:, None, None]
+        for m in range(radius.shape[1]):
+            # one window size for the whole batch; pixels outside an object have coverage 0
+            y, x = (_window(center[:, m, i], radius[:, m].max(), side) for i, side in enumerate((h, w)))
+            cover = _coverage(y, x, center[:, m], radius[:, m], kind[:, m])
+            window = batch, y[:, :, None], x[:, None, :]
+            below = images[window]
+            images[window] = below + cover[..., None] * (color[:, m, None, None] - below)
+            yield m, window, cover
+
+
+class Shapes(Drawn):
     """The data set of n synthetic images, each a function of (seed, index) only; items are (float32 [3, H, W], class index).
 
     Args:
         n: number of images.
         size: side or (H, W) of the images, pixels.
         seed: seed of the scenes; different seeds give different scenes.
-        protocol: "scale" draws the same field of 64 units at every size, centerd, as large as the shorter side; "canvas" keeps
+        protocol: "scale" draws the same field of 64 units at every size, centered, as large as the shorter side; "canvas" keeps
             the objects' size in pixels at `base` and places them anywhere on the image.
         base: side or (H, W) in pixels for `canvas`; its shorter side is 64 units.
         region: (top, left, bottom, right) of the part in which objects lie, as shares of the field (`scale`) or of the image
@@ -90,76 +204,28 @@ class Shapes(Dataset):
         std: tuple[float, ...] = (0.5, 0.5, 0.5),
         label: str = "relation",
     ) -> None:
-        self.size, self.n, self.seed = _pair(size, "size"), n, seed
-        if n < 1 or seed < 0:
-            raise ValueError(f"n ({n}) must be at least 1, seed ({seed}) at least 0")
-        if protocol not in ("scale", "canvas"):
-            raise ValueError(f"unknown protocol {protocol!r}; use 'scale' or 'canvas'")
+        super().__init__(n, size, seed, protocol, base, mean, std, region=region, label=label)
         if label not in ("relation", "place"):
             raise ValueError(f"unknown label {label!r}; use 'relation' or 'place'")
         self.label_is_place = label == "place"
         self.classes = list(PLACES if self.label_is_place else CLASSES)
-        self.bad = torch.zeros(n, dtype=torch.uint8)  # the interface of `ImageSet`; no image is unreadable here
-        self._settings = {"protocol": protocol, "base": base, "region": region, "mean": mean, "std": std, "label": label}
-        self._sizes: dict[tuple[int, int], Shapes] = {}
-        self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
-        if protocol == "scale":
-            self.pixels = min(self.size) / FIELD  # per unit
-            field = np.array([FIELD, FIELD])
-            self.margin = (np.array(self.size) / self.pixels - FIELD) / 2
-        else:
-            self.pixels = min(_pair(base, "base")) / FIELD
-            field = np.array(self.size) / self.pixels
-            self.margin = np.zeros(2)
+        field = np.array([FIELD, FIELD]) if protocol == "scale" else np.array(self.size) / self.pixels
+        self.margin = (np.array(self.size) / self.pixels - field) / 2
         self.low, self.high = _limits(region, field, f"the {protocol} protocol at {self.size[0]}x{self.size[1]} px")
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int | Draw) -> tuple[Tensor, int]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int | Draw]) -> list[tuple[Tensor, int]]:
-        """Return the items of `indices`, drawn as one batch: much faster than one by one, with identical bits.
-
-        A `Draw` with a size is drawn at that size, with the set's protocol; `repeat` has no effect.
-        """
-        draws = [i if isinstance(i, Draw) else Draw(i) for i in indices]
-        items: list = [None] * len(draws)
-        for size in dict.fromkeys(draw.size for draw in draws):
-            members = [i for i, draw in enumerate(draws) if draw.size == size]
-            drawn = self._of_size(size)._items([draws[i].index for i in members])
-            for i, item in zip(members, drawn, strict=True):
-                items[i] = item
-        return items
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the images are the same in every epoch."""
-
-    def name(self, index: int) -> str:
-        """Return the name of an image for messages: data set, seed and index."""
-        return f"shapes (seed {self.seed}): {self._check(index)}"
 
     def class_counts(self) -> list[int]:
         """Return the number of images of each class; computes all labels."""
-        u = np.stack([_uniform(self.seed, i) for i in range(self.n)])
+        u = np.stack([uniform(self.seed, i, _DRAWS) for i in range(self.n)])
         labels = _quarter(u[:, 5:7])[0] if self.label_is_place else _direction(u[:, 0])
         return np.bincount(labels, minlength=len(self.classes)).tolist()
 
-    def bad_indices(self) -> list[int]:
-        """Return an empty list: no image is unreadable."""
-        return []
-
-    def _of_size(self, size: tuple[int, int] | None) -> "Shapes":
-        if size is None or tuple(size) == self.size:
-            return self
-        if size not in self._sizes:
-            self._sizes[size] = Shapes(self.n, size, self.seed, **self._settings)
-        return self._sizes[size]
-
     def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         scenes = self._scenes(indices)
-        images = torch.from_numpy(self._draw(scenes))
+        images = self._ground(scenes.background)
+        center, radius = (scenes.center + self.margin) * self.pixels, scenes.radius * self.pixels
+        for _ in self._draw(images, center, radius, scenes.kind, scenes.color):
+            pass
+        images = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         return list(zip(images.unbind(), scenes.label.tolist(), strict=True))
 
     def scene(self, index: int) -> Scene:
@@ -167,12 +233,12 @@ class Shapes(Dataset):
         return Scene(*(values[0] for values in self._scenes([index])))
 
     def _scenes(self, indices: Sequence[int]) -> Scene:
-        u = np.stack([_uniform(self.seed, self._check(i)) for i in indices])  # [B, number of draws]
+        u = np.stack([uniform(self.seed, self._check(i), _DRAWS) for i in indices])  # [B, number of draws]
         v = u[:, 16:].reshape(len(u), SPECKS, 5)
         label, center, radius = _pairs(u[:, :7], self.low, self.high, self.label_is_place)
         specks, speck_radius = _specks(v, center, radius, self.low, self.high)
-        warm = _color(1.2 * (u[:, 7] - 0.5), 0.7 + 0.3 * u[:, 8], 0.7 + 0.3 * u[:, 9])
-        cool = _color(1.2 * (u[:, 10] - 0.5) + 3.5, 0.7 + 0.3 * u[:, 11], 0.7 + 0.3 * u[:, 12])
+        warm = hsv(1.2 * (u[:, 7] - 0.5), 0.7 + 0.3 * u[:, 8], 0.7 + 0.3 * u[:, 9])
+        cool = hsv(1.2 * (u[:, 10] - 0.5) + 3.5, 0.7 + 0.3 * u[:, 11], 0.7 + 0.3 * u[:, 12])
         gray = np.repeat(v[..., 3:4], 3, -1)
         kind = np.concatenate([v[..., 4], u[:, 13:15]], 1)  # [B, M]
         return Scene(
@@ -183,30 +249,6 @@ class Shapes(Dataset):
             (3 * kind).astype(np.int64),
             np.concatenate([gray, cool[:, None], warm[:, None]], 1),
         )
-
-    def _check(self, index: int) -> int:
-        if not 0 <= index < self.n:
-            raise IndexError(f"index {index} of {self.n} images")
-        return int(index)
-
-    def _draw(self, scenes: Scene) -> np.ndarray:
-        """Draw normalized images [B, 3, H, W]; antialiased: coverage of a pixel = 1/2 - signed distance, clipped to 0..1."""
-        h, w = self.size
-        center = ((scenes.center + self.margin) * self.pixels).astype(np.float32)
-        radius = (scenes.radius * self.pixels).astype(np.float32)
-        color = (scenes.color.astype(np.float32) - self.mean) / self.std
-        ground = (scenes.background.astype(np.float32)[:, None] - self.mean) / self.std
-        images = np.empty((len(ground), h, w, 3), np.float32)
-        images[:] = ground[:, None, None]
-        batch = np.arange(len(ground))[:, None, None]
-        for m in range(radius.shape[1]):
-            # one window size for the whole batch; pixels outside an object have coverage 0
-            y, x = (_window(center[:, m, i], radius[:, m].max(), side) for i, side in enumerate((h, w)))
-            cover = _coverage(y, x, center[:, m], radius[:, m], scenes.kind[:, m])[..., None]
-            window = batch, y[:, :, None], x[:, None, :]
-            below = images[window]
-            images[window] = below + cover * (color[:, m, None, None] - below)
-        return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
 
 def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
@@ -231,9 +273,9 @@ def _limits(region: tuple[float, float, float, float], field: np.ndarray, where:
     return low, high
 
 
-def _uniform(seed: int, index: int) -> np.ndarray:
-    """Uniform random numbers [number of draws] of one image; counter-based, so images can be drawn in any order."""
-    return np.random.Generator(np.random.Philox(key=seed, counter=[0, index, 0, 0])).random(_DRAWS)
+def uniform(seed: int, index: int, count: int) -> np.ndarray:
+    """Return `count` uniform random numbers of one image; counter-based, so images can be drawn in any order."""
+    return np.random.Generator(np.random.Philox(key=seed, counter=[0, index, 0, 0])).random(count)
 
 
 def _direction(u: np.ndarray) -> np.ndarray:
@@ -281,10 +323,10 @@ def _specks(
     return place, np.where(clear, size, 0.0)
 
 
-def _color(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """RGB [B, 3] of HSV colors; hue in sixths of the circle, 0 = red."""
-    k = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6
-    return value[:, None] * (1 - saturation[:, None] * np.clip(np.minimum(k, 4 - k), 0, 1))
+def hsv(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Return the RGB [..., 3] of HSV colors [...]; hue in sixths of the circle, 0 = red."""
+    k = (np.array([5.0, 3.0, 1.0]) + hue[..., None]) % 6
+    return value[..., None] * (1 - saturation[..., None] * np.clip(np.minimum(k, 4 - k), 0, 1))
 
 
 def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:

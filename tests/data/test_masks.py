@@ -1,0 +1,314 @@
+"""Images with masks: every source gives the same classes, a mask that does not fit is named, and view and mask stay aligned."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from helpers import shared
+from vitrel.data import Augmentation, BadImage, Draw, Reading, class_names, collate_masks, create_dataset
+
+HOW = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "task": "segmentation"}
+COLORS = np.array([[40, 40, 40], [230, 30, 30], [30, 230, 30], [30, 30, 230]], np.uint8)  # of the classes, the last unlabeled
+
+
+def scene(seed, h=36, w=48):
+    """Classes uint8 [h, w]: a few rectangles of the classes 0 to 2 and of 255."""
+    rng, mask = np.random.default_rng(seed), np.zeros((h, w), np.uint8)
+    for value in (1, 2, 255, 1, 2):
+        y, x = rng.integers(0, h - 12), rng.integers(0, w - 12)
+        mask[y : y + 12, x : x + 12] = value
+    return mask
+
+
+def picture(mask):
+    return Image.fromarray(COLORS[np.minimum(mask, 3)])
+
+
+def write(root, counts={"train": 6, "val": 3}, encode=Image.fromarray):  # noqa: B006
+    for split, n in counts.items():
+        for folder in ("images", "masks"):
+            (root / folder / split).mkdir(parents=True)
+        for i in range(n):
+            mask = scene(10 * len(split) + i)
+            picture(mask).save(root / "images" / split / f"{i}.png")
+            encode(mask).save(root / "masks" / split / f"{i}.png")
+    (root / "classes.txt").write_text("field\nhouse\nlake\n")
+    return root
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write(tmp_path / "town")
+
+
+def palette(mask):
+    image = Image.fromarray(mask).convert("P")
+    image.putdata(mask.ravel().tolist())
+    image.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
+    return image
+
+
+def items(data, split="train", **options):
+    images = create_dataset(str(data), split, (36, 48), **HOW, **options)
+    assert images.classes == class_names(str(data), task="segmentation")
+    assert len(images.contents()) == len(images.versions()) == len(images) and len(images.digest()) == 64
+    return [(image.numpy().tobytes(), mask.numpy().tobytes()) for image, mask in (images[i] for i in range(len(images)))]
+
+
+@pytest.mark.parametrize("encode", [palette, lambda mask: Image.fromarray(mask.astype(np.uint16))], ids=["palette", "16 bits"])
+def test_values_of_a_mask_are_its_classes_however_it_is_encoded(root, tmp_path, encode):
+    data = create_dataset(str(root), "train", (36, 48), **HOW)
+    image, mask = data[0]
+    assert mask.dtype == torch.int64 and mask.shape == (36, 48) and np.array_equal(mask, scene(50))
+    assert torch.equal(
+        (image * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(COLORS[np.minimum(scene(50), 3)])
+    )
+    assert data.classes == ["field", "house", "lake"] and data.class_counts() == [6, 6, 6]
+    assert items(write(tmp_path / "other", encode=encode)) == items(root)
+
+
+def test_layouts(root, tmp_path):
+    names = tmp_path / "names"
+    write(names, {"train": 6, "validation": 3})
+    assert items(names) == items(root) and len(items(names, "val")) == 3
+    flat = tmp_path / "flat"
+    for folder in ("images", "masks"):
+        shutil.copytree(root / folder / "train", flat / folder / "a")
+    shutil.copy(root / "classes.txt", flat)
+    with pytest.raises(ValueError, match="--val-fraction"):
+        items(flat)
+    parts = [items(flat, split, reading=Reading(val_fraction=0.34)) for split in ("train", "val")]
+    assert list(map(len, parts)) == [4, 2] and sorted(parts[0] + parts[1]) == sorted(items(root))
+    assert items(f"file://{root}") == items(root)
+
+
+def test_hugging_face(root, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for split in ("train", "val"):
+        files = [sorted((root / folder / split).iterdir()) for folder in ("images", "masks")]
+        images = [[{"bytes": path.read_bytes(), "path": None} for path in paths] for paths in files]
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Image()})
+        rows = datasets.Dataset.from_dict(dict(zip(("image", "label"), images, strict=True)), features=features)
+        rows.to_parquet(tmp_path / "rows" / f"{'train' if split == 'train' else 'validation'}.parquet")
+    assert class_names(str(tmp_path / "rows"), task="segmentation") == ["0", "1", "2"]
+    shutil.copy(root / "classes.txt", tmp_path / "rows")
+    for split in ("train", "val"):
+        assert items(tmp_path / "rows", split) == items(root, split)
+    data = create_dataset(str(tmp_path / "rows"), "val", (36, 48), **HOW)
+    assert data.name(1).endswith("validation: 1") and len(set(data.versions())) > 1
+
+
+def test_sets_of_torchvision(root, tmp_path):
+    voc = tmp_path / "VOCdevkit/VOC2012"
+    shutil.copytree(root / "images/train", voc / "JPEGImages")
+    for path in (voc / "JPEGImages").iterdir():
+        path.rename(path.with_suffix(".jpg"))  # decoded by content, as everywhere
+    shutil.copytree(root / "masks/train", voc / "SegmentationClass")
+    (voc / "ImageSets/Segmentation").mkdir(parents=True)
+    (voc / "ImageSets/Segmentation/train.txt").write_text("".join(f"{i}\n" for i in range(6)))
+    (voc / "ImageSets/Segmentation/val.txt").write_text("0\n")
+    name = f"torch/VOCSegmentation:{tmp_path}"
+    assert items(name) == items(root) and len(class_names(name, task="segmentation")) == 21
+    pets = tmp_path / "oxford-iiit-pet"
+    shutil.copytree(voc / "JPEGImages", pets / "images")
+    (pets / "annotations/trimaps").mkdir(parents=True)
+    for i in range(6):
+        Image.fromarray((scene(50 + i) % 253) + 1).save(pets / f"annotations/trimaps/{i}.png")  # 255 becomes 3
+    lines = "".join(f"{i} 1 1 1\n" for i in range(6))
+    for part in ("trainval", "test"):
+        (pets / f"annotations/{part}.txt").write_text(lines)
+    data = create_dataset(f"torch/OxfordIIITPet:{tmp_path}", "train", (36, 48), **HOW)
+    expected = np.choose(np.minimum(scene(50), 3), [1, 0, 255, 255])
+    assert data.classes == ["background", "pet"] and np.array_equal(data[0][1], expected)
+    with pytest.raises(ValueError, match=r"torch/cifar10 has no masks: use VOCSegmentation or OxfordIIITPet"):
+        items(f"torch/cifar10:{tmp_path}")
+    with pytest.raises(ValueError, match=r"is not in .*Set download=True"):
+        items(f"torch/VOCSegmentation:{root}")
+
+
+def drop(path):
+    path.unlink()
+
+
+def colors(path):
+    Image.open(path).convert("RGB").save(path)
+
+
+def half(path):
+    Image.open(path).resize((24, 18)).save(path)
+
+
+def beyond(path):
+    Image.fromarray(scene(0) % 255 + 7).save(path)
+
+
+def jpeg(path):
+    Image.open(path).save(path, format="JPEG")
+
+
+def double(path):
+    shutil.copy(path, path.with_suffix(".bmp"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (
+            drop,
+            "2 of 6 images have no mask, such as .*images/train/1.png, .*2.png: every image needs one mask of the same name",
+        ),
+        (double, "2 of 6 images have several masks, such as .*images/train/1.png"),
+        (colors, r"2 of 6 images have no mask of one channel .*such as .*1.png \(the mask of .* is a PNG of mode RGB"),
+        (jpeg, "2 of 6 images have no mask of one channel .* is a JPEG of mode L"),
+        (half, r"2 of 6 images have a mask of another size, and nothing is resampled.*1.png \(18x24 and 36x48 pixels\)"),
+        (beyond, r"2 of 6 images have classes in the mask beyond the 3 known, such as .*1.png \(value 9\)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_masks_that_do_not_fit_are_counted(root, fault, text):
+    for i in (1, 2):
+        fault(root / f"masks/train/{i}.png")
+    with pytest.raises(ValueError, match=text):
+        items(root)
+    assert len(items(root, "val")) == 3
+
+
+def test_other_folders_are_refused(root, tmp_path):
+    (root / "images/train/0.png").unlink()
+    with pytest.raises(ValueError, match=r"1 of 6 masks have no image, such as .*masks/train/0.png"):
+        items(root)
+    (root / "classes.txt").unlink()
+    with pytest.raises(ValueError, match=r"classes.txt cannot be read .*: write one class a line"):
+        items(root)
+    (root / "classes.txt").write_text("\n".join(map(str, range(256))))
+    with pytest.raises(ValueError, match="names 256 classes: it must be 1 to 255, since 255 means no class"):
+        items(root)
+    shutil.rmtree(root / "masks")
+    (root / "classes.txt").write_text("a\n")
+    with pytest.raises(
+        ValueError, match=r"found no masks for segmentation in .*: its layout must be images/<split>/\*.jpg, masks"
+    ):
+        items(root)
+    for data, text in (
+        ("shapes", "have a class for every image, which is not the task segmentation: use shapes-dense"),
+        (f"{tmp_path}/a.csv", "has no masks: segmentation reads"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            create_dataset(data, "train", (36, 48), **HOW)
+    with pytest.raises(ValueError, match="unknown task 'detection'; use classification or segmentation"):
+        create_dataset("shapes", "train", (36, 48), **HOW | {"task": "detection"})
+
+
+def test_a_damaged_mask_is_an_unreadable_image(root):
+    path = root / "masks/val/1.png"
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(BadImage, match=r"cannot decode the mask of .*1.png"):
+        items(root, "val")
+    data = create_dataset(str(root), "val", (36, 48), **HOW, reading=Reading(on_bad="leave_out"))
+    image, mask = data[1]
+    assert not image.any() and (mask == 255).all() and mask.shape == (36, 48) and data.bad_indices() == [1]
+    replaced = create_dataset(str(root), "val", (36, 48), **HOW, reading=Reading(on_bad="replace"))
+    assert torch.equal(replaced[1][1], replaced[2][1])
+
+
+def test_the_digest_covers_masks(root):
+    before = create_dataset(str(root), "val", (36, 48), **HOW)
+    digest, versions = before.digest(), before.versions()
+    mask = scene(30)
+    mask[0] = 2
+    Image.fromarray(mask).save(root / "masks/val/0.png")
+    after = create_dataset(str(root), "val", (36, 48), **HOW)
+    assert after.digest() != digest and after.versions()[0] != versions[0] and after.versions()[1:] == versions[1:]
+
+
+def test_evaluation_resizes_the_image_alone(root):
+    data = create_dataset(str(root), "val", (24, 64), **HOW)
+    image, mask = data[Draw(0, (18, 24))]
+    assert image.shape == (3, 18, 24) and mask.shape == (36, 48)
+    expected = np.asarray(picture(scene(30)).resize((64, 24), Image.BICUBIC))
+    assert np.array_equal((data[0][0] * 255).round().permute(1, 2, 0), expected)
+    images, masks = next(iter(DataLoader(data, 2, collate_fn=collate_masks)))
+    assert images.shape == (2, 3, 24, 64) and [mask.shape for mask in masks] == [(36, 48)] * 2
+    with pytest.raises(ValueError, match="no canvas protocol"):
+        create_dataset(str(root), "val", (24, 64), **HOW, protocol="canvas", base_size=(36, 48))
+    assert create_dataset(str(root), "val", (24, 64), **HOW, protocol="native")[Draw(1, (8, 16))][0].shape == (3, 8, 16)
+
+
+def views(root, size=(36, 48), workers=0, epochs=1, **settings):
+    settings = {"jitter": 0.0, "interpolation": "bilinear"} | settings
+    data = create_dataset(str(root), "train", size, **HOW, augment=Augmentation(**settings), seed=3)
+    loader = DataLoader(data, 2, num_workers=workers, persistent_workers=workers > 0)
+    for epoch in range(epochs):
+        data.set_epoch(epoch)
+        yield from ((image, mask) for images, masks in loader for image, mask in zip(images, masks, strict=True))
+
+
+@pytest.mark.parametrize("crop", ["random_scale", "random_resized"])
+def test_image_and_mask_move_alike(root, crop):
+    """The image is painted by class, so the nearest color tells the class but where colors blend at borders."""
+    colors = torch.from_numpy(COLORS).float() / 255
+    for image, mask in views(root, (40, 56), epochs=6, crop=crop, vflip=True, factor=(0.6, 2.5)):
+        assert mask.shape == (40, 56) and mask.dtype == torch.int64
+        nearest = torch.cdist(image.flatten(1).T, colors).argmin(1).view(40, 56)
+        shown = image.any(0)  # the color of what stays empty is black here
+        labeled = (mask != 255) & shown
+        assert (nearest == mask)[labeled].float().mean() > 0.93
+        assert (mask[~shown] == 255).all()
+
+
+def test_masks_are_not_aside_of_their_images():
+    """A step enlarged and reduced by any factor has its border at the same place in both, to half a pixel."""
+    from vitrel.data.augment import Augmenter
+
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:, 33:] = 1
+    image = Image.fromarray(np.repeat(mask[..., None] * 255, 3, 2))
+    for factor in (0.5, 0.8, 1.7, 3.0):
+        settings = Augmentation(factor=(factor, factor), flip=False, jitter=0.0, interpolation="bilinear").for_masks()
+        augment = Augmenter(settings, (64, 64), (0.0,) * 3, (1.0,) * 3)
+        aside = []
+        for index in range(30):
+            view, target = augment.joint(image, mask, 0, index)
+            row = int((target != 255).any(1).nonzero()[0])
+            if {0, 1} <= {*target[row].tolist()}:
+                aside.append(float(view[0, row, target[row] != 255].sum() - (target[row] == 1).sum()))
+        assert aside and abs(np.mean(aside)) <= 0.51, factor
+
+
+def test_views_are_the_same_for_any_number_of_workers_and_differ_by_epoch(root):
+    alone = list(views(root, epochs=3, jitter=0.4, vflip=True))
+    assert len({image.numpy().tobytes() for image, _ in alone}) == 18
+    others = list(views(root, workers=2, epochs=3, jitter=0.4, vflip=True))
+    assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(alone, others, strict=True))
+
+
+def test_several_sizes_and_pickling(root):
+    data = create_dataset(str(root), "train", (36, 48), **HOW, augment=Augmentation())
+    image, mask = data[Draw(2, (20, 28))]
+    assert image.shape == (3, 20, 28) and mask.shape == (20, 28)
+    again = pickle.loads(pickle.dumps(data))
+    assert torch.equal(again[Draw(2, (20, 28))][1], mask) and torch.equal(again[2][0], data[2][0])
+
+
+@pytest.mark.parametrize("settings", [{"policy": "rand-m9-mstd0.5"}, {"erase": 0.2}, {"crop": "simple"}])
+def test_what_would_move_the_image_alone_is_refused(root, settings):
+    with pytest.raises(ValueError, match="segmentation moves image and mask alike"):
+        list(views(root, **settings))
+    assert len(list(views(root, policy="3a"))) == 6
+
+
+def test_a_cache_is_refused(root):
+    with pytest.raises(ValueError, match="images with masks are not cached"):
+        items(root, reading=Reading(cached_side=32))
+
+
+def test_camvid():
+    data = create_dataset(str(shared("data/camvid")), "val", (192, 256), **HOW)
+    assert len(data) == 101 and len(data.classes) == 11 and data.class_counts()[3] == 101  # a road in every image
+    image, mask = data[7]
+    assert image.shape == (3, 192, 256) and mask.shape == (360, 480) and {*mask.unique().tolist()} <= {*range(11), 255}
