@@ -16,7 +16,7 @@ from torch.utils.data._utils import signal_handling
 
 from vitrel.common.resources import check_workers
 from vitrel.common.sizes import native_size, token_count
-from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
+from vitrel.data import SHAPES, Augmentation, Drawn, ImageSet, Reading, class_names, create_dataset, create_shapes
 from vitrel.train.order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
 from vitrel.train.same_run import Listing
 
@@ -164,7 +164,7 @@ class ImageData(LightningDataModule):
         It is computed once (a few seconds per million images on a local disk), and empty for `shapes`.
         """
         if self._listing is None:
-            drawn = isinstance(self.train_set, Shapes)  # defined by the settings, not by files
+            drawn = isinstance(self.train_set, Drawn)  # defined by the settings, not by files
             of_files = ([], []) if drawn else (self.train_set.contents(), self.train_set.versions())
             self._listing = Listing.of(*of_files)
         return self._listing
