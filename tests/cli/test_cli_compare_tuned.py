@@ -55,7 +55,7 @@ def compare(folder, *arguments, **changes):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
+        patch.setattr("vitrel.train.summary.draw_curves", lambda *_: None)
         compare(folder, "--no-report")
     return folder
 

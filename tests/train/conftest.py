@@ -47,7 +47,7 @@ def native_folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """matplotlib takes longer than all the rest of such a run; test_summary.py draws the curves."""
-    monkeypatch.setattr(summary, "draw_curves", lambda epochs, path: None)
+    monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

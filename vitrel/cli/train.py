@@ -7,7 +7,8 @@
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
 `--ckpt_path auto` resumes an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
-those of vitrel/configs/train: distill.yaml with --distill, finetune.yaml where weights are given, else scratch.yaml.
+those of vitrel/configs/train: segmentation.yaml with --task segmentation, distill.yaml with --distill, finetune.yaml where
+weights are given, else scratch.yaml.
 """
 
 import argparse
@@ -30,6 +31,8 @@ FLAGS = {  # {option without a value: keys of a configuration}
 }
 SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--model": "--model.model",
+    "--task": "--model.task",
+    "--head": "--model.head",
     "--model-args": "--model.model_args",
     "--weights": "--model.tuning.init_from",
     "--position": "--model.tuning.position",
@@ -57,6 +60,8 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's
                                   attention on training images, and the absolute embedding is dropped
   --fit N                         the number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
+  --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
+                                  Hugging Face data with masks, VOC, Oxford-IIIT Pet, shapes-dense; --head linear|fpn|upernet
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --protocol native               every image at its own aspect ratio, with at most the tokens of --size, or --size 196t
@@ -135,6 +140,8 @@ def expanded(argv: list[str]) -> list[str]:
     tuned = "--pretrained" in names or any(arg.startswith("--model.tuning.init_from") for arg in keys)
     tuned = tuned or any(Path(model).exists() for model in _values("--model.model", keys))
     recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
+    if "segmentation" in _values("--model.task", keys):
+        recipe = "segmentation"
     generated = [*_values("--data.data", keys), ""][0].startswith("shapes")  # varied enough without augmentation
     config = f"--config={packaged('train')[recipe]}"
     return [config, *(["--data.augment=null"] if generated else []), *keys]

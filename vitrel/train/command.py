@@ -1,8 +1,8 @@
 """The command line: LightningCLI with fixed classes and one folder per run.
 
 The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`, `curves.png`,
-`checkpoints/best.ckpt` (highest `val/top1`) and `checkpoints/last.ckpt`. `--ckpt_path FILE` resumes from a checkpoint,
-`--ckpt_path auto` from the folder's `last.ckpt` if there is one.
+`checkpoints/best.ckpt` (highest `val/top1`, in segmentation `val/miou`) and `checkpoints/last.ckpt`. `--ckpt_path FILE`
+resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if there is one.
 """
 
 import logging
@@ -46,6 +46,7 @@ LINKED = {
     "model.seed": "seed_everything",
     "model.img_size": "data.size",
     "model.num_classes": "data.data",
+    "data.task": "model.task",
 }
 DEFAULTS = {
     "default_root_dir": "runs/train",
@@ -123,6 +124,7 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_seed)
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
         parser.link_arguments("data.size", "model.img_size")
+        parser.link_arguments("model.task", "data.task")
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
@@ -193,7 +195,8 @@ class TrainCLI(LightningCLI):
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
         # the checks come first: FiniteLoss must raise before anything is logged or saved
         checks = [Ranks(saving.left, settings.heartbeat), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
-        return [*checks, speed, *progress, summary, Best(folder / "checkpoints"), saving]
+        metric = self._get(self.config_init, "model").task.metric
+        return [*checks, speed, *progress, summary, Best(folder / "checkpoints", metric), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).

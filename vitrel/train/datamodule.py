@@ -16,7 +16,17 @@ from torch.utils.data._utils import signal_handling
 
 from vitrel.common.resources import check_workers
 from vitrel.common.sizes import native_size, token_count
-from vitrel.data import SHAPES, Augmentation, Drawn, ImageSet, Reading, class_names, create_dataset, create_shapes
+from vitrel.data import (
+    SHAPES,
+    Augmentation,
+    Drawn,
+    ImageSet,
+    Reading,
+    class_names,
+    collate_masks,
+    create_dataset,
+    create_shapes,
+)
 from vitrel.train.order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
 from vitrel.train.same_run import Listing
 
@@ -53,6 +63,7 @@ class ImageData(LightningDataModule):
         check_times: refuse to resume a run if the time of modification of a training image has changed. With false, a changed
             image is noticed by its size alone: for images that were copied without their times.
         seed: seed of the shapes, of the order of images and of the augmentation.
+        task: "classification", or "segmentation", with a mask for every image (`vitrel.data.masks`).
 
     Raises:
         ValueError: a size or count below 1, or settings that do not fit the kind of data.
@@ -75,8 +86,10 @@ class ImageData(LightningDataModule):
         reading: Reading = Reading(on_bad="replace"),
         check_times: bool = True,
         seed: int = 0,
+        task: Literal["classification", "segmentation"] = "classification",
     ) -> None:
         super().__init__()
+        self.task = task
         self.data, self.size, self.augment, self.region, self.seed = data, pair(size), augment, region, seed
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
@@ -94,7 +107,7 @@ class ImageData(LightningDataModule):
             raise ValueError(f"data.tokens ({tokens}) must be at least 1 and needs data.protocol native: set it or drop tokens")
         if protocol == "native" and data in SHAPES:
             raise ValueError(f"data.protocol native needs image files: {data} are drawn at any size and have no native shape")
-        self.classes = class_names(data)
+        self.classes = class_names(data, task=task)
         self.num_classes = len(self.classes)
 
     def setup(self, stage: str | None = None) -> None:
@@ -106,7 +119,8 @@ class ImageData(LightningDataModule):
         strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation reads the original files, and all of them
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
         self.train_set, self._listing = self._train_set(preprocessing), None
-        self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, n=self.n_val, reading=strict)
+        options = {"n": self.n_val, "reading": strict, "task": self.task}
+        self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, **options)
         n, even = len(self.train_set), module.mixup is not None
         if self.batch_size is None:
             self.batch_size = default_batch_size(n, world)
@@ -133,7 +147,13 @@ class ImageData(LightningDataModule):
 
     def _train_set(self, preprocessing: dict[str, Any]) -> Dataset:
         if self.region is None:
-            options = {"augment": self.augment, "n": self.n_train, "seed": self.seed, "reading": self.reading}
+            options = {
+                "augment": self.augment,
+                "n": self.n_train,
+                "seed": self.seed,
+                "reading": self.reading,
+                "task": self.task,
+            }
             return create_dataset(self.data, "train", self.size, **preprocessing, **options)
         if self.data != "shapes":
             raise ValueError("data.region is the part of an image in which `shapes` are drawn: leave it out for other data")
@@ -144,7 +164,8 @@ class ImageData(LightningDataModule):
         """Return n training images, or all, at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which."""
         preprocessing = self.trainer.lightning_module.preprocessing
         n = min(n, len(self.train_set))
-        chosen = create_dataset(self.data, "train", self.size, **preprocessing, n=n, seed=self.seed, reading=self.reading)
+        options = {"n": n, "seed": self.seed, "reading": self.reading, "task": self.task}
+        chosen = create_dataset(self.data, "train", self.size, **preprocessing, **options)
         return torch.stack([chosen[i][0] for i in range(len(chosen))])
 
     def teardown(self, stage: str) -> None:
@@ -189,7 +210,8 @@ class ImageData(LightningDataModule):
         if self.protocol == "native":
             sizes = [native_size(height, width, self.budget, self.patch) for height, width in self.val_set.image_sizes()]
         batches = evaluation_batches(sizes, self.batch_size, self.trainer.global_rank, self.trainer.world_size)
-        return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches)
+        collate = {"collate_fn": collate_masks} if self.task == "segmentation" else {}
+        return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches, **collate)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:
         # PyTorch would raise the error of a dead loader process from a signal handler, inside whatever runs then, such as

@@ -139,9 +139,9 @@ class CSVLog(Logger):
             self.save()
 
 
-def merit(top1: float, loss: float) -> tuple[float, float]:
-    """Return a sort key for evaluations, higher is better: by top-1, then by lower loss; a NaN loss is the worst."""
-    return top1, -math.inf if math.isnan(loss) else -loss
+def merit(value: float, loss: float) -> tuple[float, float]:
+    """Return a sort key for evaluations, higher is better: by the metric, then by lower loss; a NaN loss is the worst."""
+    return value, -math.inf if math.isnan(loss) else -loss
 
 
 def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -154,10 +154,11 @@ def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [epochs[epoch] for epoch in sorted(epochs)]
 
 
-def best_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+def best_of(rows: list[dict[str, Any]], metric: str = "top1") -> dict[str, float]:
     """Return the metrics of the evaluation saved as `best.ckpt` and the others of its epoch; {} before the first evaluation."""
-    evaluations = [row for row in map(_numbers, rows) if "val/top1" in row]  # an epoch may have several
-    best = max(evaluations, key=lambda row: merit(row["val/top1"], row["val/loss"]), default={})
+    name = f"val/{metric}"
+    evaluations = [row for row in map(_numbers, rows) if name in row]  # an epoch may have several
+    best = max(evaluations, key=lambda row: merit(row[name], row["val/loss"]), default={})
     return next((row for row in epochs_of(rows) if row["epoch"] == best.get("epoch")), {}) | best
 
 

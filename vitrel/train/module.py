@@ -2,12 +2,13 @@
 
 A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besides Lightning's entries:
 
-    {"state_dict": {"model.<parameter>": tensor, ...},
+    {"state_dict": {"model.<parameter>": tensor, ...}, in segmentation "model.backbone.<parameter>" and "model.head....",
      "hyper_parameters": {the arguments of Classifier, plain values},
      "epoch_means": {"epoch": int, "train/loss": [[sum, weight] of every rank], "train/top1": [...]} of the epoch so far,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
                 "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
+                "task": "segmentation" and "head": str of a model for segmentation,
                 "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from vitrel train}}
 
 With the entry v = checkpoint["vitrel"], the model is rebuilt by
@@ -23,7 +24,7 @@ import math
 import random
 import warnings
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -31,25 +32,26 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from timm.utils import dispatch_clip_grad
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from vitrel.models.config import preprocessing_of
+from vitrel.models.segmenter import Segmenter
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.execution import Execution, ResourceAdvice, check_strategy, shard
-from vitrel.train.metrics import EpochMeans, ImageMean
+from vitrel.train.metrics import EpochMeans
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimization, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
+from vitrel.train.tasks import task_named
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record
 
 
 class Classifier(LightningModule):
-    """Lightning module that trains any timm model as a classifier.
+    """Lightning module that trains any timm model, to classify images or, for segmentation, pixels.
 
     Args:
         model: timm name, e.g. "vitrel_vit_n8_table", or a file that `vitrel.load` takes.
@@ -64,6 +66,8 @@ class Classifier(LightningModule):
         tuning: fine-tuning: the weights to start from, and the parameters that are trained.
         ema: exponential moving average of the weights; null for none.
         execution: settings of memory and speed.
+        task: "classification" of images, or "segmentation", the classification of pixels.
+        head: of segmentation: "linear", "fpn" or "upernet" (`vitrel.models.segmenter`).
 
     Raises:
         ValueError: an unknown model, `num_classes` or `img_size` in `model_args`, or weights that do not fit.
@@ -83,6 +87,8 @@ class Classifier(LightningModule):
         tuning: Tuning = Tuning(),
         ema: Ema | None = None,
         execution: Execution = Execution(),
+        task: Literal["classification", "segmentation"] = "classification",
+        head: Literal["linear", "fpn", "upernet"] = "linear",
     ) -> None:
         super().__init__()
         self.name, self.seed, self.label_smoothing = model, seed, label_smoothing
@@ -92,20 +98,27 @@ class Classifier(LightningModule):
         self.tuning, self.ema, self.execution = tuning, ema, execution
         self.teacher = self._teacher(num_classes)
         self.num_classes = num_classes if self.teacher is None else self.teacher.num_classes
-        self.model, self.start_classes = tuning.build(model, self.num_classes, self.img_size, self.model_args)
-        tuning.freeze(self.model)
+        self.task, self.head = task_named(task, self.num_classes, objective, label_smoothing), head
+        outputs = self.task.head_classes(self.num_classes)
+        backbone, self.start_classes = tuning.build(model, outputs, self.img_size, self.model_args)
         # before a strategy wraps the modules, which would hide their classes
-        self.position, self.stored = position_record(self.model), tuning.stored(self.model, model, self.model_args)
+        self.position, self.stored = position_record(backbone), tuning.stored(backbone, model, self.model_args)
+        self.model = self.task.with_head(backbone, self.num_classes, head)
+        tuning.freeze(self.model)
         execution.apply(self.model)
+        if mixing is not None and task == "segmentation":
+            raise ValueError("mixup and cutmix mix the labels of images: leave out model.mixing for segmentation")
         self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing)
-        self.loss = objective.build(label_smoothing)
         if self.teacher is not None:
             self.teacher.set_normalization(self.preprocessing["mean"], self.preprocessing["std"])
         self.resumed = False
-        self.means = EpochMeans("train/loss", "train/top1")
-        self.top_k = [k for k in (1, 5) if k < max(self.num_classes, 2)]
-        self.val_means = torch.nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
+        self.means = EpochMeans("train/loss", f"train/{self.task.learned}")
         self.train()
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model without the head of segmentation."""
+        return self.model.backbone if isinstance(self.model, Segmenter) else self.model
 
     def _teacher(self, num_classes: int) -> Teacher | None:
         settings = self.objective.distillation
@@ -144,6 +157,8 @@ class Classifier(LightningModule):
         self.class_counts = data.train_set.class_counts() if counted else None
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
+        if self.task.name == "segmentation":
+            self.start_classes = None  # its head is always new
         if self.start_classes is not None and list(self.start_classes) != self.classes:
             owner = f"of the teacher {self.teacher.name}" if self.ignores_labels else f"of {data.data}"  # type: ignore[union-attr]
             why = f"the weights were trained on classes other than those {owner}, or in another order"
@@ -166,7 +181,7 @@ class Classifier(LightningModule):
         return [ResourceAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [B, num_classes] of normalized images [B, 3, H, W]."""
+        """Return logits [B, num_classes], or [B, num_classes, H, W], of normalized images [B, 3, H, W]."""
         if self.execution.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.model(images)
@@ -184,7 +199,7 @@ class Classifier(LightningModule):
         images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
         optimizer = create_optimizer(self.model, self.optim, images)
         per_epoch, total = self.updates_per_epoch(), self.updates()
-        self.stored[1].update(self.tuning.fade_over(self.model, total * self.trainer.accumulate_grad_batches))
+        self.stored[1].update(self.tuning.fade_over(self.backbone, total * self.trainer.accumulate_grad_batches))
         if total <= 0:
             raise ValueError("the run has no length: set trainer.max_epochs (--epochs) or trainer.max_steps to 1 or more")
         factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
@@ -201,7 +216,8 @@ class Classifier(LightningModule):
         "agc" leaves the classifier's gradients unchanged.
         """
         if gradient_clip_val and self.optim.clip_mode == "agc":
-            heads = self.model.get_classifier()  # arXiv 2102.06171 does not clip the classifier
+            # arXiv 2102.06171 does not clip the classifier
+            heads = self.model.head if isinstance(self.model, Segmenter) else self.model.get_classifier()
             heads = torch.nn.ModuleList(heads if isinstance(heads, tuple) else (heads,))
             head = set(heads.parameters())
             dispatch_clip_grad([p for p in self.model.parameters() if p not in head], gradient_clip_val, mode="agc")
@@ -216,7 +232,7 @@ class Classifier(LightningModule):
                     "model.tuning.fit needs all weights on one device, and this strategy shards them: fit with vitrel convert, "
                     "and start from its file, or set model.tuning.fit to 0"
                 )
-            self.tuning.fit_position(self.model, self.name, self.trainer.datamodule.unaugmented)
+            self.tuning.fit_position(self.backbone, self.name, self.trainer.datamodule.unaugmented)
 
     def updates_per_epoch(self) -> int:
         """Number of optimizer updates in an epoch, an incomplete last accumulation included; does not build the loaders.
@@ -248,20 +264,20 @@ class Classifier(LightningModule):
         random.seed(int(state[2]))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, and log loss and top-1; with mixed labels, the one with the larger share counts."""
+        """Return the loss of a batch, and log it and the share of labels that are predicted."""
         images, labels = batch
         if self.mixup is not None and self.mixing.active(self.current_epoch):
             images, labels = self.mixup(images, torch.zeros_like(labels) if self.ignores_labels else labels)
         if self.teacher is None:
             logits = self(images).float()
-            loss = self.loss(logits, labels)
+            loss = self.task.loss(logits, labels)
         else:
             answers = self.teacher(images)
             labels = answers.argmax(-1) if self.ignores_labels else labels
             logits = self(self.teacher.settings.student_view(images, batch_idx)).float()
-            loss = self.teacher.loss(logits, answers, self.loss(logits, labels))
-        hard = labels if labels.ndim == 1 else labels.argmax(-1)
-        values = {"train/loss": loss.detach().expand(len(images)), "train/top1": (logits.detach().argmax(-1) == hard).float()}
+            loss = self.teacher.loss(logits, answers, self.task.loss(logits, labels))
+        right = self.task.right(logits.detach(), labels)
+        values = {"train/loss": loss.detach().expand(len(images)), f"train/{self.task.learned}": right}
         self.means.add(self.current_epoch, values)
         self.log_dict({f"{name}_step": value.mean() for name, value in values.items()}, on_step=True, prog_bar=True)
         return loss
@@ -270,21 +286,16 @@ class Classifier(LightningModule):
         """Log the means of loss and top-1 over the epoch and all ranks."""
         self.log_dict({f"{name}_epoch": mean for name, mean in self.means.items()})  # type: ignore[misc]
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Update top-1, top-5 (with more than 5 classes) and mean cross-entropy over the evaluation set.
+    def validation_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
+        """Update the task's metrics of the evaluation set.
 
         Images of label -1, which pad the last batches of several ranks, are not counted.
         """
         images, labels = batch
         if self.ignores_labels:
             labels = torch.where(labels < 0, labels, self.teacher(images).argmax(-1))  # type: ignore[misc]
-        logits = self(images).float()
-        values = {"val/loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")}
-        for k in self.top_k:
-            values[f"val/top{k}"] = (logits.topk(k).indices == labels[:, None]).any(-1).float()
-        for name, mean in self.val_means.items():
-            mean.update(values[name], labels >= 0)
-        self.log_dict(dict(self.val_means), on_step=False, on_epoch=True, prog_bar=True)
+        self.task.update(self(images).float(), labels)
+        self.log_dict(dict(self.task.values), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring), but no checksums.
@@ -307,6 +318,8 @@ class Classifier(LightningModule):
             "step": self.global_step,
             "ema": self.ema is not None,
         }
+        if self.task.name != "classification":
+            checkpoint["vitrel"] |= {"task": self.task.name, "head": self.head}
         if self.class_counts is not None:
             checkpoint["vitrel"]["class_counts"] = self.class_counts
         checkpoint["epoch_means"] = self.means.saved(self.trainer.strategy)
@@ -315,7 +328,8 @@ class Classifier(LightningModule):
     def settings(self) -> dict[str, Any]:
         """Return the constructor's arguments as plain values (dictionaries for the dataclasses)."""
         plain = {"model": self.name, "img_size": list(self.img_size), "model_args": dict(self.model_args)}
-        plain |= {name: getattr(self, name) for name in ("num_classes", "label_smoothing", "seed")}
+        plain |= {name: getattr(self, name) for name in ("num_classes", "label_smoothing", "seed", "head")}
+        plain["task"] = self.task.name
         groups = {name: getattr(self, name) for name in ("optim", "mixing", "objective", "tuning", "ema", "execution")}
         return plain | {name: None if group is None else asdict(group) for name, group in groups.items()}
 
@@ -323,6 +337,8 @@ class Classifier(LightningModule):
         """Restore the epoch's means; ValueError if the checkpoint's run had another model, classes, data or settings."""
         saved = checkpoint.get("vitrel", {})
         current = {"model": self.stored[0], "classes": self.classes, "ema": self.ema is not None}
+        if self.task.name != "classification" or "task" in saved:
+            current |= {"task": self.task.name, "head": self.head}
         for key, value in current.items():
             if (old := saved.get(key)) != value:
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")

@@ -23,14 +23,18 @@ class Objective:
             unchanged.
         bce_sum: sum the binary losses over the classes instead of averaging them.
         distillation: a teacher to learn from besides the labels; null for none.
+        dice: weight of the Dice loss (segmentation_models_pytorch) added to the cross-entropy of segmentation; 0 for none.
     """
 
     loss: Literal["ce", "bce"] = "ce"
     bce_target_thresh: float | None = None
     bce_sum: bool = False
     distillation: Distillation | None = None
+    dice: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.dice < 0:
+            raise ValueError(f"model.objective.dice must be at least 0, not {self.dice}")
         if self.loss == "ce" and (self.bce_target_thresh is not None or self.bce_sum):
             raise ValueError(
                 "model.objective.bce_target_thresh and model.objective.bce_sum need model.objective.loss: bce; set it or leave "

@@ -18,7 +18,10 @@ SHOWN = {
     "train/loss_epoch": "loss",
     "train/top1_epoch": "top1",
     "val/loss": "val loss",
+    "train/pixel_accuracy_step": "pixel accuracy",
+    "train/pixel_accuracy_epoch": "pixel accuracy",
     "val/top1": "val top1",
+    "val/miou": "val mIoU",
 }
 
 

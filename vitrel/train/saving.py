@@ -80,16 +80,17 @@ class AtomicIO(TorchCheckpointIO):
 class Best(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint of the evaluation with the highest `merit`, also across resumed runs.
 
-    If several evaluations have the same top-1 and loss, the first is kept.
+    If several evaluations have the same value and loss, the first is kept.
 
     Args:
         folder: folder of `best.ckpt`.
+        metric: of the evaluation set: "top1", or "miou" of segmentation.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, metric: str = "top1") -> None:
         # after evaluations, because not every epoch has one
         options = {"save_on_train_epoch_end": False, "enable_version_counter": False}
-        super().__init__(folder, "best", monitor="val/top1", mode="max", **options)
+        super().__init__(folder, "best", monitor=f"val/{metric}", mode="max", **options)
         self.loss = math.inf
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:

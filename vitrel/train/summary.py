@@ -26,6 +26,7 @@ from vitrel.train.metrics import CSVLog, best_of, epochs_of
 from vitrel.train.progress import Speed
 
 SHARE_IMAGES = 2  # training images by which the share of position in attention is measured
+TITLES = {"top1": "top-1", "miou": "mIoU", "pixel_accuracy": "pixel accuracy"}
 
 
 class Summary(Callback):
@@ -99,9 +100,10 @@ class Summary(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.finish(trainer, "finished")
-        if self.prints and trainer.is_global_zero and (best := best_of(self.csv.rows)):
-            folder = self.path.parent
-            print(f"best top-1 {best['val/top1']:.4f} after epoch {int(best['epoch']) + 1}: {folder}/checkpoints/best.ckpt")
+        if self.prints and trainer.is_global_zero and (best := best_of(self.csv.rows, module.task.metric)):
+            folder, metric = self.path.parent, module.task.metric
+            value, epoch = best[f"val/{metric}"], int(best["epoch"]) + 1
+            print(f"best {TITLES[metric]} {value:.4f} after epoch {epoch}: {folder}/checkpoints/best.ckpt")
             command = evaluate_line(folder, self.fixed["data"], self.fixed["img_size"], folder / "evaluation")
             print(f"at other sizes (a run's folder stands for its last.ckpt):\n  {command}", flush=True)
 
@@ -119,15 +121,17 @@ class Summary(Callback):
         self.write(trainer, status, error)
         epochs = epochs_of(self.csv.rows)
         if trainer.is_global_zero and epochs:
-            draw_curves(epochs, self.path.with_name("curves.png"))
+            task = trainer.lightning_module.task
+            draw_curves(epochs, self.path.with_name("curves.png"), task.metric, task.learned)
 
     def write(self, trainer: Trainer, status: str, error: str | None = None) -> None:
         """Write `summary.json`, on rank 0 only."""
         if not trainer.is_global_zero:
             return
         epochs = epochs_of(self.csv.rows)
-        evaluated = [row for row in epochs if "val/top1" in row]
-        best = best_of(self.csv.rows)
+        metric = trainer.lightning_module.task.metric
+        evaluated = [row for row in epochs if f"val/{metric}" in row]
+        best = best_of(self.csv.rows, metric)
         entry = {
             "status": status,
             **({} if error is None else {"error": error}),
@@ -145,17 +149,24 @@ class Summary(Callback):
             part.write_text(json.dumps(entry, indent=2, ensure_ascii=False) + "\n")
 
 
-def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
-    """Draw loss, top-1 accuracy and learning rate over epochs (rows of `epochs_of`) and save the figure as PNG."""
+def draw_curves(epochs: list[dict[str, float]], path: Path, metric: str = "top1", learned: str = "top1") -> None:
+    """Draw loss, metric and learning rate over epochs (rows of `epochs_of`) and save the figure as PNG.
+
+    Args:
+        epochs: rows of `epochs_of`.
+        path: of the PNG.
+        metric, learned: of the task, on the evaluation set and in training.
+    """
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    loss, top1, rate = figure.subplots(1, 3)
-    for axes, name in ((loss, "loss"), (top1, "top1")):
-        _curve(axes, epochs, f"train/{name}_epoch", "training", "#D55E00", "--")
+    loss, values, rate = figure.subplots(1, 3)
+    for axes, trained, name in ((loss, "loss", "loss"), (values, learned, metric)):
+        label = "training" if trained == name else f"training ({TITLES[trained]})"
+        _curve(axes, epochs, f"train/{trained}_epoch", label, "#D55E00", "--")
         _curve(axes, epochs, f"val/{name}", "validation", "#0072B2", "-")
         if axes.lines:
             axes.legend(frameon=False)
     _curve(rate, epochs, "lr", "", "#000000", "-")
-    for axes, title in ((loss, "loss"), (top1, "top-1 accuracy (%)"), (rate, "learning rate")):
+    for axes, title in ((loss, "loss"), (values, f"{TITLES[metric]} (%)"), (rate, "learning rate")):
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -214,7 +225,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, color: str, dash: str) -> None:
-    scale = 100 if "top1" in name else 1
+    scale = 1 if "loss" in name or name == "lr" else 100
     points = [(row["epoch"] + 1, scale * row[name]) for row in epochs if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), dash, color=color, label=label, marker="." if len(points) < 30 else "")

@@ -174,8 +174,10 @@ class Tuning:
         fade = {"fade_steps": 1} if self.absolute == "fade" else {}
         absolute = self.absolute or "drop"
         fitted = absolute_to_relative(original, images, self.position, self.position_args, absolute=absolute, **fade)
-        head = {name: value for name, value in model.state_dict().items() if name.startswith("head.")}
-        model.load_state_dict(fitted.state_dict() | head)
+        # the head is the model's own, and one for segmentation has dropped what only classifiers read
+        state = model.state_dict()
+        head = {name: value for name, value in state.items() if name.startswith("head.")}
+        model.load_state_dict({name: value for name, value in (fitted.state_dict() | head).items() if name in state})
         report = fitted.conversion
         explained = [" ".join(f"{step.explained:.2f}" for step in steps) for steps in (report.before, report.after)]
         rank_zero_only(print)(
@@ -229,7 +231,8 @@ class Tuning:
         if self.reset_head is False:
             raise ValueError(f"{why}: set model.tuning.reset_head to null or true for a new classifier")
         model.reset_classifier(num_classes)
-        rank_zero_only(print)(f"{why}: the classifier is new")
+        if num_classes:  # else a head of segmentation follows
+            rank_zero_only(print)(f"{why}: the classifier is new")
 
     def _load(self, model: nn.Module) -> list[str] | None:
         """Load `init_from`, if set, into a vitrel model in place; return the class names in the file.

@@ -1,0 +1,122 @@
+"""Heads of segmentation: logits lie where their pixels are, at any size, for models with and without stages."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vitrel  # noqa: F401  registers our names with timm
+from vitrel.models.segmenter import Segmenter
+
+SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+
+
+def vit(position="table", **options):
+    return timm.create_model("vitrel_vit_n8_none", img_size=(32, 48), position=position, **SMALL | options)
+
+
+class Places(nn.Module):
+    """A model of three stages whose features are the places of their tokens' centers, in pixels (y, x)."""
+
+    def __init__(self):
+        super().__init__()
+        self.feature_info = [{"num_chs": 2, "reduction": reduction} for reduction in (4, 8, 16)]
+
+    def reset_classifier(self, num_classes, global_pool=None):
+        pass
+
+    def forward_intermediates(self, image, indices, norm, output_fmt, intermediates_only):
+        assert (indices, norm, output_fmt, intermediates_only) == (3, True, "NCHW", True)
+        maps = []
+        for level in self.feature_info:
+            sides = [(torch.arange(-(-n // level["reduction"])) + 0.5) * level["reduction"] for n in image.shape[-2:]]
+            maps.append(torch.stack(torch.meshgrid(*sides, indexing="ij"))[None])
+        return maps
+
+
+@pytest.mark.parametrize("size", [(64, 96), (52, 100)])
+def test_stages_are_joined_where_their_tokens_lie(size):
+    """Inside, where no interpolation meets a border, every stage says the same place as the finest."""
+    places = Segmenter(Places(), 3).tokens(torch.zeros(1, 3, *size)).view(3, 2, size[0] // 4, size[1] // 4)
+    inside = places[..., 2:-4, 2:-4]
+    assert inside.numel()
+    for stage in inside[1:]:
+        torch.testing.assert_close(stage, inside[0])
+
+
+def test_logits_lie_where_their_pixels_are():
+    model = Segmenter(Places(), 2)
+    model.head = nn.Conv2d(6, 2, 1, bias=False)  # the place by the finest stage
+    with torch.no_grad():
+        model.head.weight.copy_(torch.eye(2, 6)[..., None, None])
+        logits = model(torch.zeros(1, 3, 61, 90))
+    assert logits.shape == (1, 2, 61, 90)
+    y, x = torch.meshgrid(torch.arange(61) + 0.5, torch.arange(90) + 0.5, indexing="ij")
+    torch.testing.assert_close(logits[0, :, 4:-6, 4:-6], torch.stack((y, x))[:, 4:-6, 4:-6])
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_rope_mixed", "vitrel_swin_n"])
+def test_any_height_and_width(name):
+    model = Segmenter(timm.create_model(name, img_size=(32, 48), num_classes=7), 3).eval()
+    with torch.no_grad():
+        for size in ((32, 48), (33, 70), (17, 24)):
+            logits = model(torch.randn(2, 3, *size))
+            assert logits.shape == (2, 3, *size) and logits.isfinite().all()
+    assert model.num_classes == 3 and model.img_size == (32, 48) and model.pretrained_cfg["mean"]
+
+
+def test_the_linear_head_reads_the_last_normalized_tokens():
+    model = Segmenter(vit(global_pool="token", class_token=True), 3)
+    image = torch.randn(2, 3, 32, 48)
+    with torch.no_grad():
+        model.train()(image)  # moves the statistics of the batch norm
+        tokens = model.eval().backbone.forward_features(image)[:, 1:].mT.unflatten(2, (4, 6))
+        norm, linear = model.head
+        scaled = (tokens - norm.running_mean.view(-1, 1, 1)) / (norm.running_var.view(-1, 1, 1) + norm.eps).sqrt()
+        at_tokens = torch.einsum("kc,bchw->bkhw", linear.weight[:, :, 0, 0], scaled)
+        want = F.interpolate(at_tokens, scale_factor=8, mode="bilinear", align_corners=False)
+        torch.testing.assert_close(model(image), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [vit, lambda: timm.create_model("vitrel_swin_n", img_size=(32, 48))])
+def test_every_parameter_learns_and_stands_in_timms_layers(build):
+    model = Segmenter(build(), 3)
+    model(torch.randn(2, 3, 32, 48)).square().mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    layers = timm.models.group_parameters(model, model.group_matcher(), reverse=True)
+    assert layers.keys() == {name for name, _ in model.named_parameters()}
+    assert {name for name, layer in layers.items() if layer == max(layers.values())} >= {"head.1.weight", "head.1.bias"}
+    assert layers["backbone.patch_embed.proj.weight"] == 0
+    assert model.position_parameters() <= model.no_weight_decay() and model.position_parameters()
+    assert model.position_lr_scales().keys() <= model.position_parameters()
+
+
+def test_a_timm_model_is_a_backbone_too():
+    model = Segmenter(timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), depth=2), 4).eval()
+    assert model(torch.randn(1, 3, 32, 48)).shape == (1, 4, 32, 48)
+
+
+def test_what_cannot_be_segmented_is_refused():
+    with pytest.raises(ValueError, match="unknown head 'lines'"):
+        Segmenter(vit(), 3, "lines")
+    with pytest.raises(ValueError, match="Linear gives no feature maps"):
+        Segmenter(nn.Linear(3, 3), 3)
+    with pytest.raises(ValueError, match="at least 1 class, not 0"):
+        Segmenter(vit(), 0)
+
+
+@pytest.mark.slow
+def test_a_file_of_onnx_segments_images_of_any_size(tmp_path):
+    """The linear head, exported with dynamic height and width and run by onnxruntime."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, path = Segmenter(vit("rope_axial"), 3).eval(), tmp_path / "model.onnx"
+    sides = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(model, (torch.randn(2, 3, 64, 40),), dynamic_shapes=(sides,))
+    torch.onnx.export(program, (), str(path), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(str(path))
+    for size in ((64, 40), (32, 72)):
+        image = torch.randn(2, 3, *size)
+        [logits] = session.run(None, {session.get_inputs()[0].name: image.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(image).detach(), atol=1e-4, rtol=1e-4)
