@@ -128,6 +128,11 @@ def test_an_embedding_is_a_leak_and_no_position_is_none():
     assert min(leaks[0]) > 0.9 and max(leaks[1]) < 0.01
 
 
+def test_a_layer_that_is_not_there():
+    with pytest.raises(ValueError, match="there is no layer 4: vitrel_vit_n8_none has layers 0 to 3"):
+        patch_features(timm.create_model("vitrel_vit_n8_none"), images(2, (32, 32)), (4, -1))
+
+
 def test_a_row_as_columns():
     (row,) = measure_features(Maps(), images(), sizes=[64])
     columns = row.to_dict()

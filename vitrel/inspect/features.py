@@ -18,7 +18,7 @@ Features are centered by their mean over images and tokens before a cosine, sinc
 any two tokens have a cosine near 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,7 @@ def measure_features(
         batch_size: of a forward pass.
 
     Raises:
-        ValueError: too few images, a size that the model does not take, or features that are no map of tokens.
+        ValueError: too few images, a size or layer that the model does not have, or features that are no map of tokens.
     """
     size = trained_size(model) if size is None else checked_size(size)
     if images.dim() != 4 or len(images) < 4:
@@ -105,9 +105,11 @@ def measure_features(
         )
         for layer, x, of_colors in zip(layers, natural, features(colors), strict=True)
     ]
-    if shifts:
-        moved = _equivariances(features, images, size, [row.grid for row in rows], shifts, layers)
-        rows = [row._replace(equivariance=value) for row, value in zip(rows, moved, strict=True)]
+    for grid in dict.fromkeys(row.grid for row in rows) if shifts else ():
+        alike = [number for number, row in enumerate(rows) if row.grid == grid]
+        moved = _equivariances(features, images, size, grid, shifts, [layers[number] for number in alike])
+        for number, value in zip(alike, moved, strict=True):
+            rows[number] = rows[number]._replace(equivariance=value)
     for other in others:
         there = features(resized(images, other), at_size(model, other).model)
         for row, here, maps in zip(rows, natural, there, strict=True):
@@ -122,12 +124,12 @@ def patch_features(model: nn.Module, images: Tensor, layers: Sequence[int] = (-1
     """
     with evaluating(model), torch.no_grad():
         if hasattr(model, "forward_intermediates"):
-            found: dict[int, Tensor] = {}
-            for layer in layers:  # one by one: timm returns several in the order of the model, not in that of the indices
-                if layer not in found:
-                    options = {"norm": True, "output_fmt": "NCHW", "intermediates_only": True, "stop_early": layer != -1}
-                    (found[layer],) = model.forward_intermediates(images, indices=[layer], **options)
-            return [found[layer].float() for layer in layers]
+            options = {"norm": True, "output_fmt": "NCHW", "intermediates_only": True}
+            last = set(layers) == {-1}
+            maps = model.forward_intermediates(images, indices=[-1] if last else None, **options)
+            if not last and (wrong := [layer for layer in layers if not -len(maps) <= layer < len(maps)]):
+                raise ValueError(f"there is no layer {wrong[0]}: {model_name(model)} has layers 0 to {len(maps) - 1}")
+            return [maps[layer].float() for layer in layers]
         if set(layers) != {-1} or not hasattr(model, "forward_features"):
             raise ValueError(f"{model_name(model)} has no forward_intermediates: only layer -1 of forward_features is possible")
         x, grid = model.forward_features(images), patch_grid(model, tuple(images.shape[2:]))
@@ -177,37 +179,28 @@ def _equivariances(
     features: Callable[..., list[Tensor]],
     images: Tensor,
     size: Size,
-    grids: Sequence[Size],
+    grid: Size,
     shifts: Sequence[tuple[int, int]],
     layers: Sequence[int],
-) -> Iterator[float]:
-    """The mean cosine over tokens, images and shifts of each layer, whose grid stands in `grids`; all views have `size`."""
-    for grid in dict.fromkeys(grids):
-        steps = [n / m for n, m in zip(size, grid, strict=True)]
-        if any(step % 1 for step in steps):
-            raise ValueError(
-                f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}: choose another "
-                "size, or shifts=()"
+) -> list[float]:
+    """The mean cosine over tokens, images and shifts of each of `layers`, whose features all have this grid."""
+    if any(n % m for n, m in zip(size, grid, strict=True)):
+        where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"
+        raise ValueError(f"{where}: choose another size, or shifts=()")
+    if any(not 0 <= step < n for shift in shifts for step, n in zip(shift, grid, strict=True)):
+        raise ValueError(f"shifts {tuple(shifts)} are not 0 to below the {format_size(grid)} grid of layer {layers[0]}")
+    (h, w), (y, x) = size, (n // m for n, m in zip(size, grid, strict=True))
+    whole = resized(images, (h + y * max(down for down, _ in shifts), w + x * max(right for _, right in shifts)))
+    still, found = features(whole[:, :, :h, :w], chosen=layers), [0.0] * len(layers)
+    for down, right in shifts:
+        moved = features(whole[:, :, down * y : down * y + h, right * x : right * x + w], chosen=layers)
+        for number, (a, b) in enumerate(zip(still, moved, strict=True)):
+            mean = a.mean((0, 2, 3), keepdim=True)
+            cosine = F.cosine_similarity(
+                a[:, :, down:, right:] - mean, b[:, :, : grid[0] - down, : grid[1] - right] - mean, dim=1
             )
-    for layer, grid in zip(layers, grids, strict=True):
-        step = [n // m for n, m in zip(size, grid, strict=True)]
-        margin = [max(shift[axis] for shift in shifts) for axis in (0, 1)]
-        if any(more >= n for more, n in zip(margin, grid, strict=True)) or min(map(min, shifts)) < 0:
-            raise ValueError(f"shifts {tuple(shifts)} are not 0 to below the {format_size(grid)} grid of layer {layer}")
-        whole = resized(images, tuple(n + m * s for n, m, s in zip(size, margin, step, strict=True)))
-
-        def view(down: int, right: int, whole: Tensor = whole, step: Sequence[int] = step, layer: int = layer) -> Tensor:
-            top, left = down * step[0], right * step[1]
-            return features(whole[:, :, top : top + size[0], left : left + size[1]], chosen=[layer])[0]
-
-        still = view(0, 0)
-        mean = still.mean((0, 2, 3), keepdim=True)
-        cosines = []
-        for down, right in shifts:
-            moved = view(down, right)
-            pair = still[:, :, down:, right:] - mean, moved[:, :, : grid[0] - down, : grid[1] - right] - mean
-            cosines.append(F.cosine_similarity(*pair, dim=1).mean())
-        yield float(torch.stack(cosines).mean())
+            found[number] += float(cosine.mean()) / len(shifts)
+    return found
 
 
 def _centered(features: Tensor) -> Tensor:
