@@ -48,7 +48,7 @@ class SizeDiagnosis:
 
     size: Size
     refusal: str = ""  # why the model does not take the size, or ""
-    resized: dict[str, int] = field(default_factory=dict)  # {name and rule: number of values that are replaced}
+    resampled: dict[str, int] = field(default_factory=dict)  # {name and rule: number of values that are replaced}
     changes: tuple[BiasChange, ...] = ()
     stages: tuple[StageDiagnosis, ...] = ()
     unread: Size = (0, 0)  # rows below and columns at the right of the image that no patch contains
@@ -163,7 +163,7 @@ def _at_one_size(model: nn.Module, size: Size) -> SizeDiagnosis:
     embed, unread = getattr(found.model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
-    return SizeDiagnosis(size, "", found.resized, changes, tuple(_stages(found)), unread, found.trace.attends)
+    return SizeDiagnosis(size, "", found.resampled, changes, tuple(_stages(found)), unread, found.trace.attends)
 
 
 def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
@@ -187,7 +187,7 @@ def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
         if line.refusal:
             lines.append([format_size(line.size), f"refused: {line.refusal}", *[""] * (len(lines[0]) - 2)])
             continue
-        replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
+        replaced = f"{sum(line.resampled.values()):,}" if line.resampled else "-"
         unknown = ("?",) * 5 if line.attends else ("no attention", *("-",) * 4)
         columns = [_stage_cells(stage) for stage in line.stages] or [unknown]
         cells = (" ".join(cells) for cells in zip(*columns, strict=True))
@@ -207,7 +207,7 @@ def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str, str]:
 
 
 def _replaced(line: SizeDiagnosis) -> str:
-    return "; ".join(f"{rule}, {n:,} values" for rule, n in line.resized.items())
+    return "; ".join(f"{rule}, {n:,} values" for rule, n in line.resampled.items())
 
 
 def _other_bias(line: SizeDiagnosis) -> str:
