@@ -207,8 +207,8 @@ def traced(inputs, position="log_decay", **options):
     return {
         "scores": all_steps.raw, "scaled": all_steps.scaled, "distance": distance, "growth": (1 + distance).log(),
         "bias": all_steps.biased - all_steps.scaled, "logits": all_steps.biased,
-        "shifted": all_steps.biased - all_steps.maximum[..., None], "exps": all_steps.exponentials,
-        "weights": all_steps.weights, "output": all_steps.output, "change": all_steps.difference,
+        "shifted": (shifted := all_steps.biased - all_steps.biased.amax(-1, keepdim=True)), "exps": shifted.exp(),
+        "weights": all_steps.weights, "output": all_steps.output, "change": all_steps.weights - all_steps.weights_without,
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def test_table_json_and_picture(tmp_path, capsys, monkeypatch):
     assert "64x64" in text and "60x48" in text and "tokens see across opposite borders at 2 of 2 sizes" in text
     assert "no token sees across a border" in text
     theirs, ours = json.loads(files[0].read_text())
-    assert theirs["findings"]["as built"].keys() == {"borders", "padding"} and ours["findings"] == {}
+    assert theirs["findings"].keys() == {"borders", "padding"} and ours["findings"] == {}
     with Image.open(files[1]) as picture:
         assert picture.format == "PNG" and picture.height > picture.width  # a row for each model
 
@@ -43,6 +43,7 @@ def test_the_names_on_the_command_line(capsys):
     ("arguments", "message"),
     [
         (["test_vitt", "--size", "96"], "unknown model 'test_vitt'; nearest: test_vit"),
+        (["test_vit", "--size", "96", "--model-args", "{dynamic: true}"], "--model-args: VisionTransformer"),
         (["test_vit", "--size", "96", "--json", "no/such/folder.json"], "no folder no/such for folder.json"),
         (["test_vit", "--size", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),
     ],

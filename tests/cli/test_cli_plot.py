@@ -7,11 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import ROOT, command
+from helpers import command
 from helpers.variants import perturbed
 from vitrel.cli import plot as plot_command
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT
 
 tool = command("plot")
@@ -39,10 +38,8 @@ def test_pictures_of_a_model(small, tmp_path, capsys):
     arguments = ["any", "--size", "32x48", "--layers", "1", "--query", "3,4", "--image", str(tmp_path / "red.png")]
     tool.main([*arguments, "--out", str(tmp_path / "out")])
     out, err = capsys.readouterr()
-    names = ["offset_maps", "profiles", "bucket_map", "similarity", "attention", "overruled", "directions"]
-    left_out = [name for name in names if f"no {name}.png: " in err]
-    assert out.split() == [str(tmp_path / "out" / f"{name}.png") for name in names if name not in left_out]
-    assert set(left_out) <= {"overruled"}
+    names = ["offset_maps", "similarity", "attention"]
+    assert out.split() == [str(tmp_path / "out" / f"{name}.png") for name in names] and "no " not in err
     for path in out.split():
         with Image.open(path) as picture:
             assert picture.format == "PNG" and min(picture.size) > 150
@@ -52,9 +49,9 @@ def test_scenes_and_what_a_model_does_not_have(small, tmp_path, capsys):
     small("none")
     tool.main(["any", "--out", str(tmp_path)])
     out, err = capsys.readouterr()
-    assert out.split() == [str(tmp_path / "attention.png"), str(tmp_path / "directions.png")]
+    assert out.split() == [str(tmp_path / "attention.png")]
     assert "no offset_maps.png: nothing to draw by offset: ViT has no position in attention" in err
-    assert "no overruled.png: content overrides no negative bias" in err
+    assert "no similarity.png: ViT adds no embedding" in err
 
 
 def test_images_as_the_model_takes_them(tmp_path):
@@ -78,7 +75,6 @@ def test_images_as_the_model_takes_them(tmp_path):
         (["vitrel_vit_n8_none", "--heads", "0", "3"], "there is no head 3: the model has heads 0 to 2"),
         (["deit_tiny_patch16_224.nosuch"], "Invalid pretrained tag (nosuch)"),
         (["no/such.ckpt"], "no checkpoint at no/such.ckpt"),
-        (["no/such.ckpt", "--gallery"], "no/such.ckpt"),
     ],
 )
 def test_bad_input_ends_with_a_message(arguments, message, tmp_path):
@@ -108,8 +104,7 @@ def test_a_model_of_timm_is_brought_to_the_size_first(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one MODEL, or --gallery; got 0"),
-        (["m", "n"], "give one MODEL, or --gallery; got 2"),
+        ([], "MODEL"),
         (["m", "--query", "3x4"], "'3x4' is not a patch: write row,column as 3,4"),
         (["m", "--size", "big"], "'big' is not an image size"),
     ],
@@ -118,26 +113,3 @@ def test_bad_usage(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         tool.main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_gallery_is_made_by_one_command_and_always_alike(tmp_path, capsys):
-    for folder in ("a", "b"):
-        tool.main(["--gallery", "--out", str(tmp_path / folder)])
-    first, second = (tmp_path / folder / "gallery.png" for folder in ("a", "b"))
-    assert capsys.readouterr().out.split() == [str(first), str(second)]
-    assert first.read_bytes() == second.read_bytes() and first.stat().st_size < 400_000
-
-
-@pytest.mark.slow
-def test_a_sheet_of_trained_models(tmp_path):
-    torch.manual_seed(0)
-    model = perturbed(ViT(32, 8, num_classes=2, embed_dim=16, depth=2, num_heads=2, position="table").eval(), 0.5)
-    images = torch.rand(2, 3, 32, 32)
-    path = sheets.learned_gallery(tmp_path / "sheet.png", {"mine": model}, images, images)
-    with Image.open(path) as picture:
-        assert picture.format == "PNG" and picture.width > 1000
-
-
-def test_committed_sheets_are_small():
-    assert all((ROOT / "docs" / "images" / name).stat().st_size < 400_000 for name in ("gallery.png", "learned.png"))

@@ -1,6 +1,6 @@
 """docs/founding_documents.md from founding_documents.json: every worked example, what the documents print, where it is wrong.
 
-The five tokens are also shown step by step, as `vitrel.explain` prints them; a trace that differs from the stored numbers is
+The five tokens are also shown term by term, as `vitrel.explain` prints them; a text that differs from the stored numbers is
 refused.
 """
 
@@ -42,10 +42,10 @@ ABOUT = {  # {example: (what it shows, how vitrel computes it)}
     "square_listed": ("biases of single pairs of patches", "`set_biases(..., offset=...)` in both readings"),
     "content_outweighs_bias": (
         "content overrides a negative bias",
-        '`"table"`; `vitrel.inspect.plot.overruled` draws the clearest case in a model',
+        '`"table"`',
     ),
     "square_targets": ("where each patch looks", "the largest logits of the example before"),
-    "four_heads": ("four heads with a direction each", '`"table"`; `vitrel.inspect.plot.directions` draws them'),
+    "four_heads": ("four heads with a direction each", '`"table"`; `vitrel.inspect.plot.offset_maps` draws them'),
     "clip": ("offsets beyond a radius share its row", '`"clipped", radius=2`'),
     "stored_biases": ("what a stored list of biases adds", '`"clipped", radius=2`'),
     "t5_groups": ("groups of distances against T5's buckets", '`"t5", num_buckets=32, max_distance=128`'),
@@ -56,7 +56,7 @@ ABOUT = {  # {example: (what it shows, how vitrel computes it)}
     "t5_exercise": ("buckets of five distances", '`"t5", num_buckets=32, max_distance=128`'),
     "t5_demo": ("buckets of the listing's distances", '`"t5", num_buckets=32, max_distance=128`'),
     "relative_shift": ("rows of offsets moved into rows of keys by padding and reshaping", "`examples/skew.py`"),
-    "length_analysis": ("attention spreads as the sequence grows", "`vitrel.inspect.plot.attention_span`, `spans`"),
+    "length_analysis": ("attention spreads as the sequence grows", "the entropy of `vitrel.explain(...).weights`"),
     "sizes": ("how many rows and parameters tables have", "the parameters of `table`, `t5`"),
     "sizes_of_listings": ("the parameters that the listings count", "the parameters of `shaw`, `transformer_xl`, `t5`"),
     "sentence": ("distances between words", "`vitrel.Grid(1, 6).offsets()`"),
@@ -252,7 +252,7 @@ a document's listing computes but the document does not print.
 """
 END = """<!-- /examples -->
 """
-TRACE = """### Step by step
+TRACE = """### Term by term
 
 ```python
 print(vitrel.explain(q, k, v, position="log_decay", decay={decay}, tokens={tokens}))

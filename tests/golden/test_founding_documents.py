@@ -13,7 +13,6 @@ from numpy.testing import assert_allclose
 
 import vitrel
 from examples.skew import relative_shift
-from vitrel.inspect import plot
 
 DOCUMENTS = json.loads((Path(__file__).parent / "founding_documents.json").read_text())
 CASES = DOCUMENTS["cases"]
@@ -76,20 +75,22 @@ def five_by_vitrel(inputs):
     e = explained(inputs, "log_decay", decay=inputs["lambda"], tokens=inputs["tokens"])
     assert e.names == tuple(inputs["tokens"])
     bias = e.added["bias[dy, dx]"][0]
+    maximum = e.biased[0].amax(-1)
+    shifted = e.biased[0] - maximum[:, None]
     return {
         "raw": e.raw[0],
         "scaled": e.scaled[0],
-        "log_distance": e.log_distance[0, 0],
+        "log_distance": bias[0] / -inputs["lambda"],
         "bias_by_distance": bias[0],
         "bias": bias,
         "biased": e.biased[0],
-        "maximum": e.maximum[0],
-        "shifted": e.shifted[0],
-        "exponentials": e.exponentials[0],
-        "sums": e.total[0],
+        "maximum": maximum,
+        "shifted": shifted,
+        "exponentials": shifted.exp(),
+        "sums": shifted.exp().sum(-1),
         "weights": e.weights[0],
         "output": e.output[0],
-        "change": e.difference[0],
+        "change": (e.weights - e.weights_without)[0],
     }
 
 
@@ -187,7 +188,7 @@ def terms_by_vitrel(inputs):
 
 def relative_by_vitrel(offset):
     table = vitrel.create_position("table", (2, 2), 1, 2).set_biases(LISTED, offset=offset)
-    return explained(CASES["square_relative"]["inputs"], table, offset=offset)
+    return explained(CASES["square_relative"]["inputs"], table)
 
 
 def targets_by_vitrel(inputs):
@@ -304,8 +305,14 @@ def shift_by_vitrel(inputs):
 
 
 def length_by_vitrel(inputs):
-    spans = plot.spans("log_decay", inputs["lengths"], decay=inputs["lambda"])
-    return {"entropy": [span.entropy[0] for span in spans], "above": [span.above[0] for span in spans]}
+    x = torch.zeros(max(inputs["lengths"]), 2)
+    rows = [
+        vitrel.explain(x[:1], x[:n], x[:n], "log_decay", decay=inputs["lambda"]).weights.flatten() for n in inputs["lengths"]
+    ]
+    return {
+        "entropy": [torch.special.entr(row).sum().item() for row in rows],
+        "above": [(row > 0.01).sum().item() for row in rows],
+    }
 
 
 def count(key, grid, heads=1, dim=8, **options):
@@ -436,13 +443,20 @@ def test_what_the_listing_of_the_shift_returns():
 
 def log_distances(*distances):
     x = torch.zeros(9, 2)
-    return vitrel.explain(x, x, x, "log_decay", decay=1.0).log_distance[0, 0, list(distances)].tolist()
+    return (-vitrel.explain(x, x, x, "log_decay", decay=1.0).added["bias[dy, dx]"])[0, 0, list(distances)].tolist()
 
 
 def gains():
     """What each of the five tokens gains in attention to itself."""
     e = explained(CASES["five_tokens_log_decay"]["inputs"], "log_decay", decay=0.3)
-    return dict(zip(CASES["five_tokens_log_decay"]["inputs"]["tokens"], e.difference[0].diagonal().tolist(), strict=True))
+    gained = (e.weights - e.weights_without)[0].diagonal().tolist()
+    return dict(zip(CASES["five_tokens_log_decay"]["inputs"]["tokens"], gained, strict=True))
+
+
+def losses(query, keys):
+    """What keys lose of a query's attention among the five tokens."""
+    e = explained(CASES["five_tokens_log_decay"]["inputs"], "log_decay", decay=0.3)
+    return {"losses": (e.weights - e.weights_without)[0, query, keys]}
 
 
 def largest_bias():
@@ -462,8 +476,7 @@ def bias_of_one():
 
 def terms_of_deberta():
     x = torch.randn(4, 4)
-    titles = re.findall(r"\n  ([a-z]+-[a-z]+) ", str(vitrel.explain(x, x, x, "deberta")))
-    return titles
+    return ["content-content", *vitrel.explain(x, x, x, "deberta").added]
 
 
 def shuffled():
@@ -574,9 +587,7 @@ STATEMENTS = {
     "quadrupling": lambda: {"ratios": [log_distances(4)[0] / log_distances(1)[0], log_distances(8)[0] / log_distances(2)[0]]},
     "edge_tokens": lambda: {"order": sorted(gains(), key=gains().get, reverse=True)},
     "middle_token": lambda: {"rank": 1 + sorted(gains(), key=gains().get, reverse=True).index("sat")},
-    "equal_losses": lambda: {
-        "losses": explained(CASES["five_tokens_log_decay"]["inputs"], "log_decay", decay=0.3).difference[0, 2, [0, 4]]
-    },
+    "equal_losses": lambda: losses(2, [0, 4]),
     "scale_of_bias": lambda: {"adds": bias_of_one()},
     "deberta_bias": lambda: {"terms": terms_of_deberta()},
 }

@@ -19,9 +19,9 @@ def test_the_trace_on_the_page_has_the_golden_numbers():
     blocks = re.findall(r"\nquery .*(?:\n  .*)+", text)
     assert len(blocks) == len(EXPECTED["weights"]) == 5
     for block, weights, output in zip(blocks, EXPECTED["weights"], EXPECTED["output"], strict=True):
-        rows = [line.split() for line in block.split("\n") if "(0, " in line][1:]
-        assert [row[-4] for row in rows] == [f"{weight:.4f}" for weight in weights]
-        assert "output" + " " * 12 + " ".join(f"{value:.4f}" for value in output) in block
+        rows = [line.split() for line in block.split("\n") if "(0, " in line]
+        assert [row[-2] for row in rows] == [f"{weight:.4f}" for weight in weights]
+        assert "output" + " " * 12 + "  ".join(f"{value:.4f}" for value in output) in block
 
 
 @pytest.mark.parametrize(

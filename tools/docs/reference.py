@@ -22,6 +22,7 @@ PACKAGES = (
     "vitrel.inspect.resolution_report",
     "vitrel.inspect.attention",
     "vitrel.inspect.explain",
+    "vitrel.inspect.features",
     "vitrel.inspect.plot",
     "vitrel.evaluate.run",
     "vitrel.cpu.optimize",

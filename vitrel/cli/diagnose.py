@@ -1,16 +1,17 @@
 """Show how other image sizes affect position in any timm model: interpolated values, leaks, padding, windows, bias.
 
     vitrel diagnose swin_tiny_patch4_window7_224 --size 160 224 320
+    vitrel diagnose swin_tiny_patch4_window7_224 --model-args '{dynamic_img_size: true}' --size 320
     vitrel diagnose swinv2_tiny_window8_256 vitrel_swinv2_t --size 192x288 512 --plot leak.png --json leak.json
 
-Random weights, no data, no training.
+Random weights, no data, no training. A model is brought to a size by its set_input_size, or as it was built where it takes any.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from vitrel.cli.options import add_json, add_sizes, check_folders, write_json
+from vitrel.cli.options import add_json, add_sizes, arguments_given, check_folders, mapping, write_json
 from vitrel.common.extras import require
 
 
@@ -19,7 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's models included")
     add_sizes(parser, "image sizes", required=True)
-    add("--compile", action="store_true", help="count the graphs that torch.compile makes over the sizes (slower)")
+    add(
+        "--model-args",
+        type=mapping,
+        default={},
+        metavar="YAML",
+        help="arguments of all models, e.g. '{dynamic_img_size: true}'",
+    )
     add_json(parser, "write the results, a list with one entry per model,")
     add("--plot", type=Path, metavar="FILE", help="plot the tokens that see the opposite border, as PNG")
 
@@ -37,7 +44,8 @@ def run(args: argparse.Namespace) -> None:
         check_model_name(name, allow_sources=True)
     diagnoses = []
     for name in args.models:
-        diagnoses.append(diagnose(name, args.size, compile=args.compile, progress=_print_step))
+        with arguments_given("--model-args", args.model_args):
+            diagnoses.append(diagnose(name, args.size, _print_step, **args.model_args))
         if args.json != "-":
             print(diagnoses[-1], end="\n\n", flush=True)
     if args.json:

@@ -1,4 +1,4 @@
-"""Print the steps of attention with position, with all numbers, for a few tokens of a small grid.
+"""Print every term that position adds to attention, with all numbers, for a few tokens of a small grid.
 
     vitrel explain table --grid 2x3 --query 1
     vitrel explain log_decay --grid 1x5 --options '{decay: 0.3}' --query 0
@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grid", type=grid, default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
     add("--query", type=int, help="number of one query token, from 0; default all")
     add("--head", type=int, default=0, help="number of the head, from 0; default %(default)s")
-    add("--offset", choices=("query-key", "key-query"), default="query-key", help="sign of offsets; default %(default)s")
     add("--heads", type=count, default=1, help="number of heads for an ENCODING; default %(default)s")
     add("--dim", type=count, default=4, help="width of a head for an ENCODING; default %(default)s")
     add("--options", type=mapping, default={}, metavar="YAML", help="options of the ENCODING, e.g. '{decay: 0.3}'")
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     tokens = args.grid[0] * args.grid[1] + prefix
     q, k, v = (torch.randn(heads, tokens, dim, generator=generator, dtype=torch.float64) for _ in range(3))
     with arguments_given("--options", options):
-        print(explain(q, k, v, position, (*args.grid, prefix), args.query, head=args.head, offset=args.offset, **options))
+        print(explain(q, k, v, position, (*args.grid, prefix), args.query, head=args.head, **options))
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:

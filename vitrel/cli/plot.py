@@ -1,12 +1,11 @@
-"""Plot position in a model: by offset, along the axes, in buckets, and in the attention of an image.
+"""Plot position in a model: by offset, as an embedding, and in the attention of an image.
 
     vitrel plot runs/a --size 96x128 --layers 0 3 --image cat.jpg --query 3,4
     vitrel plot vitrel_vit_s16_alibi --out plots/alibi
-    vitrel plot --gallery
 
-Writes offset_maps.png, profiles.png, bucket_map.png, similarity.png, attention.png, overruled.png and directions.png into --out
-as far as they apply to the model, and prints their paths and why others are left out. Offsets are query minus key, in patches.
---gallery writes gallery.png instead, all encodings before training; with checkpoints, learned.png, their learned encodings.
+Writes offset_maps.png, similarity.png and attention.png into --out as far as they apply to the model, and prints their paths
+and why others are left out. Offsets are query minus key, in patches. Layers in which position is below 1 % of the logits are
+gray.
 """
 
 import argparse
@@ -31,7 +30,7 @@ SCENES = 8  # images of the built-in data set, where no image is given
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel plot`."""
-    add_models(parser, many=True, random=True, needed=False)
+    add_models(parser, random=True)
     add_sizes(parser, "image size, default that of training", many=False)
     add = parser.add_argument
     add("--out", "-o", type=Path, default=Path("plots"), metavar="DIR", help="output folder; default %(default)s")
@@ -39,22 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, nargs="+", help="heads; default all; attention.png is of their mean")
     add("--image", type=Path, metavar="FILE", help="image; default images of the built-in data set")
     add("--query", type=checked(_patch), metavar="ROW,COLUMN", help="query patch of attention.png; default the middle one")
-    add("--gallery", action="store_true", help="write gallery.png, or with checkpoints learned.png")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the position plots of one model, or with --gallery of all encodings or of checkpoints, and print their paths."""
-    if len(args.models) != 1 and not args.gallery:
-        args.usage_error(f"give one MODEL, or --gallery; got {len(args.models)} models")
+    """Write all plots that apply to the model, and print their paths."""
     require("matplotlib")
-    check_models(args, random=not args.gallery)
+    check_models(args, random=True)
     check_files(args.image)
-    for path in _gallery(args) if args.gallery else _pictures(args):
-        print(path, flush=True)
-
-
-def _pictures(args: argparse.Namespace) -> list[Path]:
-    """Write all plots that apply to the model; return their paths."""
     from vitrel.inspect import plot
     from vitrel.inspect.any_model import at_size
     from vitrel.inspect.attention import record
@@ -70,15 +60,11 @@ def _pictures(args: argparse.Namespace) -> list[Path]:
     _check(args, seen, layer)
     query = args.query or (seen[layer].grid.h // 2, seen[layer].grid.w // 2)
     drawings: dict[str, Callable[[], Figure]] = {
-        "offset_maps": lambda: plot.offset_maps(source, at, args.layers, heads),
-        "profiles": lambda: plot.profiles(source, at, args.layers, heads),
-        "bucket_map": lambda: plot.bucket_map(model, at),
-        "similarity": lambda: plot.similarity(model, at if source is model else None),
+        "offset_maps": lambda: plot.offset_maps(source, at, args.layers, heads, images if source is model else None),
+        "similarity": lambda: plot.similarity(model, at),
         "attention": lambda: plot.attention(model, images[0], query, layer, heads, shown[0]),
-        "overruled": lambda: plot.overruled(model, images, shown=shown),
-        "directions": lambda: plot.directions(model, layers=args.layers, images=images),
     }
-    written = []
+    written = False
     args.out.mkdir(parents=True, exist_ok=True)
     for name, draw in drawings.items():
         try:
@@ -86,11 +72,11 @@ def _pictures(args: argparse.Namespace) -> list[Path]:
         except ValueError as error:
             print(f"no {name}.png: {error}", file=sys.stderr)
             continue
-        written.append(args.out / f"{name}.png")
-        figure.savefig(written[-1], dpi=110)
+        figure.savefig(args.out / f"{name}.png", dpi=110)
+        print(args.out / f"{name}.png", flush=True)
+        written = True
     if not written:
-        raise ValueError(f"none of the plots applies to {args.models[0]}")
-    return written
+        raise ValueError(f"none of the plots applies to {args.model}")
 
 
 def _check(args: argparse.Namespace, recorded: list["Layer"], layer: int) -> None:
@@ -104,19 +90,6 @@ def _check(args: argparse.Namespace, recorded: list["Layer"], layer: int) -> Non
         raise ValueError(f"there is no head {missing[0]}: the model has heads 0 to {heads - 1}")
     if args.query:
         slot_of(recorded[layer], args.query)
-
-
-def _gallery(args: argparse.Namespace) -> list[Path]:
-    """Write gallery.png, or learned.png of the checkpoints; return its path."""
-    from vitrel.inspect.plot.gallery import gallery, learned_gallery
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not args.models:
-        return [gallery(args.out / "gallery.png")]
-    models = open_models(args)
-    images, shown = _images(models[0], models[0].img_size, args.image)
-    named = {trained.label: trained.model for trained in models}
-    return [learned_gallery(args.out / "learned.png", named, images, shown)]
 
 
 def _images(trained: "TrainedModel", size: "Size", path: Path | None) -> tuple["Tensor", "Tensor"]:

@@ -33,7 +33,7 @@ from vitrel.evaluate.sweep import Row
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
 from vitrel.inspect.footprint import border_leak
-from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
+from vitrel.inspect.resolution_report import resolution_report, stages
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, parts_with_policies
 from vitrel.ops import BACKENDS
@@ -164,7 +164,7 @@ class ModelWithPolicy(NamedTuple):
     unseen: float
     saturated: float
     tokens: float
-    stages: tuple[StageReport, ...] | tuple[StageWindows, ...]
+    stages: tuple[StageWindows, ...]
 
 
 def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
@@ -296,7 +296,7 @@ def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attenti
     """Every windowed attention layer of a vitrel model with its grid (h, w) at `size`; none for other models."""
     if not isinstance(model, Backbone):
         return
-    for blocks, grid, _ in stages(model, model.token_grid(size)):
+    for blocks, grid in stages(model, model.token_grid(size)):
         yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)  # type: ignore[misc]
 
 

@@ -50,6 +50,12 @@ class StageWindows(NamedTuple):
         (h, w), (down, right) = self.grid, self.padding
         return 1 - h * w / ((h + down) * (w + right))
 
+    @property
+    def count(self) -> Size:
+        """Number of windows down and across."""
+        pairs = zip(self.grid, self.padding, self.window or self.grid, strict=True)
+        return tuple((n + more) // m for n, more, m in pairs)
+
 
 class TracedBlock(NamedTuple):
     """A block with attention, and the shape of its input in one forward pass."""
@@ -149,9 +155,10 @@ def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
 def trace(model: nn.Module, size: Size) -> Trace:
     """Run one image of `size` (h, w) pixels through the model on the meta device. Raises what forward raises for the size."""
     named = _values(model)
-    blank = {id(v): torch.empty_like(v, dtype=float32(v), device="meta") for v in named.values()}
+    blank = {id(v): torch.empty_like(v, dtype=_float32(v), device="meta") for v in named.values()}
     meta = {name: blank[id(v)] for name, v in named.items()}
-    image, blocks, encodings = blank_image(model, size), [], []
+    channels = getattr(model, "in_chans", None) or getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
+    image, blocks, encodings = torch.empty(1, channels, *size, device="meta"), [], []
     patches = patch_grid(model, size)
 
     def hook(name: str, module: nn.Module) -> RemovableHandle:
@@ -188,19 +195,12 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
     must not be trained or moved.
     """
     size = to_2tuple(size)
-    return changed_for_size(model, model_at_size(model, size, share_weights), size)
-
-
-def changed_for_size(before: nn.Module, after: nn.Module, size: Size, values: bool = True) -> ModelAtSize:
-    """The result of `at_size` for `after`, which was made from `before` for images of `size` (h, w) pixels.
-
-    values: see `replaced_values`. ValueError if forward of `after` refuses the size.
-    """
+    after = model_at_size(model, size, share_weights)
     try:
         found = trace(after, size)
     except REFUSALS as error:
-        raise refusal(after, size, error) from error
-    return ModelAtSize(after, replaced_values(before, after, values) | found.resampled, stage_windows(found.blocks), found)
+        raise _refusal(after, size, error) from error
+    return ModelAtSize(after, _replaced_values(model, after) | found.resampled, stage_windows(found.blocks), found)
 
 
 def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
@@ -208,55 +208,38 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 
     Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
     """
-    if stays_itself(model):
+    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
         return model
     changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
     try:
         changed.set_input_size(img_size=size)
     except REFUSALS as error:
-        raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
+        raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {_reason(error)}") from error
     return changed if _differs(model, changed) or not _takes(model, size) else model
 
 
-def stays_itself(model: nn.Module) -> bool:
-    """True if `at_size` returns the model itself at every size: vitrel's, and those that timm does not change for a size."""
-    return getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone)
-
-
-def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
+def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
     """Number of values of `before` that are replaced in `after`, the same model at another size, summed over its layers.
 
     Returns {leaf name and rule, for example "pos_embed bicubic": number}. Counted are all values of a resampled parameter, and
     of coordinates that give another bias at the same offset. Index tables, masks and rotations, which follow from the grid,
-    are not counted, nor the rows of prefix tokens in a resampled parameter. values False: `after` was built with new weights,
-    so only the shapes of parameters are compared.
+    are not counted, nor the rows of prefix tokens in a resampled parameter.
     """
     found: dict[str, int] = {}
-    theirs, parameters = dict(after.named_buffers()), dict(before.named_parameters())
-    resampled = replaced_parameters(before, after, values)
-    for name, old in (parameters | dict(before.named_buffers())).items():
+    parameters = dict(after.named_parameters())
+    theirs = parameters | dict(after.named_buffers())
+    for name, old in (*before.named_parameters(), *before.named_buffers()):
         new, (path, _, leaf) = theirs.get(name), name.rpartition(".")
-        if old.is_meta and new is not None and old.shape == new.shape:
+        if new is None or (old.shape == new.shape and (old.is_meta or torch.equal(old, new))):
             continue
-        if name in resampled:
+        if name in parameters:
             rule, count = f"{leaf} {_RULES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
-        elif name in theirs and leaf in _COORDINATES and not torch.allclose(*shared_offsets(old, new)):
+        elif leaf in _COORDINATES and not torch.allclose(*shared_offsets(old, new)):
             rule, count = f"{leaf} re-created", old.numel()
         else:
             continue
         found[rule] = found.get(rule, 0) + count
     return found
-
-
-def replaced_parameters(before: nn.Module, after: nn.Module, values: bool = True) -> set[str]:
-    """Names of the parameters of `before` whose shape differs in `after`, or, with `values`, whose values differ."""
-    theirs = dict(after.named_parameters())
-    return {
-        name
-        for name, old in before.named_parameters()
-        if (new := theirs.get(name)) is not None
-        and (old.shape != new.shape or (values and not old.is_meta and not torch.equal(old, new)))
-    }
 
 
 def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
@@ -302,33 +285,20 @@ def stage_windows(blocks: Iterable[TracedBlock]) -> tuple[StageWindows, ...]:
     return tuple(lines.values())
 
 
-def blank_image(model: nn.Module, size: Size) -> Tensor:
-    """An image [1, C, h, w] for `model`, on the meta device."""
-    channels = getattr(model, "in_chans", None) or getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
-    return torch.empty(1, channels, *size, device="meta")
+def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
+    """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels, with what to try instead."""
+    patch, hint = getattr(getattr(model, "patch_embed", None), "patch_size", None), ""
+    if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
+        near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
+        hint = f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
+    if not hasattr(model, "set_input_size") and trained_size(model) != size:
+        hint += f"; try timm.create_model({model_name(model)!r}, img_size={size})"
+    return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {_reason(error)}{hint}")
 
 
-def float32(value: Tensor) -> torch.dtype:
+def _float32(value: Tensor) -> torch.dtype:
     """float32 for floating-point values of any precision, to fit a float32 image; for other values their dtype."""
     return torch.float32 if value.is_floating_point() else value.dtype
-
-
-def interpolates(name: str) -> bool:
-    """True if the ATen operator of this name resamples a map of values."""
-    return "upsample" in name or "grid_sampler" in name
-
-
-def refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
-    """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels.
-
-    Its note, where it has one, is another way to build the model for the size.
-    """
-    refused = ValueError(
-        f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_nearest(model, size)}"
-    )
-    if not hasattr(model, "set_input_size") and trained_size(model) != size:
-        refused.add_note(f"try timm.create_model({model_name(model)!r}, img_size={size})")
-    return refused
 
 
 def _takes(model: nn.Module, size: Size) -> bool:
@@ -348,15 +318,7 @@ def _differs(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
-def _nearest(model: nn.Module, size: Size) -> str:
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if not isinstance(patch, tuple) or not (size[0] % patch[0] or size[1] % patch[1]):
-        return ""
-    near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
-    return f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
-
-
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
@@ -449,7 +411,8 @@ class _InterpolationRecorder(TorchDispatchMode):
         origin = next((self._origin[key] for key in read if key in self._origin), None)
         if origin is not None:
             self._origin.update((id(value), origin) for value in made)
-            kind = next((k for k in _INTERPOLATIONS if k in func.__name__), None) if interpolates(func.__name__) else None
+            resamples = "upsample" in func.__name__ or "grid_sampler" in func.__name__
+            kind = next((k for k in _INTERPOLATIONS if resamples and k in func.__name__), None)
             if kind is not None:
                 rule = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
                 self.found[rule] = self.found.get(rule, 0) + args[0].numel()

@@ -1,4 +1,4 @@
-"""`explain`: every step of attention with position, as tensors and as a text, for a few tokens of a small grid."""
+"""`explain`: every term that position adds to attention, as tensors and as a text, for a few tokens of a small grid."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -9,23 +9,17 @@ import torch
 from torch import Tensor
 
 from vitrel.common.sizes import format_size
+from vitrel.common.tables import aligned
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import built_encoding, encoding_name, evaluated
 from vitrel.ops import attention
-from vitrel.ops.reference import gather_bias, masked_logits, rotated, table_logits
+from vitrel.ops.reference import masked_logits, rotated, table_logits
 from vitrel.position import PositionEncoding, Table, Terms
-from vitrel.position.log_decay import LogDecay
-from vitrel.position.terms import check_choice, pad_prefix, parts_of
 
 Array = Tensor | np.ndarray | Sequence
 Position = str | PositionEncoding | Terms
 KEYS = 64  # maximum number of keys printed for each query; of more keys, those of the largest weights
-ROWS = 1024  # maximum number of rows in the text
 _CHANNELS = 16  # of an output, printed
-OFFSETS = {
-    "query-key": "(dy, dx) is the offset, query minus key, in patches: dy > 0: the query is below the key, dx > 0: right of it",
-    "key-query": "(dy, dx) is the offset, key minus query, in patches: dy > 0: the key is below the query, dx > 0: right of it",
-}
 _MEANING = {
     "content-position": "s q.r, r a vector for the position of the key or for the offset",
     "position-content": "s r.k, r a vector for the position of the query or for the offset",
@@ -37,18 +31,16 @@ _MEANING = {
     "gated row": "s g.r, g gates that q opens, r numbers for the offset",
     "temperature": "the change by the factor {:.4f} on all terms with s",
 }
-_CONTENT_TERMS = {"content-position", "position-content", "global content bias"}
 _AXES = {"hw": "dy, dx", "h": "dy", "w": "dx", "h+w": "dy + dx"}
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The steps of attention for the chosen H heads and M queries over all N keys, float64; `print` shows them as a text.
+    """The terms of attention for the chosen H heads and M queries over all N keys, float64; `print` shows them as a text.
 
-    scaled + the sum of `added` = biased; `masked` is biased with the mask; shifted = masked - maximum; exponentials =
-    exp(shifted); weights = exponentials / total; output = weights @ v + output_from_tables (where position adds to tokens, v
-    includes what it adds). Without position the logits are `scaled`, under the same mask. A hidden key has the logit -inf; a
-    query that sees no key has weights and an output of 0.
+    scaled + the sum of `added` = biased; `masked` is biased with the mask; weights = softmax(masked); output = weights @ v +
+    what value tables add (where position adds to tokens, v includes what it adds). Without position the logits are `scaled`,
+    under the same mask. A hidden key has the logit -inf; a query that sees no key has weights and an output of 0.
     """
 
     position: str
@@ -56,127 +48,68 @@ class Explanation:
     names: tuple[str, ...]  # of the N tokens
     heads: tuple[int, ...]
     queries: tuple[int, ...]  # indices of tokens, prefix tokens first
-    offset: str  # a key of OFFSETS: the sign of (dy, dx) in the text
-    width: int  # D
     scale: float  # Terms.scale, part of `scaled`
     temperature: Tensor | None  # Terms.temperature, a term in `added`
     raw: Tensor  # [H, M, N] q.k
     scaled: Tensor  # [H, M, N] the content-content term
-    log_distance: Tensor | None  # [H, M, N] log(1 + distance) of log_decay, with its b where learned
     added: dict[str, Tensor]  # {term of position: [H, M, N], what it adds to the logits}
     biased: Tensor  # [H, M, N]
     masked: Tensor  # [H, M, N]
-    maximum: Tensor  # [H, M] of masked
-    shifted: Tensor  # [H, M, N]
-    exponentials: Tensor  # [H, M, N]
-    total: Tensor  # [H, M] sum of exponentials
     weights: Tensor  # [H, M, N]
     weights_without: Tensor  # [H, M, N] without position
     output: Tensor  # [H, M, D]
-    output_from_tables: Tensor  # [H, M, D] the part of the output that value tables add
     output_without: Tensor  # [H, M, D] without position
-
-    @property
-    def difference(self) -> Tensor:
-        """The weights less the weights without position, [H, M, N]."""
-        return self.weights - self.weights_without
 
     def __repr__(self) -> str:
         lines = list(self._legend())
         for h in range(len(self.heads)):
             for m in range(len(self.queries)):
-                lines += ["", *self._trace(h, m)]
+                lines += ["", *self._of_query(h, m)]
         return "\n".join(lines)
 
     def _columns(self) -> dict[str, tuple[str, Tensor]]:
-        """{title: (its meaning, [H, M, N])} in the order of the steps."""
-        factor = f"s q.k, s = {self.width}^-1/2"
-        if self.scale != 1:
-            factor += f" times {self.scale:.4f}"
-        scaled = "content-content" if _CONTENT_TERMS & self.added.keys() else "scaled"
-        columns = {"q.k": (f"raw score of query and key, {self.width} channels", self.raw), scaled: (factor, self.scaled)}
-        if self.log_distance is not None:
-            columns["log(1 + d)"] = (
-                "logarithm of 1 + the distance in patches (times b, where b is learned)",
-                self.log_distance,
-            )
+        """{title: (its meaning, [H, M, N])} in the order of the terms."""
+        factor = f"s q.k, s = {self.output.shape[-1]}^-1/2" + (f" times {self.scale:.4f}" if self.scale != 1 else "")
+        columns = {"q.k": ("raw score of query and key", self.raw), "scaled": (factor, self.scaled)}
+        number = 1.0 if self.temperature is None else float(self.temperature)
         for name, part in self.added.items():
-            number = 1.0 if self.temperature is None else float(self.temperature)
             columns[name] = "+ " + _MEANING[name.split("[")[0].rstrip(" 2345678")].format(number), part
         if self.added:
-            columns["biased"] = f"{scaled} and all that position adds", self.biased
-        logits = "biased" if self.added else scaled
-        masked = ""
+            columns["biased"] = "scaled and all that position adds", self.biased
         if not torch.equal(self.biased.nan_to_num(), self.masked.nan_to_num()):  # NaN differs from itself
-            columns["masked"], logits, masked = (f"{logits}, with the mask", self.masked), "masked", ", with the same mask"
-        columns["shifted"] = f"{logits} - maximum of the row, so that exp does not overflow", self.shifted
-        columns["exp"] = "exp(shifted)", self.exponentials
-        columns["weight"] = "exp / sum of exp; one # for every 0.02 of it at the end of the line", self.weights
+            columns["masked"] = "the same with the mask", self.masked
+        columns["weight"] = "softmax of the column before", self.weights
         if self.added:
-            columns["without"] = f"the weight without position: the same from {scaled}{masked}", self.weights_without
-            columns["change"] = "weight - without", self.difference
+            columns["without"] = "the weight without position", self.weights_without
         return columns
 
     def _legend(self) -> Iterator[str]:
         prefix = f" after {self.grid.prefix} prefix tokens" if self.grid.prefix else ""
         yield f"attention on a {format_size(self.grid)} grid{prefix}, position: {self.position}"
-        yield OFFSETS[self.offset]
-        columns = self._columns()
-        width = max(map(len, columns))
-        yield from (f"  {title.ljust(width)}  {meaning}" for title, (meaning, _) in columns.items())
+        yield "(dy, dx) is the offset, query minus key, in patches: dy > 0: the query is below the key, dx > 0: right of it"
+        yield from (f"  {line}" for line in aligned([[title, meaning] for title, (meaning, _) in self._columns().items()]))
 
-    def _trace(self, h: int, m: int) -> Iterator[str]:
+    def _of_query(self, h: int, m: int) -> Iterator[str]:
         query, columns = self.queries[m], self._columns()
-        head = f", head {self.heads[h]}" if self.raw.shape[0] > 1 or self.heads[h] else ""
-        yield f"query {self.names[query]}{self._coordinates(query)}{head}"
-        keys = self._shown(h, m)
+        keys = range(self.grid.tokens)
+        if self.grid.tokens > KEYS:
+            keys = sorted(self.weights[h, m].topk(KEYS).indices.tolist())
+        yield f"query {self.names[query]}" + (f", head {self.heads[h]}" if self.raw.shape[0] > 1 or self.heads[h] else "")
         cells = [["key", *(self.names[j] for j in keys)], ["(dy, dx)", *(self._offset(query, j) for j in keys)]]
         cells += [[title, *_numbers(part[h, m, keys])] for title, (_, part) in columns.items()]
         widths = [max(map(len, column)) for column in cells]
-        bars = ["", *(f"  |{'#' * int(weight * 50 + 1e-9)}|" for weight in self.weights[h, m, keys].nan_to_num().tolist())]
-        for line, bar in zip(zip(*cells, strict=True), bars, strict=True):
-            name, *rest = (cell.rjust(n) for cell, n in zip(line, widths, strict=True))
-            yield "  " + "  ".join([name.strip().ljust(widths[0]), *rest]) + bar
+        for name, *rest in zip(*cells, strict=True):
+            numbers = (cell.rjust(n) for cell, n in zip(rest, widths[1:], strict=True))
+            yield "  " + "  ".join([name.ljust(widths[0]), *numbers])
         if len(keys) < self.grid.tokens:
-            left = self.weights[h, m].sum() - self.weights[h, m, keys].sum()
-            yield f"  and {self.grid.tokens - len(keys)} keys of less weight, together {left:z.4f} of the weight"
-        if self.total[h, m] == 0:
-            yield "  sees no key: its weights and output are 0"
-        else:
-            yield f"  maximum {self.maximum[h, m]:z.4f}, sum of exp {self.total[h, m]:z.4f}"
-        yield from self._outputs(h, m)
-
-    def _outputs(self, h: int, m: int) -> Iterator[str]:
-        rows = {"output": self.output[h, m]}
-        if self.output_from_tables.any():
-            rows["of which value vectors of the offsets"] = self.output_from_tables[h, m]
-        if self.added or self.output_from_tables.any():
-            rows["without position"] = self.output_without[h, m]
-        cells = [_numbers(row[:_CHANNELS]) for row in rows.values()]
-        width, number = max(map(len, rows)), max(len(cell) for row in cells for cell in row)
-        more = " ..." if self.width > _CHANNELS else ""
-        for title, row in zip(rows, cells, strict=True):
-            yield f"  {title.ljust(width)}  {' '.join(cell.rjust(number) for cell in row)}{more}"
-
-    def _shown(self, h: int, m: int) -> list[int]:
-        """Keys printed for one query, in reading order: all, or the KEYS of the largest weights."""
-        if self.grid.tokens <= KEYS:
-            return list(range(self.grid.tokens))
-        return sorted(self.weights[h, m].topk(KEYS).indices.tolist())
-
-    def _coordinates(self, token: int) -> str:
-        """ " at (row, column)" of a patch, "" for a prefix token and where the name is "(row, column)" already."""
-        patch = token - self.grid.prefix
-        at = f"({patch // self.grid.w}, {patch % self.grid.w})"
-        return f" at {at}" if patch >= 0 and self.names[token] != at else ""
+            yield f"  and {self.grid.tokens - len(keys)} keys of less weight"
+        rows = {"output": self.output[h, m]} | ({"without position": self.output_without[h, m]} if self.added else {})
+        more = " ..." if self.output.shape[-1] > _CHANNELS else ""
+        yield from (f"  {line}{more}" for line in aligned([[t, *_numbers(row[:_CHANNELS])] for t, row in rows.items()]))
 
     def _offset(self, query: int, key: int) -> str:
         i, j = query - self.grid.prefix, key - self.grid.prefix
-        if min(i, j) < 0:
-            return "-"
-        if self.offset == "key-query":
-            i, j = j, i
-        return f"({i // self.grid.w - j // self.grid.w}, {i % self.grid.w - j % self.grid.w})"
+        return "-" if min(i, j) < 0 else f"({i // self.grid.w - j // self.grid.w}, {i % self.grid.w - j % self.grid.w})"
 
 
 def explain(
@@ -189,16 +122,15 @@ def explain(
     mask: Array | None = None,
     head: int | None = None,
     tokens: Sequence[str] | None = None,
-    offset: str = "query-key",
     **options,
 ) -> Explanation:
-    r"""Explain attention with position step by step: an Explanation, whose fields are tensors and which prints as a table.
+    r"""Explain what position adds to attention, term by term: an Explanation, which holds tensors and prints as a table.
 
     >>> q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
     >>> k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
     >>> v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
-    >>> trace = vitrel.explain(q, k, v, position="log_decay", decay=0.3, query=0)
-    >>> print(trace.weights[0, 0], trace.output[0, 0], sep="\n")
+    >>> found = vitrel.explain(q, k, v, position="log_decay", decay=0.3, query=0)
+    >>> print(found.weights[0, 0], found.output[0, 0], sep="\n")
     tensor([0.1473, 0.3253, 0.1747, 0.1603, 0.1924], dtype=torch.float64)
     tensor([0.2435, 0.4215, 0.2709, 0.2565], dtype=torch.float64)
 
@@ -213,21 +145,18 @@ def explain(
         mask: broadcastable to [H, M, N], bool with True = attend, or additive.
         head: the index of one head; None: all.
         tokens: N names.
-        offset: "query-key" or "key-query", the sign of the offsets in the text; no number depends on it.
         options: of the encoding that `position` names.
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: shapes do not fit together, or the text would have more than 1,024 rows.
+        ValueError: shapes do not fit together.
     """
-    check_choice("explain", "offset", offset, tuple(OFFSETS))
     q, k, v = _with_heads(q=q, k=k, v=v)
     grid = Grid(1, k.shape[-2]) if grid is None else _checked_grid(grid)
     queries = _chosen_queries(query, grid, q.shape[-2])
-    heads = _chosen_heads(head, len(q))
-    if (rows := len(heads) * len(queries) * min(grid.tokens, KEYS)) > ROWS:
-        remedy = "choose query=(row, column) or an index, and head=" if len(heads) > 1 else "choose query=(row, column)"
-        raise ValueError(f"{rows} rows are too many to read, at most {ROWS}: {remedy}")
+    if head is not None and not 0 <= head < len(q):
+        raise ValueError(f"there is no head {head}: q has {len(q)}, counted from 0")
+    heads = list(range(len(q))) if head is None else [head]
     names = _names(tokens, grid)
     with torch.no_grad():
         if not isinstance(position, str | PositionEncoding | Terms):
@@ -236,35 +165,33 @@ def explain(
         factory = {"device": q.device} if isinstance(position, str) else {}
         encoding = built_encoding(position, grid, q.shape[0], q.shape[-1], **factory, **options)
         terms = encoding if isinstance(encoding, Terms) else evaluated(encoding, grid)
-        steps = _steps(q, k, v, terms, grid, _checked_mask(mask, q, k))
-        log_distance = _log_distance(encoding, grid, steps["raw"])
-    rows_of_q = [i - (grid.tokens - q.shape[-2]) for i in queries]
-
-    def part(x: Tensor) -> Tensor:
-        return x[heads][:, rows_of_q]
-
+        added, tensors = _terms(q, k, v, terms, grid, _checked_mask(mask, q, k))
+    rows = [i - (grid.tokens - q.shape[-2]) for i in queries]
     return Explanation(
         "Terms" if isinstance(position, Terms) else encoding_name(position, **options),
         grid,
         names,
         tuple(heads),
         tuple(queries),
-        offset,
-        width=q.shape[-1],
         scale=terms.scale,
         temperature=terms.temperature,
-        log_distance=None if log_distance is None else part(log_distance),
-        added={name: part(x) for name, x in steps.pop("added").items()},
-        **{name: part(x) for name, x in steps.items()},
+        added={name: x[heads][:, rows] for name, x in added.items()},
+        **{name: x[heads][:, rows] for name, x in tensors.items()},
     )
 
 
-def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> dict:
-    """{field of Explanation: tensor [H, M, ..]} for all heads and queries, `added` a dictionary; without `log_distance`."""
+def _terms(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`added` of an Explanation, and {its other tensors: [H, M, ..]}, for all heads and queries."""
     bare = Terms(scale=terms.scale)
     scale = bare.scale * q.shape[-1] ** -0.5
-    output_without = attention(q, k, v, bare, grid, mask, backend="reference")
-    raw, scaled, unbiased = q @ k.mT, masked_logits(q, k, bare, grid), masked_logits(q, k, bare, grid, mask)
+    found = {
+        "output_without": attention(q, k, v, bare, grid, mask, backend="reference"),  # first: it checks the shapes
+        "raw": q @ k.mT,
+        "scaled": masked_logits(q, k, bare, grid),
+        "weights_without": _softmax(masked_logits(q, k, bare, grid, mask)),
+    }
     added, content_q, content_k = {}, q, k
     q, k, v = _with_tokens(q, k, v, terms)
     if terms.tokens is not None:
@@ -272,28 +199,17 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tens
         added["content-position"] = content_q @ of_key.mT * scale
         added["position-content"] = of_query @ content_k.mT * scale
         added["position-position"] = of_query @ of_key.mT * scale
-    output = attention(q, k, v, terms, grid, mask, backend="reference")
     for name, logits in _attention_terms(q, k, terms, grid, scale):
         same = sum(title.startswith(name) for title in added)
         added[f"{name} {same + 1}" if same else name] = logits
     masked = masked_logits(q, k, terms, grid, mask)
-    maximum, shifted, exponentials, total, weights = _softmax(masked)
-    return {
-        "raw": raw,
-        "scaled": scaled,
-        "added": {name: x.expand_as(raw) for name, x in added.items()},
+    found |= {
         "biased": masked_logits(q, k, terms, grid),
         "masked": masked,
-        "maximum": maximum,
-        "shifted": shifted,
-        "exponentials": exponentials,
-        "total": total,
-        "weights": weights,
-        "weights_without": _softmax(unbiased)[-1],
-        "output": output,
-        "output_from_tables": attention(q, k, torch.zeros_like(v), terms, grid, mask, backend="reference"),
-        "output_without": output_without,
+        "weights": _softmax(masked),
+        "output": attention(q, k, v, terms, grid, mask, backend="reference"),
     }
+    return {name: x.expand_as(masked) for name, x in added.items()}, found
 
 
 def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> Iterator[tuple[str, Tensor]]:
@@ -338,23 +254,10 @@ def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: floa
         yield "temperature", masked_logits(q, k, with_factor, grid) - masked_logits(q, k, without, grid)
 
 
-def _log_distance(encoding: PositionEncoding | Terms, grid: Grid, like: Tensor) -> Tensor | None:
-    """log(1 + b distance) of every pair, [H, M, N], 0 for pairs with a prefix token; None without log_decay."""
-    parts = () if isinstance(encoding, Terms) else parts_of(encoding)
-    found = [part.log_distances(grid) for part in parts if isinstance(part, LogDecay)]
-    if not found:
-        return None
-    index = grid.index("hw", like.device)[-like.shape[-2] :]
-    return gather_bias(pad_prefix(found[0], grid), index).to(like.dtype).expand_as(like)
-
-
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Row maximum [H, M], logits less it, exponentials [H, M, N], their sum [H, M], weights; 0 where a query sees no key."""
-    maximum = logits.amax(-1)
-    shifted = logits - torch.where(maximum == float("-inf"), 0.0, maximum)[..., None]
-    exponentials = shifted.exp()
-    total = exponentials.sum(-1)
-    return maximum, shifted, exponentials, total, exponentials / torch.where(total == 0, 1.0, total)[..., None]
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over keys, 0 where a query sees no key."""
+    hidden = (logits == float("-inf")).all(-1, keepdim=True)
+    return logits.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
 
 
 def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
@@ -417,12 +320,6 @@ def _checked_grid(grid: Sequence[int]) -> Grid:
     if not isinstance(grid, Sequence) or len(grid) not in (2, 3) or not all(isinstance(n, int) for n in grid):
         raise TypeError(f"grid is (h, w) or (h, w, prefix) of the keys, in tokens, not {grid!r}")
     return Grid(*grid)
-
-
-def _chosen_heads(head: int | None, count: int) -> list[int]:
-    if head is not None and not 0 <= head < count:
-        raise ValueError(f"there is no head {head}: q has {count}, counted from 0")
-    return list(range(count)) if head is None else [head]
 
 
 def _names(tokens: Sequence[str] | None, grid: Grid) -> tuple[str, ...]:

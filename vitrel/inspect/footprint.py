@@ -33,8 +33,6 @@ class Leaks(NamedTuple):
 
     rows: tuple[int, ...]  # rows whose tokens see the opposite border
     columns: tuple[int, ...]
-    row_pairs: int  # (query, key) pairs of rows that see each other only across the border
-    column_pairs: int
     padding: Tensor  # [h, w] bool: tokens that attend to padding
     token: tuple[int, int]  # (row, column) of the examined token that sees most across a border, or the first if none does
     sees: Tensor  # [h, w]: 0 not seen by that token, 1 seen, 2 seen across a border
@@ -88,14 +86,15 @@ def find_leaks(block: TracedBlock) -> Leaks:
     queries = [tuple(line[i % len(line)] for line in lines) for i in range(count)]
     ours = isinstance(getattr(block.module, "attn", None), Attention)
     padding = _own_padding(block) if ours else _appended_padding(block)
-    rows, columns, tokens = {}, {}, []
+    rows, columns, tokens = set(), set(), []
     for (y, x), sees in zip(queries, footprints(block, queries), strict=True):
-        across = _beyond_gap(sees.any(1), y)[:, None] | _beyond_gap(sees.any(0), x)
-        rows[y], columns[x] = (int(_beyond_gap(sees.any(axis), at).sum()) for axis, at in ((1, y), (0, x)))
-        tokens.append(((sees & across).sum(), (y, x), sees.int() + (sees & across)))
-    _, token, sees = max(tokens, key=lambda entry: entry[0])
-    rows, columns = ({at: n for at, n in sorted(line.items()) if n} for line in (rows, columns))
-    return Leaks(tuple(rows), tuple(columns), sum(rows.values()), sum(columns.values()), padding, token, sees)
+        down, right = _beyond_gap(sees.any(1), y), _beyond_gap(sees.any(0), x)
+        rows |= {y} if down.any() else set()
+        columns |= {x} if right.any() else set()
+        across = sees & (down[:, None] | right)
+        tokens.append((int(across.sum()), (y, x), sees.int() + across))
+    _, token, seen = max(tokens, key=lambda entry: entry[0])
+    return Leaks(tuple(sorted(rows)), tuple(sorted(columns)), padding, token, seen)
 
 
 def footprints(block: TracedBlock, queries: Sequence[tuple[int, int]]) -> list[Tensor]:

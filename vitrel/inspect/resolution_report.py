@@ -1,8 +1,7 @@
 """`resolution_report`: grids, windows and encodings of a vitrel model at an image size, computed without running the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,26 +11,11 @@ from torch import nn
 from vitrel.common.sizes import Size, format_size
 from vitrel.common.tables import aligned
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import TracedBlock, checked_size, stage_windows, window_and_shift
+from vitrel.inspect.any_model import StageWindows, TracedBlock, checked_size, stage_windows, window_and_shift
 from vitrel.models.backbone import Backbone
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import parts_of, sum_counts
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """The blocks on one token grid; pairs are (h, w) in tokens. Global attention has one window, the grid itself."""
-
-    blocks: int
-    grid: Size
-    merging_padding: Size  # rows below and columns at the right of zeros in the patch merging before the stage
-    window: Size | None  # None: global
-    windows: Size  # number down and across
-    padding: Size  # rows below and columns at the right that fill the last windows and are masked
-    padded_share: float  # of the padded grid, 0 to 1
-    shift: Size  # of the shifted blocks; 0 along an axis that one window covers
-    attended: tuple[int, float, int]  # keys per query, keys hidden by an encoding included: minimum, mean, maximum
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,7 @@ class ResolutionReport:
     resampled: dict[str, int]
     unseen: float
     saturated: float
-    stages: tuple[StageReport, ...]
+    stages: tuple[StageWindows, ...]  # the blocks on one token grid
     encodings: tuple[EncodingReport, ...]
 
     @property
@@ -98,11 +82,10 @@ class ResolutionReport:
         return sum(self.resampled.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as numbers, strings, lists and dictionaries, with `resampled_values` and each encoding's `effect`."""
-        plain = asdict(self, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items})
-        for line, encoding in zip(plain["encodings"], self.encodings, strict=True):
-            line["effect"] = encoding.effect
-        return plain | {"resampled_values": self.resampled_values}
+        """All fields as numbers, strings, tuples and dictionaries, with `resampled_values` and each encoding's `effect`."""
+        stages = [stage._asdict() | {"count": stage.count, "padded_share": stage.padded_share} for stage in self.stages]
+        encodings = [vars(encoding) | {"effect": encoding.effect} for encoding in self.encodings]
+        return vars(self) | {"stages": stages, "encodings": encodings, "resampled_values": self.resampled_values}
 
     def __str__(self) -> str:
         rules = " + ".join(self.resampled)
@@ -153,49 +136,29 @@ def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
             resampled=model.resampled(size),
             unseen=model.unseen(size),
             saturated=model.saturated(size),
-            stages=tuple(_stage(*stage) for stage in stages(model, grid)),
+            stages=tuple(line for blocks, at in stages(model, grid) for line in _windows(blocks, at)),
             encodings=_alike(_encodings(model, size, trained_size)),
         )
 
 
-def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Size]]:
-    """(blocks, token grid, padding of the patch merging before it) of each stage of a model whose patches form `grid`.
+def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid]]:
+    """(blocks, token grid) of each stage of a model whose patches form `grid`.
 
     A plain ViT has one entry for the blocks of each window size and one for its global blocks, ordered by their first block.
     """
     if model.window_size is None:  # a plain ViT: one entry for the blocks of each window, one for the global blocks
         for window in dict.fromkeys(block.window for block in model.blocks):
-            yield [block for block in model.blocks if block.window == window], grid, (0, 0)
+            yield [block for block in model.blocks if block.window == window], grid
         return
     for stage in model.layers:
-        odd = (0, 0)
         if not isinstance(stage.downsample, nn.Identity):
-            odd = grid.h % 2, grid.w % 2
             grid = Grid((grid.h + 1) // 2, (grid.w + 1) // 2)
-        yield stage.blocks, grid, odd
+        yield stage.blocks, grid
 
 
-def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Size) -> StageReport:
-    traced = [TracedBlock("", block, grid[:2], (), "", *window_and_shift(block, grid[:2]), None) for block in blocks]
-    [line] = stage_windows(traced)
-    common = dict(blocks=line.blocks, grid=line.grid, merging_padding=odd, window=line.window)
-    common |= dict(padding=line.padding, padded_share=line.padded_share, shift=line.shift)
-    if line.window is None:
-        n = grid.tokens
-        return StageReport(**common, windows=(1, 1), attended=(n, float(n), n))
-    count = tuple(-(-n // m) for n, m in zip(line.grid, line.window, strict=True))
-    seen = [_attended(line.grid, line.window, block.shift) for block in traced]
-    attended = min(s[0] for s in seen), sum(s[1] for s in seen) / len(seen), max(s[2] for s in seen)
-    return StageReport(**common, windows=count, attended=attended)
-
-
-def _attended(grid: Size, window: Size, shift: Size) -> tuple[int, float, int]:
-    fewest, mean, most = 1, 1.0, 1
-    for n, m, s in zip(grid, window, shift, strict=True):
-        borders = [0, *range(s or m, n, m), n]
-        runs = [b - a for a, b in pairwise(borders)]
-        fewest, mean, most = fewest * min(runs), mean * sum(run * run for run in runs) / n, most * max(runs)
-    return fewest, mean, most
+def _windows(blocks: Sequence[nn.Module], grid: Grid) -> tuple[StageWindows, ...]:
+    traced = (TracedBlock("", block, grid[:2], (), "", *window_and_shift(block, grid[:2]), None) for block in blocks)
+    return stage_windows(traced)
 
 
 def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[EncodingReport]:
@@ -232,15 +195,13 @@ def _alike(lines: Iterable[EncodingReport]) -> tuple[EncodingReport, ...]:
     return tuple(line for line in merged.values() if line.at_larger_grid != "nothing") or tuple(merged.values())
 
 
-def _stage_lines(stages: Iterable[StageReport]) -> list[str]:
-    lines = [["stage", "blocks", "tokens", "merging adds", "window", "windows", "windows add", "", "shift", "keys per query"]]
+def _stage_lines(stages: Iterable[StageWindows]) -> list[str]:
+    lines = [["stage", "blocks", "tokens", "window", "windows", "padding", "", "shift"]]
     for number, s in enumerate(stages, 1):
-        fewest, mean, most = s.attended
-        keys = f"{most}" if fewest == most else f"{fewest} to {most}, mean {mean:.1f}"
         window = "global" if s.window is None else format_size(s.window)
         share = _percent(s.padded_share) if any(s.padding) else ""
-        cells = [f"{number}", f"{s.blocks}", format_size(s.grid), _added(s.merging_padding), window, format_size(s.windows)]
-        lines.append([*cells, _added(s.padding), share, format_size(s.shift) if any(s.shift) else "-", keys])
+        cells = [f"{number}", f"{s.blocks}", format_size(s.grid), window, format_size(s.count), _added(s.padding), share]
+        lines.append([*cells, format_size(s.shift) if any(s.shift) else "-"])
     return aligned(lines)
 
 

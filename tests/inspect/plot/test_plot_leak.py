@@ -18,7 +18,7 @@ def test_all_rows_show_one_stage():
     values = [panel.images[0].get_array() for panel in panels]
     assert [shape.shape for shape in values] == [(20, 20)] * 4
     assert "stage 1 at 80x80 px: 20x20 tokens, window 7x7" in panels[0].get_title()
-    assert panels[2].get_title().startswith("vitrel_swin_t, as built")
+    assert panels[2].get_title().startswith("vitrel_swin_t\n")
     assert values[0].max() > 0 and values[2].max() == 0  # ours sees its windows alone
     assert [(seen == 3).sum() for seen in values[1::2]] == [1, 1]
 

@@ -1,4 +1,4 @@
-"""The numbers behind maps, profiles and arrows of heads: what the definition of attention gives, at the offset drawn."""
+"""The numbers behind the maps by offset: what the definition of attention gives, at the offset drawn."""
 
 import math
 
@@ -12,8 +12,7 @@ import vitrel
 from helpers.variants import IN_ATTENTION, make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
-from vitrel.inspect.plot import attention_span, directions, lattices, offset_maps, profiles, spans
-from vitrel.inspect.plot.offsets import attended_offset, bias_mean_offset
+from vitrel.inspect.plot import lattices, offset_maps
 from vitrel.ops.reference import masked_logits
 
 GRID = Grid(3, 4, 1)
@@ -147,8 +146,6 @@ def test_windows_of_every_stage_and_heads_that_only_some_have():
     assert panels(third)[0].get_title() == "head 3" and "layers.2.blocks.1" in panels(third)[0].get_ylabel()
     with pytest.raises(ValueError, match=r"no layer has heads \[4\]: the most is 4"):
         offset_maps(swin, layers=[4, 5], heads=[4])
-    with pytest.raises(ValueError, match="no layer has heads"):
-        profiles(swin, layers=[4], heads=[4])
     with pytest.raises(ValueError, match="there is no layer 6: the layers that can be drawn are 0 to 5"):
         offset_maps(swin, layers=[6])
 
@@ -157,8 +154,6 @@ def test_hidden_offsets_have_a_color_of_their_own():
     figure = offset_maps(make("lookhere", (3, 4), heads=6, fov=180))
     assert np.isnan(drawn(figure)[0][:2]).all() and not np.isnan(drawn(figure)[0][2:]).any()  # head 0 looks up
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hidden, or no pair has it"]
-    line = profiles(make("lookhere", (3, 4), heads=6, fov=180)).axes[0].lines[0].get_ydata()
-    np.testing.assert_allclose(line, [np.nan, np.nan, 0, -0.5, -1])
 
 
 def test_colors_are_centerd_at_zero_or_at_the_mean():
@@ -213,19 +208,6 @@ def test_training_is_neither_seen_nor_touched():
     assert first[0, 2, 3] == 1
 
 
-def test_profiles_are_sections_through_zero():
-    encoding = perturbed(make("table", (3, 4)))
-    rows = profiles(encoding, (5, 4)).axes
-    (found,) = lattices(encoding, (5, 4))
-    for axes, values, reach in ((rows[0], found.values[:, :, 3], 4), (rows[1], found.values[:, 4], 3)):
-        for head in range(2):
-            np.testing.assert_allclose(axes.lines[head].get_ydata(), values[head], atol=1e-6)
-            assert axes.lines[head].get_xdata().tolist() == list(range(-reach, reach + 1))
-    assert [line.get_xdata()[0] for line in rows[0].lines[2:]] == [-2, 2]  # the training grid's
-    assert len(rows[1].lines) == 2
-    assert rows[0].get_xlabel() == "dy (patches), at dx = 0"
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -251,113 +233,28 @@ def test_sizes_that_do_not_fit():
         offset_maps(vit("table"), 0)
 
 
-@pytest.mark.parametrize("draw", [offset_maps, profiles, directions])
-def test_an_encoding_of_nan_is_not_drawn_as_hidden(draw):
+def test_an_encoding_of_nan_is_not_drawn_as_hidden():
     model = vit("table")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"blocks\.0 holds NaN: its weights, or the image, are not numbers"):
-        draw(model)
+        offset_maps(model)
 
 
-def ends(axes):
-    points = [tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o" and len(line.get_xydata())]
-    assert [text.xy for text in axes.texts if text.arrow_patch] == points  # and the arrows end there
-    return points
-
-
-def test_a_head_that_asks_only_the_row_above():
-    encoding = make("table", (3, 5), heads=2)
+@pytest.mark.parametrize(("scale", "gray"), [(5e-4, True), (0.3, False)])
+def test_layers_with_a_negligible_share_of_the_logits_are_gray(scale, gray):
+    model, images = vit("table"), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        encoding.relative_position_bias_table.zero_()
-        encoding.relative_position_bias_table[(1 + 2) * 9 + 0 + 4, 0] = 60.0
-    torch.testing.assert_close(bias_mean_offset(lattices(encoding)[0]), torch.tensor([[1.0, 0], [0, 0]]).double())
-    (panel,) = directions(encoding).axes
-    assert ends(panel)[0] == pytest.approx((0, -1)) and ends(panel)[1] == pytest.approx((0, 0))  # up, to the key
-    assert panel.get_ylim()[0] > panel.get_ylim()[1] and panel.get_xlim()[0] < panel.get_xlim()[1]  # y downwards
-    assert "from the query" in panel.figure.get_suptitle() and "right" in panel.get_xlabel() + panel.figure.get_supxlabel()
-
-
-def test_hidden_offsets_count_for_nothing():
-    mean = bias_mean_offset(lattices(make("lookhere", (3, 4), heads=6, fov=180))[0])
-    assert (mean[0, 0] > 0.3) and (mean[1, 0] < -0.3) and (mean[2, 1] > 0.3) and (mean[3, 1] < -0.3)
-    torch.testing.assert_close(mean[4:], torch.zeros(2, 2).double())
-
-
-def test_attention_against_plain_loops():
-    layer = record(vit("table", reg_tokens=1), torch.randn(2, 3, 24, 40))[1]
-    total, n = torch.zeros(2, 2).double(), 0
-    for image in range(2):
-        for i in range(15):
-            weights = layer.weights[image, 0, :, 2 + i, 2:].double()
-            weights = weights / weights.sum(-1, keepdim=True)
-            n += 1
-            for j in range(15):
-                offset = torch.tensor([i // 5 - j // 5, i % 5 - j % 5]).double()
-                total += weights[:, j, None] * offset
-    torch.testing.assert_close(attended_offset(layer), total / n)
-
-
-def test_windows_and_padding():
-    """Attention that is even within every padded window has no direction: each pair of patches counts both ways."""
-    layer = record(small_model("vitrel_swin_n"), torch.randn(1, 3, 22, 30))[1]
-    seen = layer.visible.float()
-    even = layer._replace(weights=seen / seen.sum(-1, keepdim=True).clamp(min=1))
-    torch.testing.assert_close(attended_offset(even), torch.zeros(1, 2).double(), atol=1e-6, rtol=0)
-    assert not attended_offset(layer).isnan().any()
-
-
-def test_images_or_recorded_layers():
-    model, images = vit("rope_mixed"), torch.randn(2, 3, 32, 24)
-    layers = record(model, images)
-    first, second = directions(model, images=images, layers=[1]), directions(layers, layers=[1])
-    (panel,), (other,) = first.axes, second.axes
-    assert ends(panel) == ends(other) and panel.get_title() == "blocks.1.attn"
-    assert ends(panel)[1] == pytest.approx(tuple((-attended_offset(layers[1])[1]).tolist()[::-1]))
-    assert "weighted by attention" in first.get_suptitle().replace("\n", " ")
-
-
-def test_what_has_no_direction():
-    with pytest.raises(ValueError, match="rope_axial has no bias apart from content: give images"):
-        directions(make("rope_axial", Grid(3, 4)))
-    with pytest.raises(ValueError, match="have a size of their own: leave size out"):
-        directions(perturbed(vit("table")), size=32, images=torch.randn(1, 3, 32, 32))
-
-
-def test_arrows_fill_their_axes():
-    """Small biases draw arrows as long as large ones; none at all keep axes of one patch."""
-    table = make("table", (3, 3), heads=1)
-    for bias in (0.02, 20.0):
-        (panel,) = directions(table.set_biases({(0, 1): bias}, offset="key-query")).axes
-        ((x, y),) = ends(panel)
-        assert panel.get_xlim() == pytest.approx((-1.15 * abs(x), 1.15 * abs(x))) and x > 0 and y == pytest.approx(0)
-    (panel,) = directions(table.set_biases({})).axes
-    assert panel.get_xlim() == (-1, 1)
-
-
-def test_span_of_attention_by_plain_softmax():
-    for key, options, decay in (("log_decay", {"decay": 0.5}, 0.5), ("log_decay", {"decay": 0}, 0.0)):
-        for length, (entropy,), (above,) in spans(key, (4, 200), **options):
-            weights = [(1 + d) ** -decay for d in range(length)]
-            p = [weight / sum(weights) for weight in weights]
-            assert entropy == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-5) and above == sum(x > 0.01 for x in p)
-    curve, count = attention_span(make("alibi", (1, 9), heads=2), (9, 300)).axes
-    assert curve.lines[0].get_ydata() == pytest.approx([math.log(9), math.log(300)])
-    assert len(curve.lines) == 3 and len(count.lines) == 2
-    with pytest.raises(ValueError, match="rope_axial has no bias apart from content"):
-        spans("rope_axial")
-    with pytest.raises(ValueError, match="lengths are numbers of tokens, 1 or more"):
-        spans("alibi", (0,))
-
-
-def test_logits_that_are_negligible_are_gray_and_others_are_on_a_fixed_scale():
-    encoding = make("table", (3, 4))
-    with torch.no_grad():
-        for scale, gray in ((5e-4, True), (0.3, False)):
-            for parameter in encoding.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * scale)
-            figure = offset_maps(encoding)
-            assert np.isnan(np.ma.filled(np.ma.asarray(drawn(figure)[0]), np.nan)).all() == gray
-            assert any("negligible" in text.get_text() for text in panels(figure)[0].texts) == gray
-            assert panels(figure)[0].images[0].get_clim()[1] >= 1
+        for block in model.blocks:
+            block.position.relative_position_bias_table.normal_(std=scale)
+    for figure in (offset_maps(model, images=images), offset_maps(record(model, images))):
+        assert np.isnan(drawn(figure)[0]).all() == gray
+        assert any("negligible" in text.get_text() for text in panels(figure)[0].texts) == gray
+        assert panels(figure)[0].images[0].get_clim()[1] >= 1
+    assert not panels(offset_maps(model))[0].texts
+    with torch.no_grad():  # the same biases are no longer negligible where content is as small
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(1e-3)
+            block.attn.qkv.bias.zero_()
+    assert not panels(offset_maps(model, images=images))[0].texts

@@ -7,9 +7,8 @@ import torch
 
 from helpers.variants import perturbed, small_model
 from vitrel.grid import Grid
-from vitrel.inspect.attention import Layer, record
-from vitrel.inspect.plot import attention, directions, overruled
-from vitrel.inspect.plot.on_image import find_overruled
+from vitrel.inspect.attention import record
+from vitrel.inspect.plot import attention
 from vitrel.models.vit import ViT
 
 TINY = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=2)
@@ -96,79 +95,23 @@ def test_what_is_not_there(how, message):
 
 def test_layers_without_content():
     layers = [layer._replace(content=None, position=None) for layer in record(vit(), torch.randn(1, 3, 32, 32))]
-    for draw in (
-        lambda: attention(layers, torch.randn(3, 32, 32), (0, 0)),
-        lambda: overruled(layers, torch.rand(1, 3, 32, 32)),
-    ):
-        with pytest.raises(ValueError, match=r"use vitrel\.inspect\.attention\.record"):
-            draw()
+    with pytest.raises(ValueError, match=r"use vitrel\.inspect\.attention\.record"):
+        attention(layers, torch.randn(3, 32, 32), (0, 0))
 
 
-def made_layer(constant=0.0):
-    """A class token and 2x2 patches, two heads: in head 1 query (0, 1) attends to (1, 0) against -2, elsewhere nothing odd."""
-    content, position = torch.zeros(1, 1, 2, 5, 5), torch.zeros(1, 1, 2, 5, 5)
-    content[0, 0, 1, 2, 3], position[0, 0, 1, 2, 3] = 6.0, -2.0
-    position[0, 0, 0, 1, 4] = -5.0  # lowered, but then not attended
-    position[0, 0, 1, 4, 0], content[0, 0, 1, 4, 0] = -9.0, 20.0  # a prefix token is no patch
-    content[0, 0, 1, 0, 1], position[0, 0, 1, 0, 1] = 20.0, -9.0  # nor is it a query
-    position += constant
-    weights = (content + position).softmax(-1)
-    where = ("made", Grid(2, 2, 1), None, (0, 0), torch.arange(5)[None])
-    return Layer(*where, weights, content.softmax(-1), position, None, (8.0, 8.0), (16, 16))
+def test_a_difference_that_is_negligible_is_gray():
+    model, image = vit(), torch.randn(3, 32, 32)
+    for factor, title in ((1.0, "difference"), (1e-4, "difference: negligible")):
+        with torch.no_grad():
+            model.blocks[1].position.relative_position_bias_table.mul_(factor)
+        panel = attention(model, image, (0, 0)).axes[3]
+        assert panel.get_title() == title and (len(panel.images[1].get_cmap().colors) == 1 if factor < 1 else True)
 
 
-@pytest.mark.parametrize("constant", [0.0, 8.0])
-def test_the_case_in_which_content_overrides_position(constant):
-    images = torch.rand(1, 3, 16, 16)
-    found = find_overruled([made_layer(constant)], images)
-    assert (found.head, found.query, found.key) == (1, 2, 3)
-    assert float(found.position[3]) == pytest.approx(-2 + 2 / 5, abs=1e-5)  # against the mean of five keys
-    torch.testing.assert_close(found.content, torch.tensor([-1.2, -1.2, -1.2, 4.8, -1.2]), atol=1e-5, rtol=0)
-    figure = overruled([made_layer(constant)], images)
-    assert "patch (0, 1) attends to (1, 0) as no. 1" in figure.get_suptitle().replace("\n", " ")
-    image, logits, weights = figure.axes
-    assert image.patches[1].get_bbox().bounds == (8, 0, 8, 8) and image.patches[3].get_bbox().bounds == (0, 8, 8, 8)
-    assert logits.get_yticklabels()[0].get_text() == "1: (1, 0)"
-    assert [bars[0].get_width() for bars in logits.containers] == pytest.approx([4.8, -1.6, 3.2], abs=1e-4)
-    expected = [torch.tensor([0, 0, 0, v, 0.0]).softmax(0)[3].item() for v in (4, 6)]
-    assert [bars[0].get_width() for bars in weights.containers] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_model_in_which_content_overrides_nothing():
-    for model in (vit("none"), vit("absolute")):
-        with pytest.raises(ValueError, match=r"no negative bias in ViT .* position takes at most 0 logits, less than 0.1"):
-            overruled(model, torch.randn(2, 3, 32, 32))
-
-
-def test_the_search_agrees_with_plain_loops():
-    model, images = vit("rope_mixed+lookhere"), torch.randn(2, 3, 24, 32)
-    best = 0.0
-    for layer in record(model, images):
-        visible = torch.ones_like(layer.weights, dtype=torch.bool) if layer.visible is None else layer.visible
-        for at in np.ndindex(2, 1, 2, 12):
-            row = (*at[:3], at[3] + 1)
-            weights, seen = layer.weights[row], visible[row]
-            key = 1 + int(weights[1:].argmax())
-            if weights[key] >= 1 / seen.sum():
-                best = min(best, float(layer.position[row][key] - layer.position[row][seen].mean()))
-    found = find_overruled(model, images)
-    assert best < -0.1 and float(found.position[found.key]) == pytest.approx(best, abs=1e-5)
-
-
-def test_overruled_in_shifted_padded_windows():
-    model, images = small_model("vitrel_swin_n", img_size=32), torch.randn(1, 3, 22, 30)
-    case = find_overruled(model, images)
-    assert min(case.layer.tokens[case.window, [case.query, case.key]]) >= 0
-    assert len(overruled(model, images).axes) == 3
-
-
-def test_attention_of_nan_is_neither_drawn_nor_searched():
+def test_attention_of_nan_is_not_drawn():
     model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.full((3, 32, 48), torch.nan)
-    for draw in (lambda: attention(model, image, (0, 0)), lambda: directions(model, images=image[None])):
-        with pytest.raises(ValueError, match=r"blocks.* holds NaN"):
-            draw()
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn holds NaN"):
-        find_overruled(model, image[None])
+    with pytest.raises(ValueError, match=r"blocks.* holds NaN"):
+        attention(model, image, (0, 0))
 
 
 def test_what_does_not_fit_an_image():
@@ -179,7 +122,5 @@ def test_what_does_not_fit_an_image():
         attention(model, image, (0, 0), shown=torch.rand(3, 30, 30))
     with pytest.raises(ValueError, match="heads is empty"):
         attention(model, image, (0, 0), heads=[])
-    with pytest.raises(ValueError, match="top is the number of attended patches to look among, at least 1, not 0"):
-        overruled(model, image[None], top=0)
     with pytest.raises(ValueError, match="an image of 4 channels has no colors to draw: pass shown"):
         attention(record(model, image[None]), torch.rand(4, 32, 48), (0, 0))

@@ -8,24 +8,9 @@ Offsets are query minus key, in patches: dy > 0: the key is above the query, dx 
 from vitrel.common.extras import optional_import
 
 with optional_import():
+    from vitrel.inspect.plot.embedding import similarity
     from vitrel.inspect.plot.leak import leak
-    from vitrel.inspect.plot.length import Span, attention_span, spans
-    from vitrel.inspect.plot.offsets import Lattice, directions, lattices, offset_maps, profiles
-    from vitrel.inspect.plot.on_image import attention, overruled
-    from vitrel.inspect.plot.rows import bucket_map, similarity
+    from vitrel.inspect.plot.offsets import Lattice, lattices, offset_maps
+    from vitrel.inspect.plot.on_image import attention
 
-__all__ = [
-    "Lattice",
-    "Span",
-    "attention",
-    "attention_span",
-    "bucket_map",
-    "directions",
-    "lattices",
-    "leak",
-    "offset_maps",
-    "overruled",
-    "profiles",
-    "similarity",
-    "spans",
-]
+__all__ = ["Lattice", "attention", "lattices", "leak", "offset_maps", "similarity"]

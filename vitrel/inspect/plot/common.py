@@ -1,16 +1,13 @@
-"""Helpers of the figures: the encodings and layers of a source, colors for common color blindness, axes, legends."""
+"""Helpers of the figures: the encodings and layers of a source, colors for common color blindness, sheets of panels."""
 
-import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from timm.layers import to_2tuple
 from torch import Tensor, nn
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import encoding_name, model_name, own_encodings
-from vitrel.inspect.attention import Layer, for_each_layer
+from vitrel.inspect.attention import Layer
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding
 
@@ -27,10 +24,6 @@ Source = nn.Module | Sequence[Layer]  # a model, an encoding, or the layers that
 HIDDEN = "0.62"
 DIVERGING = matplotlib.colormaps["RdBu_r"].with_extremes(bad=HIDDEN)
 SEQUENTIAL = matplotlib.colormaps["viridis"].with_extremes(bad=HIDDEN)
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's palette
-DASHES = ("-", "--", ":", "-.")
-DY, DX = "dy (patches)", "dx (patches)"
-SIGN = "query minus key: dy > 0, key above; dx > 0, key to the left"
 
 
 def check_numbers(name: str, values: Tensor) -> Tensor:
@@ -38,15 +31,6 @@ def check_numbers(name: str, values: Tensor) -> Tensor:
     if bool(values.isnan().any()):
         raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
     return values
-
-
-def visit_layers(source: Source, images: Tensor, use: Callable[[Layer], None], position: bool = True) -> None:
-    """Call use(layer) for each recorded layer, or for each layer of a model as it runs `images`; see `for_each_layer`."""
-    if isinstance(source, nn.Module):
-        for_each_layer(source, images, use, position)
-    else:
-        for layer in source:
-            use(layer)
 
 
 def source_name(source: Source) -> str:
@@ -100,16 +84,6 @@ def sheet(rows: int, columns: int, width: float, height: float, title: str, **ho
     return figure, figure.subplots(rows, columns, squeeze=False, **how).tolist()
 
 
-def grid_of_panels(count: int, width: float, height: float, title: str) -> tuple[Figure, list[Axes]]:
-    """`sheet` with `count` panels of width x height inches in rows of at most four."""
-    columns = min(count, 4)
-    figure, rows = sheet(math.ceil(count / columns), columns, width, height, title)
-    panels = [panel for row in rows for panel in row]
-    for panel in panels[count:]:
-        panel.set_axis_off()
-    return figure, panels[:count]
-
-
 def color_bar(figure: Figure, image: AxesImage, beside: Sequence[Axes], label: str) -> None:
     """Add the colors of `image` with their values and a label beside panels."""
     bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.01, aspect=14)
@@ -117,53 +91,11 @@ def color_bar(figure: Figure, image: AxesImage, beside: Sequence[Axes], label: s
     bar.ax.tick_params(labelsize=7)
 
 
-def head_name(head: int, heads: int) -> str:
-    """Label of a panel or line of a head; "all heads" if there is only one."""
-    return "all heads" if heads == 1 else f"head {head}"
-
-
-def draw_offsets(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
-    """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
-
-    reach: the values of the first and last color.
-    """
-    h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
-    shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()
-    image = axes.imshow(
-        shown, DIVERGING if signed else SEQUENTIAL, vmin=reach[0], vmax=reach[1], extent=(-w, w, h, -h), interpolation="nearest"
-    )
-    y, x = (h, w) if trained is None else (min(trained[0] - 0.5, h), min(trained[1] - 0.5, w))
-    if y < h or x < w:
-        axes.add_patch(Rectangle((-x, -y), 2 * x, 2 * y, fill=False, color="black", lw=1.2))
-    whole_numbers(axes)
-    axes.tick_params(labelsize=7, length=2)
-    return image
-
-
-def whole_numbers(panel: Axes, sides: str = "xy") -> None:
-    """Set at most five ticks on each of `sides`, at whole patches."""
-    for side in sides:
-        getattr(panel, f"{side}axis").set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
-
-
-def name_axes(panel: Axes, x: str, y: str, fontsize: int = 7) -> None:
-    """Set the names of both axes, and the size of the numbers at the ticks."""
-    panel.set_xlabel(x, fontsize=fontsize)
-    panel.set_ylabel(y, fontsize=fontsize)
-    panel.tick_params(labelsize=7)
-
-
-def legend(figure: Figure, outlined: bool, hidden: bool) -> None:
-    """Add a legend below the panels for outlines and gray cells, if there are any."""
-    handles = [Patch(facecolor="none", edgecolor="black", label="offsets of the training grid")] if outlined else []
-    handles += [Patch(facecolor=HIDDEN, label="hidden, or no pair has it")] if hidden else []
-    if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-
-
-def line_style(number: int) -> dict[str, object]:
-    """Color, dashes and width of line `number`, from 0."""
-    return {"color": LINES[number % len(LINES)], "linestyle": DASHES[number // len(LINES) % len(DASHES)], "linewidth": 1.4}
+def whole_numbers(panel: Axes) -> None:
+    """Set at most five small ticks on each axis, at whole patches."""
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
+    panel.tick_params(labelsize=7, length=2)
 
 
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:

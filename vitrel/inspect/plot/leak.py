@@ -6,9 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from numpy import ndarray
+from torch import Tensor
 
-from vitrel.inspect.diagnose import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
+from vitrel.common.sizes import Size, format_size
+from vitrel.inspect.diagnose import Diagnosis, StageDiagnosis
 
 # Okabe and Ito's colors, which remain distinct in common color blindness
 _COLORS = ("#e8e8e8", "#d55e00", "#56b4e9", "#000000")
@@ -33,14 +34,15 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
         raise ValueError(f"nothing to draw: no windows were seen in {', '.join(d.model for d in diagnoses)}")
     figure = Figure(figsize=(8.4, 4.5 * len(shown)), layout="constrained")
     axes = figure.subplots(len(shown), 2, squeeze=False)
-    for (left, right), (diagnosis, way, line, number, stage) in zip(axes, shown, strict=True):
-        (h, w), size = stage.windows.grid, "x".join(map(str, line.size))
-        where = f"stage {number} at {size} px: {h}x{w} tokens, window {'x'.join(map(str, stage.windows.window))}"
-        _draw(left, stage.map, _COLORS, f"{diagnosis.model}, {way.way}\n{where}")
-        seen = stage.sees.copy()
-        seen[stage.token] = 3
+    for (left, right), (model, size, number, stage) in zip(axes, shown, strict=True):
+        windows, leaks = stage.windows, stage.leaks
+        where = f"{format_size(windows.grid)} tokens, window {format_size(windows.window)}"
+        kinds = leaks.across.int() + 2 * leaks.padding
+        _draw(left, kinds, _COLORS, f"{model}\nstage {number} at {format_size(size)} px: {where}")
+        seen = leaks.sees.clone()
+        seen[leaks.token] = 3
         _draw(
-            right, seen, _SEEN, f"tokens attended by the one at row {stage.token[0]}, column {stage.token[1]}\nin {stage.block}"
+            right, seen, _SEEN, f"tokens attended by the one at row {leaks.token[0]}, column {leaks.token[1]}\nin {stage.block}"
         )
     for panel, colors, meaning in zip(axes[-1], (_COLORS, _SEEN), (_MEANING, _SEEN_MEANING), strict=True):
         handles = [Patch(facecolor=color, edgecolor="#999999") for color in colors]
@@ -48,26 +50,24 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
     return figure
 
 
-def _shown(
-    diagnoses: Sequence[Diagnosis],
-) -> Iterator[tuple[Diagnosis, WayDiagnosis, SizeDiagnosis, int, StageDiagnosis]]:
+def _shown(diagnoses: Sequence[Diagnosis]) -> Iterator[tuple[str, Size, int, StageDiagnosis]]:
+    """(model, size, number of the stage, stage) of each row."""
     chosen = None
     for diagnosis in diagnoses:
         candidates = [
-            (diagnosis, way, line, number, stage)
-            for way in diagnosis.ways
-            for line in way.sizes
+            (diagnosis.model, line.size, number, stage)
+            for line in diagnosis.sizes
             for number, stage in enumerate(line.stages, 1)
-            if stage.examined and chosen in (None, (line.size, number))
+            if stage.leaks is not None and chosen in (None, (line.size, number))
         ]
         if candidates:
             worst = max(candidates, key=lambda candidate: candidate[-1].leaking)
-            chosen = chosen or (worst[2].size, worst[3])
+            chosen = chosen or worst[1:3]
             yield worst
 
 
-def _draw(axes: Axes, values: ndarray, colors: Sequence[str], title: str) -> None:
-    axes.imshow(values, cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5)
+def _draw(axes: Axes, values: Tensor, colors: Sequence[str], title: str) -> None:
+    axes.imshow(values.numpy(), cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5)
     axes.set_xticks([x - 0.5 for x in range(1, values.shape[1])], labels=[])
     axes.set_yticks([y - 0.5 for y in range(1, values.shape[0])], labels=[])
     axes.grid(color="white", linewidth=0.5)

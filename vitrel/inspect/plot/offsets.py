@@ -1,4 +1,4 @@
-"""Figures over the offsets of query and key: what position adds (maps, profiles), and the mean offset of each head.
+"""`offset_maps`: the figure of what position adds to attention at every offset of query and key.
 
 An offset is query minus key, in patches. What position adds is read from the terms of encodings or from recorded layers. Terms
 that depend on content have no single number at an offset, so three quantities are drawn:
@@ -17,33 +17,26 @@ import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.image import AxesImage
+from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluated
-from vitrel.inspect.attention import NEGLIGIBLE, Layer, offset_mean
+from vitrel.inspect.attention import NEGLIGIBLE, Layer, layer_position_share, offset_mean, position_shares
 from vitrel.inspect.plot.common import (
-    DX,
-    DY,
-    LINES,
-    SIGN,
+    DIVERGING,
+    HIDDEN,
+    SEQUENTIAL,
     Source,
     check_numbers,
     chosen,
     color_bar,
-    draw_offsets,
     encodings_of,
-    grid_of_panels,
-    head_name,
-    legend,
-    line_style,
-    name_axes,
     panel_height,
     sheet,
     source_name,
-    visit_layers,
     whole_numbers,
 )
 from vitrel.ops.reference import rows_by_offset
@@ -63,15 +56,18 @@ class Lattice(NamedTuple):
     values: Tensor
     trained: Size | None  # training grid (h, w), None if unknown
     signed: bool = True  # True: the values may have both signs, and 0 adds nothing
+    share: float | None = None  # of the layer's logits, see `position_shares`; None if unknown
 
 
-def lattices(source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None) -> list[Lattice]:
+def lattices(
+    source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, images: Tensor | None = None
+) -> list[Lattice]:
     """List every quantity over offsets of a model or an encoding, layer by layer; the parts of a composition separately.
 
     source: a model with vitrel's encodings; an encoding; or layers recorded on images, whose mean logit from position is taken,
     including terms that depend on content. size: pixels for a model, patches for an encoding, one side or (h, w), by default
-    that of training. layers: indices into the attention layers that have an encoding. Raises ValueError, saying why, if there
-    is nothing to draw.
+    that of training. layers: indices into the attention layers that have an encoding. images: [B, C, height, width] by which
+    the shares of a model's layers are measured. Raises ValueError, saying why, if there is nothing to draw.
     """
     if not isinstance(source, nn.Module):
         if size is not None:
@@ -81,34 +77,46 @@ def lattices(source: Source, size: int | Size | None = None, layers: Sequence[in
             raise ValueError("nothing to draw by offset: position adds nothing to the logits that were recorded")
         return measured
     found = [
-        [lattice for part in parts for lattice in _drawn(name, part, grid)]
+        lattice
         for name, parts, grid in chosen(_in_attention(source, size), layers)
+        for part in parts
+        for lattice in _drawn(name, part, grid)
     ]
-    if not any(found):
+    if not found:
         raise ValueError(_nothing(source))
-    return [lattice for layer in found for lattice in layer]
+    if images is None:
+        return found
+    shares = position_shares(source, images)
+    return [lattice._replace(share=_share_of(lattice.layer, shares)) for lattice in found]
 
 
 def offset_maps(
-    source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
+    source: Source,
+    size: int | Size | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    images: Tensor | None = None,
 ) -> Figure:
     """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
 
     Arguments and errors as for `lattices`; the module lists the quantities. Red is positive, blue negative, white 0, on one
-    scale per row, of ±1 logit at least; logits with a spread below NEGLIGIBLE are gray.
-    If a head's logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax
-    does not depend on it), and the color bar says so. An outline encloses the offsets of a smaller training grid. heads:
-    indices, by default all; ValueError if no layer has them.
+    scale per row, of ±1 logit at least. Layers whose share of the logits is below NEGLIGIBLE are gray; the share is known of
+    recorded layers, and of a model with `images`. If a head's logits do not include 0, each head's mean over the visible
+    offsets is subtracted first (softmax does not depend on it), and the color bar says so. An outline encloses the offsets of a
+    smaller training grid. heads: indices, by default all; ValueError if no layer has them.
     """
-    drawn = lattices(source, size, layers)
+    drawn = lattices(source, size, layers, images)
     columns = _heads(drawn, heads)
-    width, title = 1.75, f"{source_name(source)}: position by offset\n{SIGN}"
+    width, title = (
+        1.75,
+        f"{source_name(source)}: position by offset\nquery minus key: dy > 0, key above; dx > 0, key to the left",
+    )
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
     for row, lattice, shown in zip(axes, drawn, columns, strict=True):
         values, centerd = _centerd(lattice)
         reach, image = _reach(values[shown], lattice.signed, lattice.unit == "logits"), None
-        negligible = lattice.unit == "logits" and _spread(values) < NEGLIGIBLE
+        negligible = lattice.share is not None and lattice.share < NEGLIGIBLE
         for column, panel in enumerate(row):
             if column >= len(shown):
                 panel.set_axis_off()
@@ -117,109 +125,16 @@ def offset_maps(
             if negligible:  # gray
                 drawn_values = torch.full_like(drawn_values, torch.nan)
                 panel.text(0.5, 0.5, "negligible", transform=panel.transAxes, ha="center", va="center", fontsize=8)
-            image = draw_offsets(panel, drawn_values, lattice.trained, lattice.signed, reach)
-            panel.set_title(head_name(shown[column], len(values)), fontsize=8)
-            panel.set_xlabel(DX, fontsize=7)
+            image = _draw(panel, drawn_values, lattice.trained, lattice.signed, reach)
+            panel.set_title("all heads" if len(values) == 1 else f"head {shown[column]}", fontsize=8)
+            panel.set_xlabel("dx (patches)", fontsize=7)
         if image is not None:
-            row[0].set_ylabel(f"{lattice.layer}\n{DY}".strip(), fontsize=7)
+            row[0].set_ylabel(f"{lattice.layer}\ndy (patches)".strip(), fontsize=7)
             label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centerd else ''})"
             color_bar(figure, image, row, label)
     hidden = any(not d.values.isfinite().all() for d in drawn)
-    legend(figure, any(panel.patches for row in axes for panel in row), hidden)
+    _legend(figure, any(panel.patches for row in axes for panel in row), hidden)
     return figure
-
-
-def profiles(
-    source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
-) -> Figure:
-    """Draw sections of `offset_maps` (same arguments and errors) along dy at dx = 0 and along dx at dy = 0, a line per head.
-
-    Hidden offsets are gaps. Dashed lines mark the largest offsets of a smaller training grid.
-    """
-    drawn = lattices(source, size, layers)
-    shown = _heads(drawn, heads)
-    figure, axes = sheet(len(drawn), 2, 3.2, 2.0, f"{source_name(source)}: profiles\n{SIGN}", sharey="row")
-    handles: dict[str, Line2D] = {}
-    for row, lattice, of_layer in zip(axes, drawn, shown, strict=True):
-        values = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
-        middle = values.shape[1] // 2, values.shape[2] // 2
-        for panel, axis, name in zip(row, (0, 1), (f"{DY}, at dx = 0", f"{DX}, at dy = 0"), strict=True):
-            along = values[:, :, middle[1]] if axis == 0 else values[:, middle[0]]  # [H, 2n-1]
-            offsets = torch.arange(along.shape[1]) - middle[axis]
-            for head in of_layer:
-                # a marker too, since a grid of one row has a single point along dy
-                style = line_style(head) | {"marker": ".", "markersize": 3}
-                (line,) = panel.plot(offsets.numpy(), along[head].numpy(), **style)
-                handles.setdefault(head_name(head, len(values)), line)
-            if lattice.trained is not None and lattice.trained[axis] - 1 < middle[axis]:
-                for edge in (1 - lattice.trained[axis], lattice.trained[axis] - 1):
-                    panel.axvline(edge, color="0.4", linewidth=1, linestyle=(0, (4, 3)))
-            panel.set_xlabel(name, fontsize=8)
-            panel.tick_params(labelsize=7)
-            panel.grid(alpha=0.25)
-            whole_numbers(panel, "x")
-        row[0].set_ylabel(f"{lattice.layer}\n{lattice.unit}".strip(), fontsize=8)
-        row[0].set_title(lattice.what, fontsize=8, loc="left")
-    figure.legend(handles.values(), handles, loc="outside right center", frameon=False, fontsize=8)
-    return figure
-
-
-def directions(
-    source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, images: Tensor | None = None
-) -> Figure:
-    """Draw an arrow from the query to the mean place of its keys for each head, a panel per layer, scaled to the longest.
-
-    The arrow is the negative of the mean offset, which is query minus key: it points where the head looks. With `images`
-    [B, 3, height, width], or for recorded layers (`vitrel.inspect.attention.record`), offsets are weighted by attention, over
-    images and over queries and keys that are patches; uniform attention has a mean of zero. Without images they are weighted by
-    the softmax of the bias over all offsets. size, layers: as for `lattices`, but with images `layers` are indices into all
-    attention layers. Raises ValueError if there is no bias that is independent of content, and if a size is given with images
-    or recorded layers.
-    """
-    if isinstance(source, nn.Module) and images is None:
-        found = [(d.layer, bias_mean_offset(d)) for d in lattices(source, size, layers) if d.unit == "logits"]
-        how = "softmax of the bias over offsets"
-    else:
-        if size is not None:
-            raise ValueError("images and recorded layers have a size of their own: leave size out")
-        means: list[tuple[str, Tensor]] = []
-        visit_layers(source, images, lambda layer: means.append((layer.name, attended_offset(layer).cpu())), position=False)
-        found, how = chosen(means, layers), "weighted by attention"
-    if not found:
-        name = source_name(source)
-        raise ValueError(f"{name} has no bias apart from content: give images, to weight offsets by attention")
-    largest = max(float(mean.abs().max()) for _, mean in found)
-    reach = 1.15 * largest if largest > 1e-6 else 1.0  # below, a rounding error
-    title = f"{source_name(source)}: where each head looks, {how}\nan arrow points from the query to the mean place of its keys"
-    figure, panels = grid_of_panels(len(found), 2.3, 2.5, title)
-    for panel, (name, mean) in zip(panels, found, strict=True):
-        _arrows(panel, -mean, reach)
-        panel.set_title(name, fontsize=8)
-    most = max(len(mean) for _, mean in found)
-    handles = [panels[0].plot([], [], marker="o", linestyle="", color=_color(head))[0] for head in range(most)]
-    names = [f"head {head}" for head in range(most)]
-    figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
-    return figure
-
-
-def bias_mean_offset(lattice: Lattice) -> Tensor:
-    """Mean offset (dy, dx) of each head under the softmax of its values, without hidden offsets, [H, 2]."""
-    values = lattice.values.double().flatten(1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
-    h, w = (n // 2 for n in lattice.values.shape[1:])
-    dy, dx = torch.meshgrid(torch.arange(-h, h + 1), torch.arange(-w, w + 1), indexing="ij")
-    return values.softmax(1) @ torch.stack((dy.flatten(), dx.flatten()), -1).double()
-
-
-def attended_offset(layer: Layer) -> Tensor:
-    """Mean offset (dy, dx), query minus key in patches, weighted by attention among patches, [H, 2]."""
-    patches, at = layer.patches, layer.places.double()
-    weights = (
-        check_numbers(layer.name, layer.weights).double() * patches[:, None, None] * patches[:, None, :, None]
-    )  # [B, W, H, N, N]
-    mass = weights.sum(-1, keepdim=True)
-    apart = at[None, :, None] - weights @ at[:, None] / mass  # [B, W, H, N, 2]
-    valid = (mass > 0).expand_as(apart)  # not for padding, and not for queries without weight on patches
-    return torch.where(valid, apart, 0.0).sum((0, 1, 3)) / valid.sum((0, 1, 3))
 
 
 def _in_attention(source: nn.Module, size: int | Size | None) -> list[tuple[str, list[PositionEncoding], Grid]]:
@@ -244,7 +159,14 @@ def _nothing(source: nn.Module) -> str:
 def _measured(layer: Layer) -> Lattice:
     position = layer.needed("position")
     check_numbers(layer.name, layer.weights)
-    return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, position), None)
+    share = layer_position_share(layer)
+    return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, position), None, share=share)
+
+
+def _share_of(layer: str, shares: dict[str, float]) -> float | None:
+    """The largest share of the attention at the path `layer` or below it; of all layers for one encoding of "all blocks"."""
+    inside = [share for name, share in shares.items() if layer == "all blocks" or f"{name}.".startswith(f"{layer}.")]
+    return max(inside, default=None)
 
 
 @torch.no_grad()
@@ -346,29 +268,32 @@ def _centerd(lattice: Lattice) -> tuple[Tensor, bool]:
     return seen - seen.flatten(1).nanmean(1)[:, None, None], True
 
 
-def _spread(values: Tensor) -> float:
-    """Root mean square over heads and visible offsets, each head's mean subtracted, of centerd values with NaN where hidden."""
-    centerd = values - values.flatten(1).nanmean(1)[:, None, None]
-    return float(centerd.square().nanmean().sqrt().nan_to_num())
-
-
 def _reach(values: Tensor, signed: bool, logits: bool = False) -> tuple[float, float]:
     """Values of the first and last color: symmetric about 0 for signed values, from 0 for others; of logits 1 at least."""
     top = max(float(values.nan_to_num().abs().max()), 1.0 if logits else 1e-9) if values.numel() else 1.0
     return (-top if signed else 0.0), top
 
 
-def _arrows(axes: Axes, places: Tensor, reach: float) -> None:
-    """Draw an arrow from the query to each head's mean place (dy, dx) of the keys, [H, 2], in patches down and right."""
-    axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    axes.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    for head, (dy, dx) in enumerate(places.tolist()):
-        axes.annotate("", (dx, dy), (0, 0), arrowprops={"arrowstyle": "->", "color": _color(head), "lw": 1.4})
-        axes.plot(dx, dy, "o", color=_color(head), markersize=5)
-        axes.annotate(str(head), (dx, dy), (4, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect="equal")  # down is down
-    name_axes(axes, "keys to the right (patches)", "keys below (patches)")
+def _draw(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
+    """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
+
+    reach: the values of the first and last color.
+    """
+    h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
+    shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()
+    image = axes.imshow(
+        shown, DIVERGING if signed else SEQUENTIAL, vmin=reach[0], vmax=reach[1], extent=(-w, w, h, -h), interpolation="nearest"
+    )
+    y, x = (h, w) if trained is None else (min(trained[0] - 0.5, h), min(trained[1] - 0.5, w))
+    if y < h or x < w:
+        axes.add_patch(Rectangle((-x, -y), 2 * x, 2 * y, fill=False, color="black", lw=1.2))
+    whole_numbers(axes)
+    return image
 
 
-def _color(head: int) -> str:
-    return LINES[head % len(LINES)]
+def _legend(figure: Figure, outlined: bool, hidden: bool) -> None:
+    """Add a legend below the panels for outlines and gray cells, if there are any."""
+    handles = [Patch(facecolor="none", edgecolor="black", label="offsets of the training grid")] if outlined else []
+    handles += [Patch(facecolor=HIDDEN, label="hidden, or no pair has it")] if hidden else []
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)

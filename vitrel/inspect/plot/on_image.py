@@ -1,21 +1,21 @@
-"""Figures of attention on an image: one patch's weights with and without position, and content that overrides a bias."""
+"""`attention`: the figure of one patch's attention on an image, with and without position."""
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from vitrel.common.sizes import format_size
-from vitrel.inspect.attention import Layer, record
+from vitrel.inspect.attention import NEGLIGIBLE, Layer, layer_position_share, record
 from vitrel.inspect.plot.common import (
     DIVERGING,
-    LINES,
+    HIDDEN,
     SEQUENTIAL,
     Source,
     check_numbers,
@@ -23,28 +23,9 @@ from vitrel.inspect.plot.common import (
     panel_height,
     sheet,
     source_name,
-    visit_layers,
 )
 
-LEAST = 0.1  # smallest reduction of a key's logit by position that counts
-BARS = 6
-CLEAR = (0.0, 0.0, 0.0, 0.0)
-_LABEL = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-
-
-class Overruled(NamedTuple):
-    """Attention of one query, and the attended key whose logit position lowers most."""
-
-    layer: Layer  # for this image, window, head and query alone
-    image: int
-    head: int
-    window: int
-    query: int  # slot in the window
-    key: int  # slot in the window
-    content: Tensor  # [N] logits minus their mean over the visible keys
-    position: Tensor  # [N] likewise
-    weights: Tensor  # [N]
-    without: Tensor  # [N] weights without position
+CLEAR, GRAY = (0.0, 0.0, 0.0, 0.0), ListedColormap([HIDDEN])
 
 
 def attention(
@@ -61,7 +42,8 @@ def attention(
     [3, height, width] as the model takes it. query: (row, column) in patches of the layer. layer: its index in the order in
     which layers run. heads: indices, a row of panels each; by default their mean. shown: [3, height, width] from 0 to 1, drawn
     in place of the image; by default the image with the model's normalization undone. With windows, only the query's window has
-    weights. Raises ValueError for a layer, head or patch that does not exist, and for layers recorded without `content`.
+    weights. The difference is gray where position's share of the layer's logits is below NEGLIGIBLE. Raises ValueError for a
+    layer, head or patch that does not exist, and for layers recorded without `content`.
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
     (seen,) = chosen(layers, [layer])
@@ -86,67 +68,6 @@ def attention(
     for row, name, weights, content in zip(axes, names, *both, strict=True):
         _row(figure, row, name, seen, (window, query), picture, (weights, content))
     return figure
-
-
-def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None = None) -> Figure:
-    """Draw the clearest case in which content overrides a negative bias, for a model on `images` [B, 3, height, width].
-
-    Among all layers, heads, images and queries that are patches, take the keys that are one of the `top` most attended patches
-    of their query and have at least a uniform share of its attention. Of these the figure shows the key whose logit position
-    lowers most, relative to the mean of what position adds to the keys that the query sees (softmax ignores a constant).
-    Panels: the image with query (blue), key (orange) and the most attended patches by rank; the logits of content, position
-    and their sum, each minus its mean over keys; the weights with and without position. source, shown: as for `attention`,
-    `shown` [B, 3, height, width]. Raises ValueError if position lowers no such key by 0.1 or more.
-    """
-    case = find_overruled(source, images, top)
-    layer, picture = case.layer, picture_of(source, images[case.image]) if shown is None else shown[case.image]
-    patches = layer.patches[case.window].nonzero().flatten()
-    ranked = patches[case.weights[patches].argsort(descending=True)][:BARS].tolist()
-    ranked = ranked if case.key in ranked else [*ranked[:-1], case.key]
-    rank, lowered = ranked.index(case.key) + 1, -float(case.position[case.key])
-    query, key = (layer.patch_at(case.window, slot) for slot in (case.query, case.key))
-    where = f"{source_name(source)}, {layer.name}, head {case.head}: patch {query} attends to {key}"
-    title = f"{where} as no. {rank}\nalthough position takes {lowered:.2f} logits from it, against the mean over the keys"
-    figure, axes = sheet(1, 3, 2.7, 2.7, title, width_ratios=(1, 1.25, 1))
-    draw_picture(axes[0][0], layer, picture)
-    outline(axes[0][0], layer, query, LINES[0])
-    outline(axes[0][0], layer, key, LINES[1])
-    names = []
-    for number, slot in enumerate(ranked, 1):
-        y, x = layer.patch_at(case.window, slot)
-        names.append(f"{number}: ({y}, {x})")
-        center = ((x + 0.5) * layer.stride[1], (y + 0.5) * layer.stride[0])
-        axes[0][0].annotate(str(number), center, ha="center", va="center", fontsize=7, color="black", bbox=_LABEL)
-    axes[0][0].set_title("blue: query; orange: the key", fontsize=8)
-    content, position = case.content[ranked], case.position[ranked]
-    logits = {"content": (content, LINES[5]), "position": (position, LINES[1]), "sum": (content + position, "0.3")}
-    _bars(axes[0][1], names, logits, "logit less its mean over the keys")
-    shares = {"with position": (case.weights[ranked], "0.3"), "without": (case.without[ranked], LINES[5])}
-    _bars(axes[0][2], names, shares, "weight")
-    for label in (axes[0][1].get_yticklabels()[rank - 1], axes[0][2].get_yticklabels()[rank - 1]):
-        label.set(color=LINES[1], fontweight="bold")
-    return figure
-
-
-def find_overruled(source: Source, images: Tensor, top: int = 1) -> Overruled:
-    """The case that `overruled` draws; same arguments and errors."""
-    if top < 1:
-        raise ValueError(f"top is the number of attended patches to look among, at least 1, not {top}")
-    best, lowest = None, 0.0
-
-    def look(layer: Layer) -> None:
-        nonlocal best, lowest
-        lowered, flat = _lowest(layer, top)
-        if lowered < lowest:
-            lowest, best = lowered, _case(layer, flat)
-
-    visit_layers(source, images, look)
-    if best is None or lowest > -LEAST:
-        raise ValueError(
-            f"content overrides no negative bias in {source_name(source)} on these images: from the {top} most attended of a "
-            f"query's patches position takes at most {abs(lowest):.2g} logits, less than {LEAST}"
-        )
-    return best
 
 
 def slot_of(layer: Layer, query: tuple[int, int]) -> tuple[int, int]:
@@ -222,8 +143,10 @@ def _row(
     for label, values in (("with position", weights), ("without position", content)):
         share = f"\n{100 * float(values[prefix].sum()):.0f} % on prefix tokens" if bool(prefix.any()) else ""
         titles.append(f"{label}{share}")
-    scales = [(SEQUENTIAL, 0.0, top)] * 2 + [(DIVERGING, -largest, largest)]
-    for panel, title, values, scale in zip(row[1:], [*titles, "difference"], maps, scales, strict=True):
+    negligible = layer_position_share(layer) < NEGLIGIBLE
+    scales = [(SEQUENTIAL, 0.0, top)] * 2 + [(GRAY if negligible else DIVERGING, -largest, largest)]
+    titles.append("difference: negligible" if negligible else "difference")
+    for panel, title, values, scale in zip(row[1:], titles, maps, scales, strict=True):
         draw_picture(panel, layer, picture, faded=True)
         image = _overlay(panel, layer, values, scale)
         panel.set_title(title, fontsize=8)
@@ -242,51 +165,3 @@ def _overlay(axes: Axes, layer: Layer, values: Tensor, scale: tuple) -> AxesImag
 def _extent(layer: Layer) -> tuple[float, float]:
     """Height and width in pixels of the patches, padding included."""
     return layer.grid.h * layer.stride[0], layer.grid.w * layer.stride[1]
-
-
-def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
-    """Lowest position logit, minus its query's mean over visible keys, and its (image, window, head, query, key).
-
-    Of queries that are patches, and of the keys that are among their `top` patches by weight and have at least a uniform share;
-    inf, with indices of no meaning, if there is none. ValueError for a layer recorded without position.
-    """
-    position, patches = layer.needed("position"), layer.patches
-    keys = check_numbers(layer.name, layer.weights).masked_fill(~patches[:, None, None], -1.0)
-    weights, at = keys.topk(min(top, keys.shape[-1]), -1)  # [B, W, H, N, top]
-    relative = _relative(position, layer).gather(-1, at)
-    seen = (layer.tokens >= 0).sum(-1)[:, None, None, None] if layer.visible is None else layer.visible.sum(-1, keepdim=True)
-    attended = patches[:, None, :, None] & (weights >= 1 / seen.clamp(min=1))
-    relative = relative.masked_fill(~attended, float("inf"))
-    lowest = int(relative.argmin())
-    image, window, head, query, rank = (int(i) for i in torch.unravel_index(torch.tensor(lowest), relative.shape))
-    return float(relative.flatten()[lowest]), (image, window, head, query, int(at[image, window, head, query, rank]))
-
-
-def _relative(values: Tensor, layer: Layer) -> Tensor:
-    """Values [B, W, H, N, N] minus their mean over the keys that each query sees."""
-    seen = torch.ones_like(values) if layer.visible is None else layer.visible.to(values.dtype)
-    return values - (values * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
-
-
-def _case(layer: Layer, at: tuple[int, ...]) -> Overruled:
-    image, window, head, query, key = at
-    row = (slice(image, image + 1), slice(window, window + 1), slice(head, head + 1), slice(query, query + 1))
-    names = ("weights", "content", "position")
-    small = {name: getattr(layer, name)[row] for name in names}
-    one = layer._replace(**small, visible=None if layer.visible is None else layer.visible[row]).cpu()
-    logits = _relative(one.content.clamp(min=torch.finfo(torch.float32).tiny).log(), one)
-    values = (logits, _relative(one.position, one), one.weights, one.content)
-    return Overruled(one, image, head, window, query, key, *(value.flatten() for value in values))
-
-
-def _bars(axes: Axes, names: Sequence[str], series: dict[str, tuple[Tensor, str]], label: str) -> None:
-    height = 0.8 / len(series)
-    for place, (name, (values, color)) in enumerate(series.items()):
-        at = [row + (place - (len(series) - 1) / 2) * height for row in range(len(names))]
-        axes.barh(at, values.tolist(), height, color=color, label=name)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(label, fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(series), handlelength=1)

@@ -1,0 +1,95 @@
+"""Measure position in the features of models, and the accuracy of frozen features at many sizes.
+
+    vitrel features runs/a runs/b --data flowers --size 160 320
+    vitrel features vit_tiny_patch16_224 --weights vit.pth --data flowers --layers 5 -1 --no-accuracy
+
+Position: R² of a linear probe of row and column (1: a token knows its place) on natural images and on images of one color;
+equivariance: cosine of features under shifts by whole patches; agreement: cosine with the features at each --size, all at the
+training size of the model. Accuracy: k-NN (20 neighbors) and a linear probe on the features before the classifier, learned from
+training images, at the training size and each --size, with 95 % intervals over images. Everything is computed in float32.
+"""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrel.cli.options import add_models, add_sizes, check_data, check_models, count, open_models
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitrel.common.sizes import Size
+    from vitrel.evaluate.checkpoint import TrainedModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vitrel features`."""
+    add_models(parser, many=True, random=True)
+    add = parser.add_argument
+    add("--data", required=True, metavar="DATA", help="data set, as for vitrel evaluate")
+    add_sizes(parser, "other image sizes than that of training")
+    add("--layers", type=int, nargs="+", default=[-1], help="layers for position, negative from the end; default the last")
+    add("--images", type=count, default=64, metavar="N", help="images for position; default %(default)s")
+    add("--train-images", type=count, default=1000, metavar="N", help="training images for accuracy; default %(default)s")
+    add("--val-images", type=count, default=500, metavar="N", help="evaluation images for accuracy; default %(default)s")
+    add("--no-position", action="store_true", help="leave out position")
+    add("--no-accuracy", action="store_true", help="leave out accuracy")
+    add("--batch-size", type=count, default=32, metavar="N", help="default %(default)s")
+    add("--out", "-o", type=Path, metavar="DIR", help="folder for position.csv and accuracy.csv")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure one model after another and print the tables."""
+    check_models(args, random=True)
+    check_data(args.data)
+    from vitrel.evaluate.frozen import frozen_rows
+    from vitrel.inspect.features import measure_features
+
+    models, sizes = open_models(args, random=True), args.size or []
+    if not args.no_position:
+        rows = []
+        for trained in models:
+            images = _images(trained, args.data, [trained.img_size, *sizes], args.images)
+            others = [size for size in sizes if size != trained.img_size]
+            found = measure_features(trained.model, images, trained.img_size, args.layers, others, batch_size=args.batch_size)
+            rows += [row.to_dict() | {"model": trained.label} for row in found]
+        _write(rows, args.out, "position.csv")
+    if not args.no_accuracy:
+        numbers = args.train_images, args.val_images, args.batch_size
+        rows = [
+            row.to_dict()
+            for trained in models
+            for row in frozen_rows(trained, args.data, list(dict.fromkeys([trained.img_size, *sizes])), *numbers)
+        ]
+        _write(rows, args.out, "accuracy.csv")
+
+
+def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int) -> "Tensor":
+    """The first n evaluation images at the largest of the sizes along each axis, [n, 3, height, width], normalized."""
+    import torch
+
+    from vitrel.data import create_dataset
+
+    size = max(h for h, _ in sizes), max(w for _, w in sizes)
+    view = {name: getattr(trained, name) for name in ("mean", "std", "crop_pct", "crop_mode", "interpolation")}
+    images = create_dataset(data, "val", size, n=n, **view)
+    return torch.stack([images[index][0] for index in range(len(images))])  # type: ignore[arg-type]  # all have a length
+
+
+def _write(rows: Sequence[dict[str, Any]], folder: Path | None, name: str) -> None:
+    """Print the rows as a Markdown table, and write them as CSV into the folder, if one is given."""
+    from vitrel.evaluate.text import markdown
+
+    head = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [
+        [f"{value:.3f}" if isinstance(value := row.get(column, ""), float) else str(value) for column in head] for row in rows
+    ]
+    print(markdown(head, lines), flush=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, head)
+            writer.writeheader()
+            writer.writerows(rows)

@@ -1,0 +1,207 @@
+"""`measure_features`: how much position there is in the patch features of any model, and how features change with position.
+
+Three questions, for a layer and an image size:
+
+leak: can row and column of a token be read from its features? A linear probe (ridge regression in closed form) is fitted to the
+tokens of half of the images; the leak is R², the share of the variance of row and of column that it explains on the other half.
+On natural images content tells position too (the sky is above); on images of one color only the model does. The linear probe is
+that of "What DINO saw" (arXiv 2603.16840), which asks for position in pretrained ViTs; images of one color, R² on images that
+the probe has not seen and a probe without tuning are ours.
+
+equivariance: the cosine of a token's features with those of the token that shows the same pixels after the image was shifted by
+whole patches, mean over the tokens that both views contain. 1: features depend on content, not on place. New content enters at
+the border, so attention sees other tokens, and a model without position does not reach 1 either.
+
+agreement: the cosine of features at one size, resampled to the grid of another, with those of the same images there.
+
+Features are centered by their mean over images and tokens before a cosine, since deep features share one large vector, by which
+any two tokens have a cosine near 1.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrel.common.modules import evaluating
+from vitrel.common.sizes import Size, format_size
+from vitrel.inspect.any_model import at_size, checked_size, model_name, patch_grid, trained_size
+
+SHIFTS = ((1, 0), (0, 1), (2, 3))  # tokens (down, right)
+RIDGE = 1e-3  # penalty of the probe, as a share of the tokens' number, for features of unit variance
+COLORS = 16  # images of one color
+
+
+class Leak(NamedTuple):
+    """R² of a linear probe on held-out images: 1 if position can be read, 0 or less if not."""
+
+    row: float
+    column: float
+
+
+class FeatureRow(NamedTuple):
+    """Position in the features of one layer at one image size; NaN where a quantity was not measured."""
+
+    model: str
+    layer: int  # as it was asked for, negative from the end
+    size: Size  # (h, w) in pixels
+    grid: Size  # (h, w) in tokens
+    leak: Leak  # on natural images
+    leak_of_colors: Leak  # on images of one color
+    equivariance: float
+    agreement: dict[Size, float]  # {other size: cosine}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as columns of a table; sizes as text."""
+        columns = {"model": self.model, "layer": self.layer, "size": format_size(self.size), "grid": format_size(self.grid)}
+        columns |= {f"leak_{name}": value for name, value in self.leak._asdict().items()}
+        columns |= {f"leak_{name}_of_colors": value for name, value in self.leak_of_colors._asdict().items()}
+        columns["equivariance"] = self.equivariance
+        return columns | {f"agreement_{format_size(size)}": value for size, value in self.agreement.items()}
+
+
+def measure_features(
+    model: nn.Module,
+    images: Tensor,
+    size: int | Size | None = None,
+    layers: Sequence[int] = (-1,),
+    sizes: Sequence[int | Size] = (),
+    shifts: Sequence[tuple[int, int]] = SHIFTS,
+    batch_size: int = 32,
+) -> list[FeatureRow]:
+    """Measure position in the features of a model, one row for each of `layers`.
+
+    >>> measure_features(timm.create_model("vitrel_vit_n8_table"), torch.randn(8, 3, 96, 96), sizes=[48])[0].equivariance
+
+    Args:
+        model: of timm or vitrel, with `forward_intermediates`; or with `forward_features` that returns maps [B, C, h, w] or
+            tokens [B, N, C], then of the last layer only. Brought to a size by `at_size`, not changed.
+        images: [B, C, height, width] of any size, normalized for the model, at least 4; resized (antialiased) to each size.
+        size: of the images in pixels, int or (h, w); None: the size that the model was trained at.
+        layers: indices of `forward_intermediates`, negative ones from the end.
+        sizes: other sizes in pixels, for the agreement.
+        shifts: whole tokens of a layer (down, right), 0 or more. They must be whole pixels; () measures no equivariance.
+        batch_size: of a forward pass.
+
+    Raises:
+        ValueError: too few images, a size or layer that the model does not have, or features that are no map of tokens.
+    """
+    size = trained_size(model) if size is None else checked_size(size)
+    if images.dim() != 4 or len(images) < 4:
+        raise ValueError(f"images are [B, C, height, width] with at least 4 images, not {list(images.shape)}")
+    changed, others = at_size(model, size).model, [checked_size(other) for other in sizes]
+
+    def features(x: Tensor, of: nn.Module = changed, chosen: Sequence[int] = layers) -> list[Tensor]:
+        parts = [patch_features(of, part, chosen) for part in x.split(batch_size)]
+        return [torch.cat(maps) for maps in zip(*parts, strict=True)]
+
+    natural = features(resized(images, size))
+    colors = images[:COLORS].mean((2, 3), keepdim=True).expand(-1, -1, *size)
+    rows = [
+        FeatureRow(
+            model_name(model), layer, size, tuple(x.shape[2:]), position_leak(x), position_leak(of_colors), torch.nan, {}
+        )
+        for layer, x, of_colors in zip(layers, natural, features(colors), strict=True)
+    ]
+    for grid in dict.fromkeys(row.grid for row in rows) if shifts else ():
+        alike = [number for number, row in enumerate(rows) if row.grid == grid]
+        moved = _equivariances(features, images, size, grid, shifts, [layers[number] for number in alike])
+        for number, value in zip(alike, moved, strict=True):
+            rows[number] = rows[number]._replace(equivariance=value)
+    for other in others:
+        there = features(resized(images, other), at_size(model, other).model)
+        for row, here, maps in zip(rows, natural, there, strict=True):
+            row.agreement[other] = agreement(here, maps)
+    return rows
+
+
+def patch_features(model: nn.Module, images: Tensor, layers: Sequence[int] = (-1,)) -> list[Tensor]:
+    """Features [B, C, h, w] of the patches at each of `layers`, after the final norm where that applies; without prefix tokens.
+
+    Arguments and errors as for `measure_features`; the model must take the size of `images`.
+    """
+    with evaluating(model), torch.no_grad():
+        if hasattr(model, "forward_intermediates"):
+            options = {"norm": True, "output_fmt": "NCHW", "intermediates_only": True}
+            last = set(layers) == {-1}
+            maps = model.forward_intermediates(images, indices=[-1] if last else None, **options)
+            if not last and (wrong := [layer for layer in layers if not -len(maps) <= layer < len(maps)]):
+                raise ValueError(f"there is no layer {wrong[0]}: {model_name(model)} has layers 0 to {len(maps) - 1}")
+            return [maps[layer].float() for layer in layers]
+        if set(layers) != {-1} or not hasattr(model, "forward_features"):
+            raise ValueError(f"{model_name(model)} has no forward_intermediates: only layer -1 of forward_features is possible")
+        x, grid = model.forward_features(images), patch_grid(model, tuple(images.shape[2:]))
+    if x.dim() == 3 and grid is not None and x.shape[1] >= grid[0] * grid[1]:
+        x = x[:, x.shape[1] - grid[0] * grid[1] :].mT.unflatten(2, grid)
+    if x.dim() != 4:
+        raise ValueError(f"the features of {model_name(model)} are {list(x.shape)}, no map of tokens [B, C, h, w]")
+    return [x.float()] * len(layers)
+
+
+def position_leak(features: Tensor) -> Leak:
+    """R² of a linear probe of row and column, fitted to the even images of features [B, C, h, w] and measured on the odd ones.
+
+    NaN along an axis with a single token.
+    """
+    *_, h, w = features.shape
+    tokens = features.permute(0, 2, 3, 1).double()  # [B, h, w, C]
+    y, x = torch.meshgrid(*((2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in (h, w)), indexing="ij")
+    places = torch.stack((y, x), -1).to(tokens.device)  # [h, w, 2]
+    fit, held = tokens[::2].flatten(0, 2), tokens[1::2].flatten(0, 2)
+    mean, spread = fit.mean(0), fit.std(0, correction=0)
+    known = spread > 1e-6 * spread.max().clamp(min=1e-12)  # a channel without variance says nothing
+    fit, held = ((part[:, known] - mean[known]) / spread[known] for part in (fit, held))
+    targets = places.flatten(0, 1).repeat(len(fit) // (h * w), 1)  # centered
+    gram = fit.mT @ fit + RIDGE * len(fit) * torch.eye(fit.shape[1], dtype=fit.dtype, device=fit.device)
+    weights = torch.linalg.solve(gram, fit.mT @ targets)
+    truth = places.flatten(0, 1).repeat(len(held) // (h * w), 1)
+    error = (held @ weights - truth).square().mean(0)
+    variance = truth.square().mean(0)
+    return Leak(*(float(1 - e / v) if v > 0 else float("nan") for e, v in zip(error, variance, strict=True)))
+
+
+def agreement(a: Tensor, b: Tensor) -> float:
+    """Mean cosine of features a [B, C, h, w], resampled to the grid of b [B, C, h', w'], with b; each centered by its mean."""
+    a = resized(a, tuple(b.shape[2:]))
+    return float(F.cosine_similarity(_centered(a), _centered(b), dim=1).mean())
+
+
+def resized(images: Tensor, size: Size) -> Tensor:
+    """Images or features [B, C, h, w] at another size, bilinear and antialiased; the same where nothing changes."""
+    if tuple(images.shape[2:]) == size:
+        return images
+    return F.interpolate(images, size, mode="bilinear", antialias=True)
+
+
+def _equivariances(
+    features: Callable[..., list[Tensor]],
+    images: Tensor,
+    size: Size,
+    grid: Size,
+    shifts: Sequence[tuple[int, int]],
+    layers: Sequence[int],
+) -> list[float]:
+    """The mean cosine over tokens, images and shifts of each of `layers`, whose features all have this grid."""
+    if any(n % m for n, m in zip(size, grid, strict=True)):
+        where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"
+        raise ValueError(f"{where}: choose another size, or shifts=()")
+    if any(not 0 <= step < n for shift in shifts for step, n in zip(shift, grid, strict=True)):
+        raise ValueError(f"shifts {tuple(shifts)} are not 0 to below the {format_size(grid)} grid of layer {layers[0]}")
+    (h, w), (y, x) = size, (n // m for n, m in zip(size, grid, strict=True))
+    whole = resized(images, (h + y * max(down for down, _ in shifts), w + x * max(right for _, right in shifts)))
+    still, found = features(whole[:, :, :h, :w], chosen=layers), [0.0] * len(layers)
+    for down, right in shifts:
+        moved = features(whole[:, :, down * y : down * y + h, right * x : right * x + w], chosen=layers)
+        for number, (a, b) in enumerate(zip(still, moved, strict=True)):
+            mean = a.mean((0, 2, 3), keepdim=True)
+            cosine = F.cosine_similarity(
+                a[:, :, down:, right:] - mean, b[:, :, : grid[0] - down, : grid[1] - right] - mean, dim=1
+            )
+            found[number] += float(cosine.mean()) / len(shifts)
+    return found
+
+
+def _centered(features: Tensor) -> Tensor:
+    return features - features.mean((0, 2, 3), keepdim=True)
