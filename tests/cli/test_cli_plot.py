@@ -121,12 +121,10 @@ def test_bad_usage(arguments, message, capsys):
 
 
 @pytest.mark.slow
-def test_the_gallery_is_made_by_one_command_and_always_alike(tmp_path, capsys):
-    for folder in ("a", "b"):
-        tool.main(["--gallery", "--out", str(tmp_path / folder)])
-    first, second = (tmp_path / folder / "gallery.png" for folder in ("a", "b"))
-    assert capsys.readouterr().out.split() == [str(first), str(second)]
-    assert first.read_bytes() == second.read_bytes() and first.stat().st_size < 400_000
+def test_the_gallery_is_made_by_one_command(tmp_path, capsys):
+    tool.main(["--gallery", "--out", str(tmp_path)])
+    path = tmp_path / "gallery.png"
+    assert capsys.readouterr().out.split() == [str(path)] and path.stat().st_size < 400_000
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrel
+from helpers import each
 from helpers.timm_peers import NAMES, SMALL, apart, peer, scattered
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
@@ -182,8 +183,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", [VIT, EVA, BEIT, SWIN])
+@each("change", CHANGES)
+@each("name", [VIT, EVA, BEIT, SWIN])
 def test_changed_after_construction(name, change):
     theirs = peer(name)
     CHANGES[change](theirs)
@@ -194,7 +195,7 @@ def test_changed_after_construction(name, change):
     assert a.numel() == b.numel() and apart(a.reshape(b.shape), b) <= 2e-6
 
 
-@pytest.mark.parametrize("name", [VIT, EVA, BEIT])
+@each("name", [VIT, EVA, BEIT])
 def test_a_size_of_no_whole_patches(name):
     """timm leaves the last pixels out, and says so nowhere."""
     theirs, image = peer(name, img_size=(119, 100)), torch.randn(1, 3, 119, 100)
@@ -203,7 +204,7 @@ def test_a_size_of_no_whole_patches(name):
     assert apart(vitrel.from_timm(theirs)(whole), theirs(image)) <= 2e-6
 
 
-@pytest.mark.parametrize("name", [VIT, EVA, SWIN, SWIN2])
+@each("name", [VIT, EVA, SWIN, SWIN2])
 def test_type_and_mode(name):
     theirs = peer(name)
     image = torch.randn(2, 3, *theirs.patch_embed.img_size)
@@ -214,7 +215,7 @@ def test_type_and_mode(name):
     assert apart(ours.eval()(image.bfloat16()).float(), exact) < 0.05
 
 
-@pytest.mark.parametrize("name", [VIT, EVA, BEIT, "deit_tiny_distilled_patch16_224", REL, SAM, SWIN, SWIN2])
+@each("name", [VIT, EVA, BEIT, "deit_tiny_distilled_patch16_224", REL, SAM, SWIN, SWIN2])
 def test_drop_rates(name):
     """The same kinds at the same rates, where they act."""
     rates = dict(drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.3, drop_path_rate=0.4)
@@ -282,7 +283,7 @@ REFUSED = {  # {name: (builder, words of the reason)}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refusals(name):
     build, words = REFUSED[name]
     model = meta(name) if build is None else build()
@@ -312,7 +313,7 @@ def test_with_an_encoding_in_one_call():
         vitrel.from_timm(theirs, absolute="drop")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "reason"),
     [
         ("hiera_tiny_224", "pools the queries"),

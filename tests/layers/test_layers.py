@@ -12,6 +12,7 @@ from timm.models.swin_transformer_v2 import PatchMerging as TimmPatchMergingV2
 from torch._dynamo.testing import CompileCounter
 
 import vitrel
+from helpers import each
 from helpers.variants import IN_ATTENTION
 from vitrel import Grid
 from vitrel.layers import Attention, PatchMerging
@@ -128,7 +129,7 @@ def cosine_layer(**keywords):
     return layer
 
 
-@pytest.mark.parametrize("qkv_bias", [True, False])
+@each("qkv_bias", [True, False])
 def test_cosine_attention_is_its_formula(qkv_bias):
     """Swin V2's eq. 2 as a double loop: cos(q, k) * min(exp(logit_scale), 100) + bias, no bias on keys."""
     layer, (h, w) = cosine_layer(grid=(3, 4), qkv_bias=qkv_bias), (3, 4)
@@ -148,8 +149,8 @@ def test_cosine_attention_is_its_formula(qkv_bias):
     torch.testing.assert_close(layer(x, (h, w))[0], attn.proj(out), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("key", IN_ATTENTION)
-@pytest.mark.parametrize("where", [dict(grid=(3, 4, 1)), dict(window=(2, 3), shift=(1, 1))], ids=str)
+@each("key", IN_ATTENTION)
+@each("where", [dict(grid=(3, 4, 1)), dict(window=(2, 3), shift=(1, 1))], ids=str)
 def test_cosine_with_every_position(key, where):
     """Directions alone matter: q and k of other lengths change nothing, and the logit scale has a gradient below its clamp."""
     layer = cosine_layer(position=key, qkv_bias=False, **where)
@@ -166,7 +167,7 @@ def test_cosine_with_every_position(key, where):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("key", IN_ATTENTION)
+@each("key", IN_ATTENTION)
 def test_cosine_gives_position_unit_keys_and_scaled_queries(key):
     """Whatever position does to q and k, it does to q / |q| * scale * sqrt(D) and k / |k|."""
     layer, grid = cosine_layer(position=key, grid=(3, 4, 1), qkv_bias=False), Grid(4, 3, 1)
@@ -186,8 +187,8 @@ def test_cosine_of_a_token_without_a_direction():
     assert out.isfinite().all() and x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("h", "w"), [(4, 6), (5, 6), (6, 3), (1, 1), (7, 5)])
-@pytest.mark.parametrize("version", [1, 2])
+@each(("h", "w"), [(4, 6), (5, 6), (6, 3), (1, 1), (7, 5)])
+@each("version", [1, 2])
 def test_patch_merging_equals_timm(h, w, version):
     ours, theirs = PatchMerging(8, 16, post_norm=version == 2), (TimmPatchMerging, TimmPatchMergingV2)[version - 1](8, 16)
     ours.load_state_dict(theirs.state_dict())
