@@ -51,7 +51,7 @@ def brief_evaluations(request):
 
 @pytest.hookimpl(trylast=True)  # after the selection by -m
 def pytest_collection_modifyitems(items):
-    """Every worker begins with its share of the tests that fork, then come the longest, so that none is left with one at the end.
+    """Every worker begins with its share of the tests that fork; then come the longest, so that none is left with one.
 
     PyTorch does not train in the fork of a process whose autograd engine has started threads, as some later tests (of compiled
     models) make it do. xdist gives each worker one stretch of the list, and an idle one takes from the end of another's.

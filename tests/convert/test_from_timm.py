@@ -15,12 +15,9 @@ from helpers.timm_peers import NAMES, SMALL, apart, peer, scattered
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
-NATIVE = ("vit_small_patch16_224", "deit3_small_patch16_384", "beit_base_patch16_224", "eva02_small_patch14_336",
-          "vit_small_patch16_dinov3", "vit_relpos_small_patch16_224", "swin_tiny_patch4_window7_224",
-          "swinv2_tiny_window8_256", "vit_so150m2_patch16_reg1_gap_256", "samvit_base_patch16_224")  # fmt: skip
 LARGE = ("swin_base_patch4_window12_384", "swinv2_base_window12to24_192to384")
 TWO = dict(depths=(2, 1), num_heads=(1, 2))  # stages that hold whole windows of a small image
-AT_FIFTY = {  # of every family, at a small size of its own
+AT_MANY = {  # of every family, at a small size of its own
     "vit_base_patch16_224": dict(img_size=64),
     "deit_tiny_distilled_patch16_224": dict(img_size=(48, 80)),
     "beit_base_patch16_224": dict(img_size=64),
@@ -99,18 +96,10 @@ def test_same_function(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AT_FIFTY)
-def test_fifty_sizes(name):
-    ours = vitrel.from_timm(peer(name, **AT_FIFTY[name]))
-    runs_anywhere(ours, sizes(ours, 50))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NATIVE)
-def test_native(name):
-    """Of every family at its own width and size."""
-    theirs = scattered(timm.create_model(name, **(dict(depths=(2, 1, 1, 1)) if "swin" in name else dict(depth=3))))
-    assert_same(vitrel.from_timm(theirs), theirs)
+@each("name", AT_MANY)
+def test_many_sizes(name):
+    ours = vitrel.from_timm(peer(name, **AT_MANY[name]))
+    runs_anywhere(ours, sizes(ours, 12))
 
 
 def test_a_name_is_built_with_its_arguments(tmp_path):

@@ -96,8 +96,7 @@ def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [0, 1, 3])
-@pytest.mark.parametrize(("key", "options"), OFFSETS_ONLY, ids=lambda value: str(value))
+@each(("key", "options", "length"), [(*case, (0, 1, 3)[i % 3]) for i, case in enumerate(OFFSETS_ONLY)])
 def test_encodings_that_read_offsets_need_no_height(key, options, length):
     model, image = model_of(key, options, prefix=0 if key.startswith("rope") else 1), strip()
     found, memory = in_tiles(model, image, length=length)

@@ -40,7 +40,7 @@ def ran(tmp_path):
 
     def run(*arguments):
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
         )
         return done.returncode, done.stdout + done.stderr
 
