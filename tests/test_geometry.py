@@ -20,7 +20,7 @@ from vitrel import Grid, Table, Terms, geometry
 from vitrel.geometry import cached_geometry
 from vitrel.ops import attention, window_attention
 from vitrel.ops.window import windows
-from vitrel.position.resize import table_taps
+from vitrel.position.resample import table_taps
 
 MADE = []
 SEVERAL = [(9, 13), (8, 16), (6, 10)]

@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 def test_numbers_in_comments():
     vit = timm.create_model("vitrel_vit_s16_table", device="meta")
-    assert vit.resized((384, 384)) == {"table geometric": 52488} and "52488" in README
+    assert vit.resampled((384, 384)) == {"table geometric": 52488} and "52488" in README
     assert vit.unseen((384, 384)) == pytest.approx(0.67, abs=0.005) and "0.67" in README
 
 

@@ -29,7 +29,7 @@ CONFIG = {
         "data": {"size": 64, "batch_size": 16, "n_train": 32, "n_val": 16},
         "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5}, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2}},
     },
-    "evaluate": {"sizes": [64, "64x96"], "n": 16, "device": "cpu"},
+    "evaluate": {"sizes": [64, "64x96"], "policies": ["bicubic", "keep"], "n": 16, "device": "cpu"},
 }
 
 
@@ -72,9 +72,9 @@ def test_a_comparison_from_training_to_plots(finished):
     assert set(zip(frame["label"], frame["seed"], strict=True)) == {
         (label, seed) for label in ("vitrel_vit_n8_absolute", "rope") for seed in (0, 1)
     }
-    assert set(frame[frame["label"] == "rope"]["resized"]) == {"nothing"}
+    assert set(frame[frame["label"] == "rope"]["resampled"]) == {"nothing"}
     assert set(frame[frame["label"] == "rope"]["encoding"]) == {"rope_mixed"}
-    assert set(frame[frame["img_size"] == "64x96"]["resized"]) == {"nothing", "absolute bicubic"}
+    assert set(frame[frame["img_size"] == "64x96"]["resampled"]) == {"nothing", "absolute bicubic"}
     assert frame["unchanged"].all()
     text = (folder / "table.md").read_text("utf-8")
     assert "over 2 seeds and 16 images" in text and "\n- rope: " in text
@@ -203,7 +203,7 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
 def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
     aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
-    aid |= {"model_args": {"position_args": {"scaling": "ntk"}}}
+    aid |= {"model_args": {"position_args": {"policy": "ntk"}}}
     place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes", place], "models": [*CONFIG["models"][1:], aid]}))
@@ -213,7 +213,7 @@ def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
     pairs = shapes.pivot_table(index=["seed", "protocol", "img_size"], columns="label", values="nll")
     assert len(pairs) == 2 * 2 * 2
-    aid["model_args"]["position_args"]["scaling"] = "linear"  # under the same label
+    aid["model_args"]["position_args"]["policy"] = "linear"  # under the same label
     path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes"], "models": [*CONFIG["models"][1:], aid]}))
     tool.main([str(path), "--out", str(tmp_path), "--no-report", "--jobs", "1"])
     changed = pd.read_csv(tmp_path / "trial" / "shapes" / "results.csv").query("label == 'aid'")

@@ -17,7 +17,7 @@ CONFIG = {
     "name": "trial",
     "data": "photographs",
     "models": [
-        {"name": ABSOLUTE, "label": "aid", "weights_of": "roped", "model_args": {"position_args": {"scaling": "ntk"}}},
+        {"name": ABSOLUTE, "label": "aid", "weights_of": "roped", "model_args": {"position_args": {"policy": "ntk"}}},
         {"name": ABSOLUTE, "label": "roped", "seeds": [0], "train": {"model": {"tuning": ADDED}}},
         {"name": ABSOLUTE, "label": "plain", "train": {"model": {"optim": {"position_lr_scale": 1}}}},
     ],
@@ -62,7 +62,7 @@ def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tm
     assert set(rows["class_map"]) == {"names"} and set(rows["data"]) == {"labeled"} and set(rows["n"]) == {8}
     [comparison] = load_comparison(tmp_path / "trial.yaml")
     aid, roped, *_ = trained_models(comparison, folder)
-    assert aid.model.arguments["position_args"] == {"base": 5.0, "scaling": "ntk"} and aid.encoding == "absolute+rope_mixed"
+    assert aid.model.arguments["position_args"] == {"base": 5.0, "policy": "ntk"} and aid.encoding == "absolute+rope_mixed"
     with torch.no_grad():
         for side, equal in ((32, True), (64, False)):
             image = torch.randn(2, 3, side, side)

@@ -33,7 +33,7 @@ CONFIG = {
         {"name": ABSOLUTE, "label": "absolute"},
         ROPE | {"label": "rope"},
         ROPE | {"label": "rope-tuned", "tuned_from": "rope", "train": FINER},
-        ROPE | {"label": "aid", "weights_of": "rope-tuned", "model_args": {"position_args": {"scaling": "ntk"}}},
+        ROPE | {"label": "aid", "weights_of": "rope-tuned", "model_args": {"position_args": {"policy": "ntk"}}},
     ],
     "seeds": [0, 1],
     "train": {
@@ -109,9 +109,9 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
     assert {(row.label, row.seed, row.img_size) for row in frame.itertuples()} == {
         (label, seed, size) for label in sizes for seed in (0, 1) for size in ("64x64", "96x96")
     }
-    resized = frame[frame["label"].str.startswith("absolute")].set_index(["label", "seed", "img_size"])["resized"]
-    assert {index: text == "nothing" for index, text in resized.items()} == {
-        (label, seed, size): (size == "96x96") == (label in tuned) for label, seed, size in resized.index
+    resampled = frame[frame["label"].str.startswith("absolute")].set_index(["label", "seed", "img_size"])["resampled"]
+    assert {index: text == "nothing" for index, text in resampled.items()} == {
+        (label, seed, size): (size == "96x96") == (label in tuned) for label, seed, size in resampled.index
     }
     nll = frame.pivot_table(index=["seed", "img_size"], columns="label", values="nll")
     assert nll.xs("96x96", level="img_size")["aid"].tolist() == nll.xs("96x96", level="img_size")["rope-tuned"].tolist()

@@ -53,21 +53,21 @@ def test_a_file_is_converted_and_every_tensor_reported(torchvision_swin, tmp_pat
     by_source = {row["source"]: row for row in rows}
     table = by_source["features.1.0.attn.relative_position_bias_table"]
     assert table["target"] == "layers.0.blocks.0.position.relative_position_bias_table"
-    assert (table["rule"], table["resized"]) == ("renamed", "")
+    assert (table["rule"], table["resampled"]) == ("renamed", "")
     assert by_source["features.1.0.attn.relative_position_index"] | dict(target="") == {
-        "source": "features.1.0.attn.relative_position_index", "target": "", "rule": "a buffer, recomputed", "resized": "",
+        "source": "features.1.0.attn.relative_position_index", "target": "", "rule": "a buffer, recomputed", "resampled": "",
     }  # fmt: skip
     printed = capsys.readouterr().out
     assert "features.2.reduction.weight" in printed and "layers.1.downsample.reduction.weight" in printed
-    assert "0 resized" in printed and f"written to {out}" in printed
+    assert "0 resampled" in printed and f"written to {out}" in printed
 
 
-def test_another_window_is_resized_and_says_so(torchvision_swin, tmp_path, capsys):
+def test_another_window_is_resampled_and_says_so(torchvision_swin, tmp_path, capsys):
     _, path = torchvision_swin
     arguments = ["vitrel_swin_t", "--weights", str(path), "--model-args", ARGS.replace("window_size: 4", "window_size: [4, 6]")]
     tool.main([*arguments, "--out", str(tmp_path / "wide.safetensors")])
     printed = capsys.readouterr().out
-    assert "4x4 -> 4x6, geometric" in printed and "4 resized" in printed
+    assert "4x4 -> 4x6, geometric" in printed and "4 resampled" in printed
     assert read_file(tmp_path / "wide.safetensors")["vitrel"]["position"]["layers.0.blocks.0.position"]["grid"] == [4, 6, 0]
 
 

@@ -44,7 +44,7 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
         Image.new("RGB", (80, 64)).save(tmp_path / place / "one.png")
     (tmp_path / "data" / "val" / "cat" / "link").symlink_to(tmp_path / "more")
     model, out = checkpoint("vitrel_vit_n8_none", "a.ckpt", ("cat", "dog")), tmp_path / "out"
-    arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocols", "scale", "--device", "cpu"]
+    arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocol", "scale", "--device", "cpu"]
     arguments += ["--attention-n", "0", "--no-report", "--out", str(out)]
     with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate --follow-links"):
         tool.main(arguments)
@@ -60,7 +60,7 @@ def test_table_verdicts_and_files(checkpoint, tmp_path, capsys, whole_evaluation
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
-    tool.main([*paths, *arguments, "--policies", "clip", "--attention-n", "1", "--no-border-leak"])
+    tool.main([*paths, *arguments, "--policy", "clip", "--attention-n", "1", "--no-border-leak"])
     printed = capsys.readouterr().out
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64x64 px), vitrel_swin_n" in header[0]
@@ -91,7 +91,7 @@ def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsy
         "64",
         "--n",
         "4",
-        "--protocols",
+        "--protocol",
         "scale",
         "--device",
         "cpu",
@@ -109,10 +109,10 @@ def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
     path = checkpoint("vitrel_vit_n8_none", "a.ckpt")
     for arguments, message in [
         ([str(tmp_path / "none.ckpt"), "--data", "shapes", "--size", "64"], "error: no checkpoint at"),
-        ([path, "--data", "shapes", "--size", "64", "--policies", "clip"], "no model has the policy 'clip'"),
-        ([path, "--data", "shapes", "--size", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
+        ([path, "--data", "shapes", "--size", "64", "--policy", "clip"], "no model has the policy 'clip'"),
+        ([path, "--data", "shapes", "--size", "64", "--protocol", "zoom"], "unknown protocol 'zoom'"),
         ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no folder .*no: give"),
-        ([path, "--data", "shapes", "--size", "64", "4", "--protocols", "scale"], r"evaluation at 4x4, .*at least 8"),
+        ([path, "--data", "shapes", "--size", "64", "4", "--protocol", "scale"], r"evaluation at 4x4, .*at least 8"),
         ([path, path, "--data", "shapes", "--size", "64"], "is given twice: its rows"),
     ]:
         with pytest.raises(SystemExit, match=message):
@@ -125,7 +125,7 @@ def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
 def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
     arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
-    tool.main([*arguments, "--policies", "divisor", "rescale", "clip", "--crop-pct", "1", "0.875", "--dry-run"])
+    tool.main([*arguments, "--policy", "divisor", "rescale", "clip", "--crop-pct", "1", "0.875", "--dry-run"])
     printed = capsys.readouterr().out
     assert "12 rows of 8 images each; 0 of them are in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
 
@@ -142,7 +142,7 @@ def weights(tmp_path):
 @pytest.mark.slow
 def test_rescue_is_written_and_printed(checkpoint, tmp_path, capsys):
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
+    arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocol", "scale", "--out", str(out)]
     tool.main([checkpoint("vitrel_vit_n8_table", "a.ckpt"), *arguments, "--attention-n", "0", "--no-report", "--rescue"])
     printed = capsys.readouterr().out
     assert "settings each on 4 images without labels, then top-1 on 4 others" in printed
@@ -153,7 +153,7 @@ def test_rescue_is_written_and_printed(checkpoint, tmp_path, capsys):
 
 def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path, capsys):
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
+    arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocol", "scale", "--out", str(out)]
     ours = [checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
     named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
     tool.main([*ours, *named, *arguments, "--translations", "0", "4", "--no-report"])
@@ -207,7 +207,7 @@ def damaged(tmp_path):
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
     named = ["vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]
-    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--protocols", "scale", "--attention-n", "0", "--no-report"]
+    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--protocol", "scale", "--attention-n", "0", "--no-report"]
     return [*named, *data], [os.fsdecode(path) for path in bad]
 
 
@@ -232,7 +232,7 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys, workers):
 
 def test_rows_are_added_refused_or_moved_aside(checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
-    requested = [path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
+    requested = [path, "--data", "shapes", "--device", "cpu", "--protocol", "scale", "--attention-n", "0"]
     requested += ["--no-report", "--out", str(out)]
     tool.main([*requested, "--n", "4", "--size", "80", "96"])
     tool.main([*requested, "--n", "4", "--size", "48"])
@@ -281,7 +281,7 @@ def test_tars_are_evaluated_as_the_folder_they_were_made_of(tmp_path):
     for data in ("data", "tars"):
         out = tmp_path / f"out-{data}"
         requested = ["--data", str(tmp_path / data), "--size", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
-        tool.main([*named, *requested, "--attention-n", "0", "--protocols", "scale", "--policies", "clip"])
+        tool.main([*named, *requested, "--attention-n", "0", "--protocol", "scale", "--policy", "clip"])
         frames.append(pd.read_csv(out / "results.csv"))
     for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
         assert frames[0][name].tolist() == pytest.approx(frames[1][name].tolist(), nan_ok=True), name
@@ -311,7 +311,7 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tmp_path)
         str(tmp_path / "out"),
         "--no-report",
     ]
-    given = [*named, *requested, "--attention-n", "0", "--policies", "clip"]
+    given = [*named, *requested, "--attention-n", "0", "--policy", "clip"]
     with pytest.warns(UserWarning, match="left out of") as reported:
         tool.main([*given, "--on-bad-image", "count", "--workers", "1"])
     [text] = [str(one.message) for one in reported if "left out of" in str(one.message)]

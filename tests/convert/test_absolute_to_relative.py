@@ -183,7 +183,7 @@ def test_the_copy_is_relative_and_the_original_untouched(position, refit):
     ours = absolute_to_relative(model, images, position, refit=refit)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(block._forward_pre_hooks for m in (model, ours) for block in m.blocks)
-    assert ours.pos_embed is None and not any("absolute" in rule for rule in ours.resized((64, 40)))
+    assert ours.pos_embed is None and not any("absolute" in rule for rule in ours.resampled((64, 40)))
     assert ours(torch.randn(2, 3, 64, 40)).isfinite().all() and not ours.training
     report = ours.conversion
     assert report.position == position and report.images == 4 and report.grid == (4, 6) and len(report.after) == 2

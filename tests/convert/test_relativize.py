@@ -293,7 +293,7 @@ def test_windows_of_a_vitrel_vit_are_the_grids_of_their_encodings():
     options = dict(class_token=False, global_pool="avg", block_args=dict(window=(4, 3), global_blocks=(1,)))
     model = relativize(timm.create_model("vitrel_vit_n8_absolute", depth=2, **options), "table")
     assert [tuple(block.position.grid) for block in model.blocks] == [(4, 3, 0), (8, 8, 0)]
-    assert model.resized((64, 64)) == {}
+    assert model.resampled((64, 64)) == {}
 
 
 @each("name", ["vit", "no_embed_class", "deit", "cat", "vitrel"])

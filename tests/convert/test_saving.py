@@ -78,7 +78,7 @@ def test_every_row(name, tmp_path):
 def test_every_encoding(key, options, trunk, tmp_path):
     position_args = FEW.get(key, {}) | options
     if POSITIONS[key].site == "attention" and POSITIONS[key].policies:
-        position_args |= dict(resize=POSITIONS[key].policies[-1]) if "resize" not in options else {}
+        position_args |= dict(policy=POSITIONS[key].policies[-1]) if not {"policy", "reference"} & {*options} else {}
     sizes = VIT | dict(img_size=(32, 48)) if trunk is ViT else SWIN
     round_trip(scatter(trunk(**sizes, position=key, position_args=position_args or None)), tmp_path)
 
@@ -143,7 +143,7 @@ ROUTES = {
     "no head, Swin": lambda: called(ours("vitrel_swin_n"), "reset_classifier", 0, ""),
     "half": lambda: ours().half(), "bfloat16": lambda: ours("vitrel_swin_n").bfloat16(), "double": lambda: ours().double(),
     "input size": lambda: called(ours(), "set_input_size", (96, 40)),
-    "resize policy": lambda: called(ours(), "set_resize_policy", "clip"),
+    "policy": lambda: called(ours(), "set_position_options", policy="clip"),
     "checkpointing": lambda: called(ours("vitrel_swin_n"), "set_grad_checkpointing"),
     "shared": lambda: ours(share_position=True), "one channel": lambda: ours(in_chans=1),
     "windows": lambda: scatter(timm.create_model("vitrel_vit", **VIT, class_token=False, global_pool="avg",
@@ -203,7 +203,7 @@ THROUGH_TIMM = ["vit_base_patch16_224", "beit", "deit_tiny_distilled_patch16_224
     "fade begun",
                 "drop_absolute", "pruned", "pruned Swin", "pruned Swin, all stages", "other head", "other head, Swin",
                     "no classes",
-                "no head, Swin", "windows", "perturbed", "everything", "input size", "resize policy"]  # fmt: skip
+                "no head, Swin", "windows", "perturbed", "everything", "input size", "policy"]  # fmt: skip
 
 
 @pytest.mark.parametrize("route", THROUGH_TIMM)
@@ -358,8 +358,8 @@ LOST = {  # what a file would not give back: (model, words)
     "base": (lambda: altered(lambda m: setattr(m.blocks[0].position, "base", 7.0), SITE), r"blocks\.0\.position.*base"),
     "shift": (lambda: altered(lambda m: setattr(m.layers[0].blocks[1].attn, "shift", (0, 0)), "vitrel_swin_n"),
         r"layers\.0\.blocks\.1\.attn.*shift"),
-    "resize": (lambda: altered(lambda m: setattr(m.blocks[1].position, "resize", "clip"), "vitrel_vit_n8_table"),
-        r"blocks\.1\.position.*resize"),
+    "policy": (lambda: altered(lambda m: setattr(m.blocks[1].position, "policy", "clip"), "vitrel_vit_n8_table"),
+        r"blocks\.1\.position.*policy"),
     "encoding": (lambda: altered(lambda m: setattr(m.blocks[0], "position", m.blocks[0].position.__class__((4, 4, 1), 4,
         16)), SITE), r"blocks\.0"),
     "block": (lambda: altered(lambda m: void(m.blocks.append(m.blocks[0]))), r"blocks"),

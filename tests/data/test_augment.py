@@ -277,7 +277,7 @@ def test_interpolation(interpolation):
         ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "its hue between 0 and 0.5"),
         ({"jitter": (0.1, 0.1)}, r"a number or \[brightness, contrast, saturation"),
         ({"erase_count": 0}, "augment.erase_count must be at least 1"),
-        ({"crop": "center"}, "unknown augment.crop 'center'; nearest: center"),
+        ({"crop": "centre"}, "unknown augment.crop 'centre'; nearest: center"),
         ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; nearest: rand"),
         ({"interpolation": "lanczos"}, "unknown augment.interpolation 'lanczos'"),
     ],

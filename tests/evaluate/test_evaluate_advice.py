@@ -22,7 +22,7 @@ def row(size="64x64", top1=90.0, policy="none", label="m", **given):
     columns = {
         "model": label, "label": label, "seed": 0, "img_size": size, "train_size": "64x64", "protocol": "scale",
         "policy": policy, "top1": top1, "top5": 100.0, "nll": 0.1, "n": 10_000, "retention": 1.0, "encoding": "absolute",
-        "resized": "nothing", "resized_params": 0, "unseen": 0.0, "saturated": 0.0, "unchanged": True, "params": 452_068,
+        "resampled": "nothing", "resampled_values": 0, "unseen": 0.0, "saturated": 0.0, "unchanged": True, "params": 452_068,
         "infer_samples_per_sec": 100.0, "peak_memory_mb": 50.0, "memory_kind": "cuda allocated", "gflops": 0.03,
         "batch_size": 8, "oom": 0, "tokens": 64, "crop_pct": 1.0,
     }  # fmt: skip
@@ -233,15 +233,15 @@ def test_rescue_is_named_only_where_a_rotation_without_scaling_loses_beyond_trai
     assert "--rescue" in found("rope_mixed") and "--rescue" in found("rope_axial")
     for others in (
         found("rope_mixed", top1=90.0),
-        found("rope_mixed", resized="rope_mixed ntk"),
+        found("rope_mixed", resampled="rope_mixed ntk"),
         found("rope_mixed", size="32x32"),
         found("rope_normalized"),
         found("table"),
     ):
         assert "rescue" not in others
-    about = {"label": "m", "img_size": "128x128", "protocol": "scale", "setting": "scaling linear", "difference_low": 30.0}
+    about = {"label": "m", "img_size": "128x128", "protocol": "scale", "setting": "policy linear", "difference_low": 30.0}
     write_cells(tmp_path / "rescue.csv", [tuple(about), tuple(about.values())])
-    assert "scaling linear, which helps without training" in found("rope_mixed", tmp_path)
+    assert "policy linear, which helps without training" in found("rope_mixed", tmp_path)
 
 
 def test_the_advice_is_about_the_first_protocol_and_the_rows_about_all():
@@ -312,7 +312,7 @@ def test_a_position_encoding_that_does_nothing_is_said_first():
         and "0.4 %" in found.sentences[0]
         and found.sentences[1:] == only(*rows).sentences[:1]
     )
-    judged = judge([one | {"position_share": 0.004, "resized": "table clip", "resized_params": 8100} for one in rows])
+    judged = judge([one | {"position_share": 0.004, "resampled": "table clip", "resampled_values": 8100} for one in rows])
     assert "8,100" not in sizes_table(judged) and "8,100" not in accuracy_tables(judged.rows)
 
 

@@ -567,8 +567,8 @@ def test_rows_of_a_timm_model_tell_what_timm_changed(noise):
     rows = {(one.row["model"], one.row["img_size"]): one.row for one in evaluate_rows(models, sweep)}
     for name in ("fixed", "dynamic"):
         at, new = rows[name, "32x32"], rows[name, "48x64"]
-        assert (at["resized"], at["unchanged"], at["policy"]) == ("nothing", True, "none")
-        assert (new["resized"], new["resized_params"], new["tokens"]) == ("pos_embed bicubic", 16 * 48, 48)
+        assert (at["resampled"], at["unchanged"], at["policy"]) == ("nothing", True, "none")
+        assert (new["resampled"], new["resampled_values"], new["tokens"]) == ("pos_embed bicubic", 16 * 48, 48)
         assert new["unchanged"] is (name == "dynamic")  # which resamples in forward
         assert new["attention_entropy"] > 0 and new["unseen"] != new["unseen"]
     assert all(torch.equal(value, before[name]) for name, value in models[0].model.state_dict().items())

@@ -234,7 +234,7 @@ BASE = {"name": NAME, "label": "base", "position": "rope_mixed"}
 
 TUNED = BASE | {"label": "tuned", "tuned_from": "base", "train": FINER}
 
-AID = BASE | {"label": "aid", "weights_of": "base", "model_args": {"position_args": {"scaling": "ntk"}}}
+AID = BASE | {"label": "aid", "weights_of": "base", "model_args": {"position_args": {"policy": "ntk"}}}
 
 TUNED_AID = AID | {"label": "tuned-aid", "weights_of": "tuned"}
 

@@ -41,7 +41,7 @@ def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trai
         ("64x64", "scale", "none", "none"),
         ("64x64", "canvas", "none", "none"),
     ]
-    assert [task[2:] for task in tasks[4:8]] == [("table", p) for p in models[0].model.resize_policies] + [("none", "none")]
+    assert [task[2:] for task in tasks[4:8]] == [("table", p) for p in models[0].model.policies] + [("none", "none")]
     assert len(tasks) == 12
     with pytest.raises(ValueError, match="no model has the policy 'nearest'; the policies of these models are: bicubic, c"):
         tasks_of(models, sweep(policies=("nearest",)))
@@ -56,15 +56,15 @@ def test_rows_say_what_was_done_to_the_model(trained, noise, rows_of):
     found = {(row["encoding"], row["img_size"], row["policy"], row["protocol"]): row for row in rows}
     assert len(found) == len(rows) == 2 * (3 + 1 + 2 * 3)
     big = found["absolute", "64x64", "bicubic", "canvas"]
-    assert (big["resized"], big["tokens"]) == ("absolute bicubic", 64)
-    assert big["resized_params"] == models[0].model.resized((64, 64))["absolute bicubic"] > 0
+    assert (big["resampled"], big["tokens"]) == ("absolute bicubic", 64)
+    assert big["resampled_values"] == models[0].model.resampled((64, 64))["absolute bicubic"] > 0
     clip = found["table", "64x64", "clip", "scale"]
-    assert (clip["resized"], clip["resized_params"]) == ("table clip", 0)
+    assert (clip["resampled"], clip["resampled_values"]) == ("table clip", 0)
     # 7x7 offsets trained of 15x15
     assert clip["unseen"] == clip["saturated"] == pytest.approx(1 - 49 / 225, abs=1e-4)
     assert found["table", "64x64", "bicubic", "scale"]["saturated"] == 0
-    assert found["table", "64x64", "geometric", "scale"]["resized_params"] == 4 * 3 * 49
-    assert found["table", "32x32", "none", "scale"]["resized"] == "nothing"
+    assert found["table", "64x64", "geometric", "scale"]["resampled_values"] == 4 * 3 * 49
+    assert found["table", "32x32", "none", "scale"]["resampled"] == "nothing"
     for row in rows:
         assert row["unchanged"] is True and row["state_hash_before"] == row["state_hash_after"]
         assert row["n"] == 12 and row["top1_low"] <= row["top1"] <= row["top1_high"]
@@ -88,11 +88,11 @@ def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, noise, row
     larger = [f"{first}+{second}" for first in ("geometric", "clip", "bicubic") for second in ("keep", "renormalize")]
     assert [*found] == [("32x32", "none"), *(("64x64", p) for p in larger), ("24x24", "keep"), ("24x24", "renormalize")]
     assert len({row["nll"] for row in rows}) == len(rows)  # each combination was another model
-    assert found["64x64", "clip+keep"]["resized"] == "table clip"
-    assert found["64x64", "bicubic+renormalize"]["resized"] == "table bicubic + cpb renormalize"
-    assert found["24x24", "renormalize"]["resized"] == "cpb renormalize"
+    assert found["64x64", "clip+keep"]["resampled"] == "table clip"
+    assert found["64x64", "bicubic+renormalize"]["resampled"] == "table bicubic + cpb renormalize"
+    assert found["24x24", "renormalize"]["resampled"] == "cpb renormalize"
     assert all(row["unchanged"] for row in rows)
-    assert {part.resize for part in parts} == {"geometric", "keep"}  # as they were
+    assert {part.policy for part in parts} == {"geometric", "keep"}  # as they were
 
 
 def test_accuracy_is_that_of_the_plain_model(trained, noise, rows_of):
@@ -178,7 +178,7 @@ def test_content_is_translated_down_and_right_and_its_edges_repeated():
 
 def test_lines_of_translations_are_those_of_a_plain_model_on_translated_images(trained, noise):
     model = trained("vitrel_vit_n8_rope_mixed")
-    done = list(evaluate_rows([model], sweep(sizes=((32, 32), (48, 48)), translations=(0, 3))))
+    done = list(evaluate_rows([model], sweep(sizes=((32, 32), (48, 48)), policies=("keep",), translations=(0, 3))))
     assert [len(one.translation) for one in done] == [2, 0, 0, 0]  # at the training size, in the first protocol
     pixels = torch.stack([noise((32, 32))[i][0] for i in range(12)])
     for line, by in zip(done[0].translation, (0, 3), strict=True):
@@ -230,7 +230,7 @@ def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, noise):
     model = trained("vitrel_vit_n8_none", model=timm.create_model("resnet10t", num_classes=3).eval())
     [one] = evaluate_rows([model], sweep(**ONE, attention_n=2))
     assert math.isnan(one.row["attention_distance"]) and one.row["gflops"] > 0 and set(one.row) == set(COLUMNS)
-    assert (one.row["window"], one.row["backend"], one.row["resized"]) == ("", "", "nothing")
+    assert (one.row["window"], one.row["backend"], one.row["resampled"]) == ("", "", "nothing")
 
 
 def test_a_compiled_model_gives_the_same_row_from_batches_of_one_size(trained, noise, monkeypatch):

@@ -182,7 +182,7 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     assert other["img_size"] == "40x40" and training["img_size"] == "32x32" and training["budget"] == 16
     assert other["retention"] == pytest.approx(other["top1"] / training["top1"], abs=1e-4) and training["retention"] == 1
     assert other["unseen"] == pytest.approx(max(model.model.unseen(size) for size in sizes), abs=1e-4)
-    assert other["resized"] != "nothing" and other["attention_entropy"] > 0
+    assert other["resampled"] != "nothing" and other["attention_entropy"] > 0
     costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
     assert min(costs.values()) < other["gflops"] < max(costs.values())
     reported = policies.sample_shapes(Counter(sizes))
@@ -229,7 +229,7 @@ def test_shapes_are_square_so_that_native_is_scale(trained):
     rows = {(one.row["img_size"], one.row["protocol"]): one.row for one in run.evaluate_rows([shapes_model(trained)], settings)}
     for size in ("32x32", "64x64"):
         scale, native = rows[size, "scale"], rows[size, "native"]
-        same = ("top1", "nll", "tokens", "gflops", "resized", "unseen", "pad_fraction")
+        same = ("top1", "nll", "tokens", "gflops", "resampled", "unseen", "pad_fraction")
         assert {name: native[name] for name in same} == {name: scale[name] for name in same}
 
 
@@ -305,7 +305,7 @@ def test_settings_that_cannot_be(folder, how, text):
 def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda *given: pytest.fail("it ran"))
     fixed = timm.models.MlpMixer(num_classes=3, img_size=32, patch_size=8, embed_dim=8, num_blocks=1).eval()
-    with pytest.raises(ValueError, match="--protocols scale canvas"):
+    with pytest.raises(ValueError, match="--protocol scale canvas"):
         at_sizes(fixed, str(folder), [32], protocols=["native"], **HOW)
     convolutions = timm.create_model("resnet10t", num_classes=3).eval()
     for requested in ({"sizes": ["9t"], "protocols": ["scale"]}, {"sizes": [32], "protocols": ["native"]}):

@@ -20,7 +20,7 @@ from vitrel.evaluate.policies import (
 )
 from vitrel.grid import Grid
 from vitrel.position import POSITIONS, PositionEncoding
-from vitrel.position.resize import resize_table
+from vitrel.position.resample import resample_table
 
 THREE = ("geometric", "clip", "bicubic")
 
@@ -42,7 +42,9 @@ def vit(trained):
         ("table", (32, 48), THREE),
         ("table", (16, 48), THREE),
         ("absolute", (16, 24), ("bicubic",)),
-        ("rope_mixed", (64, 64), ("none",)),
+        ("rope_mixed", (64, 64), ("keep", "linear", "ntk", "yarn")),
+        ("rope_mixed", (16, 16), ("none",)),
+        ("rope_mixed+table", (64, 64), tuple(f"{a}+{b}" for a in ("keep", "linear", "ntk", "yarn") for b in THREE)),
         ("cpb", (32, 32), ("none",)),
         ("cpb", (16, 24), ("keep", "renormalize")),
         ("cpb+alibi", (64, 64), ("keep", "renormalize")),
@@ -92,8 +94,8 @@ def test_a_policy_of_windows_and_encodings_is_that_of_a_copy_with_the_same_param
     model = trained("vitrel_swin_n", (64, 64), {"position": "cpb"}).model
     changed, own = with_policy(model, (96, 128), "rescale+renormalize"), model.layers[0].blocks[1]
     block = changed.layers[0].blocks[1]
-    assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalize")
-    assert (own.attn.window, own.attn.shift, own.position.resize) == ((4, 4), (2, 2), "keep")
+    assert (block.attn.window, block.attn.shift, block.position.policy) == ((6, 8), (3, 4), "renormalize")
+    assert (own.attn.window, own.attn.shift, own.position.policy) == ((4, 4), (2, 2), "keep")
     assert with_policy(model, (96, 128), "fixed") is model
     for tensors in ("parameters", "buffers"):
         assert [*map(id, getattr(changed, tensors)())] == [*map(id, getattr(model, tensors)())]
@@ -109,7 +111,7 @@ def test_of_several_only_those_wanted(vit):
     assert policies_at(vit("absolute"), (64, 64), ["clip"]) == ("bicubic",)
     assert policies_at(vit("table+cpb"), (64, 64), ["clip", "renormalize"]) == ("clip+renormalize",)
     # a model that has none of the wanted ones is still evaluated, with its own
-    cpb = vit("cpb", position_args={"resize": "renormalize"})
+    cpb = vit("cpb", position_args={"policy": "renormalize"})
     assert policies_at(cpb, (64, 64), ["clip"]) == ("renormalize",)
     assert policies_at(vit("table+cpb"), (64, 64), ["clip"]) == ("clip+keep",)
 
@@ -117,15 +119,15 @@ def test_of_several_only_those_wanted(vit):
 @pytest.mark.parametrize("policy", ["clip+renormalize", "bicubic+keep", "none", "clip+keep+stretch"])
 def test_a_policy_leaves_the_model_its_own(vit, policy):
     model = vit("table+cpb")
-    in_use = {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies}
+    in_use = {part.policy for part in model.modules() if isinstance(part, PositionEncoding) and part.policies}
     assert in_use == {"geometric", "keep"}
     if "stretch" in policy:
-        with pytest.raises(ValueError, match="no resize policy 'stretch'"):
+        with pytest.raises(ValueError, match="no policy 'stretch'"):
             with_policy(model, (64, 64), policy)
     else:
         parts = with_policy(model, (64, 64), policy).blocks[-1].position.parts
-        assert policy in ("none", f"{parts['table'].resize}+{parts['cpb'].resize}")
-    assert {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies} == in_use
+        assert policy in ("none", f"{parts['table'].policy}+{parts['cpb'].policy}")
+    assert {part.policy for part in model.modules() if isinstance(part, PositionEncoding) and part.policies} == in_use
 
 
 def swin(img_size, window, depths=(2,), **how):
@@ -145,7 +147,7 @@ def with_tables(other, model, policy):
     state = model.state_dict()
     for name in state:
         if "table" in name:
-            state[name] = resize_table(state[name], source, target, policy)
+            state[name] = resample_table(state[name], source, target, policy)
     other.load_state_dict(state)
     return other
 
@@ -158,7 +160,7 @@ def test_divisor_is_the_model_with_that_window_and_the_center_of_the_table(size,
     model, images = swin((16, 16), 4), torch.randn(2, 3, *size, dtype=torch.float64)
     built = with_tables(swin(size, window), model, "clip")  # which reads the center of a larger table
     changed = with_policy(model, size, "divisor")
-    assert changed.resized(size) == {} and changed.unseen(size) == 0
+    assert changed.resampled(size) == {} and changed.unseen(size) == 0
     [stage] = resolution_report(changed, size).stages
     assert (stage.window, stage.padding, stage.padded_share) == (window, (0, 0), 0.0)
     with torch.no_grad():
@@ -168,25 +170,25 @@ def test_divisor_is_the_model_with_that_window_and_the_center_of_the_table(size,
 
 @pytest.mark.parametrize("policy", ["geometric", "clip", "bicubic"])
 @pytest.mark.parametrize(("size", "window"), [((32, 32), (8, 8)), ((24, 40), (6, 10)), ((28, 16), (7, 4))])
-def test_rescale_is_the_model_with_that_window_and_the_resized_table(policy, size, window):
+def test_rescale_is_the_model_with_that_window_and_the_resampled_table(policy, size, window):
     model, images = swin((16, 16), 4, depths=(2, 2)), torch.randn(2, 3, *size, dtype=torch.float64)
     built = with_tables(swin(size, window, depths=(2, 2)), model, policy)
     tables = [name for name, _ in model.named_parameters() if "table" in name]
     values = sum(model.state_dict()[name].numel() for name in tables)
     changed = with_policy(model, size, f"rescale+{policy}")
-    assert changed.resized(size) == {f"table {policy}": 0 if policy == "clip" else values}
+    assert changed.resampled(size) == {f"table {policy}": 0 if policy == "clip" else values}
     assert changed.unseen(size) == pytest.approx(1 - min(1, 7 / (2 * window[0] - 1)) * min(1, 7 / (2 * window[1] - 1)))
     assert [grid[:2] for _, grid in changed.encodings(size)] == [window] * 4
     with torch.no_grad():
         torch.testing.assert_close(changed(images), built(images), rtol=0, atol=1e-12)
-    assert model.resized(size) == {}
+    assert model.resampled(size) == {}
 
 
 def test_a_smaller_window_reads_the_center_and_rounds_down():
     model = swin((16, 16), 4)
     changed = with_policy(model, (14, 10), "rescale")
     attn = changed.layers[0].blocks[1].attn
-    assert (attn.window, attn.shift) == ((3, 2), (1, 1)) and changed.resized((14, 10)) == {}
+    assert (attn.window, attn.shift) == ((3, 2), (1, 1)) and changed.resampled((14, 10)) == {}
     wide = with_policy(swin((16, 24), (4, 6)), (32, 12), "rescale")  # each axis by its own trained side
     assert wide.layers[0].blocks[0].attn.window == (8, 3)
     assert with_policy(model, (2, 6), "rescale").layers[0].blocks[1].attn.window == (1, 1)
@@ -243,7 +245,7 @@ def test_windows_padding_and_backend_are_told():
     columns = static_columns(swin, (80, 72), "divisor")
     assert (columns["window"], columns["pad_fraction"]) == ("4x4 4x3 2x3", "0 0 0")
     columns = static_columns(swin, (128, 128), "rescale+bicubic")
-    assert (columns["window"], columns["resized"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
+    assert (columns["window"], columns["resampled"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
     vit = timm.create_model("vitrel_vit_n8_shaw")
     assert static_columns(vit, (64, 96), "none")["window"] == "global"
     large = timm.create_model("vitrel_vit_n8_factorized")
@@ -276,6 +278,6 @@ def test_a_rescaled_window_may_be_the_trained_one_at_another_shape():
     model = timm.create_model("vitrel_swin_n", num_classes=4, img_size=64).eval()
     policy = "rescale+geometric"
     assert policy in policies_at(model, (96, 64))
-    assert at_size_with(model, (64, 64), policy).resized == {} and at_size_with(model, (96, 96), policy).resized
-    with pytest.raises(ValueError, match="no resize policy"):
+    assert at_size_with(model, (64, 64), policy).resampled == {} and at_size_with(model, (96, 96), policy).resampled
+    with pytest.raises(ValueError, match="no policy"):
         with_policy(model, (96, 96), "rescale+nearest")

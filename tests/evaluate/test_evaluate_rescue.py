@@ -1,7 +1,6 @@
 """Rescue without training: the search, its halves, what it may look at, and that what it prints applies what it found."""
 
 import dataclasses
-import json
 
 import pytest
 import timm
@@ -16,8 +15,8 @@ from vitrel.evaluate.policies import with_policy
 from vitrel.evaluate.predict import state_hash
 from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.rescue import (
-    SCALING,
     TEMPERATURES,
+    VARIANTS,
     Setting,
     as_it_is,
     chosen,
@@ -32,6 +31,7 @@ from vitrel.evaluate.rescue import (
 )
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.table import read_rescue
+from vitrel.position.rope_policies import POLICIES
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 ROPE = "vitrel_vit_n8_rope_axial"
@@ -85,13 +85,10 @@ def test_a_setting_is_taken_where_it_is_better_by_more_than_noise():
 
 def test_the_search_keeps_the_best_value_of_every_option_and_its_bound():
     steps = steps_at(model_of(), (64, 64))
-    best = Setting("none", (("scaling", "linear"), ("scaling_strength", 1.25), ("temperature", 2.0)))
+    best = Setting("linear", (("policy_strength", 1.25), ("temperature", 2.0)))
 
     def scores(settings):
-        return [
-            torch.tensor([float(len({*one.options} & {*best.options}) - ("yarn_turns" in dict(one.options)))])
-            for one in settings
-        ]
+        return [torch.tensor([float(len({*one.options} & {*best.options}) + (one.policy == best.policy))]) for one in settings]
 
     tried = search(Setting("none"), steps, scores)
     assert max(tried, key=tried.get) == best and len(tried) < module.MOST
@@ -104,7 +101,7 @@ def test_what_there_is_to_try():
         tried = {setting for step in steps_at(model, size) for setting in step(start)}
         return {name for setting in tried for name, _ in setting.options} | {one.policy for one in tried}
 
-    assert names(model_of(), (64, 64)) == {"none", "scaling", "scaling_strength", "yarn_turns", "temperature"}
+    assert names(model_of(), (64, 64)) == {*POLICIES, "policy_strength", "yarn_turns", "temperature"}
     assert names(model_of(), (16, 16)) == {"none", "temperature"}  # a smaller grid changes no frequency
     assert steps_at(model_of(), (32, 32)) == []
     assert names(model_of("vitrel_vit_n8_table"), (64, 64)) == {"geometric", "clip", "bicubic", "temperature"}
@@ -119,14 +116,13 @@ def test_nothing_changes_at_the_training_size_and_afterwards():
     with torch.no_grad():
         before = model(native), model(larger)
         arguments, attributes = dict(model.arguments), [sorted(vars(part)) for part in model.modules()]
-        different = 0
-        for scaling in SCALING:
+        different, settings = 0, [*((policy, {}) for policy in POLICIES), *VARIANTS]
+        for policy, numbers in settings:
             for value in TEMPERATURES:
-                options = {**scaling, "temperature": value}
-                changed = with_policy(model, (64, 64), "none", options)
+                changed = with_policy(model, (64, 64), policy, {**numbers, "temperature": value})
                 assert torch.equal(changed(native), before[0])
                 different += not torch.equal(changed(larger), before[1])
-        assert different == len(SCALING) * len(TEMPERATURES) - 1
+        assert different == len(settings) * len(TEMPERATURES) - 1
         assert torch.equal(model(larger), before[1])
     assert model.arguments == arguments and attributes == [sorted(vars(part)) for part in model.modules()]
 
@@ -159,7 +155,7 @@ def test_labels_are_for_judging_alone():
 
 def test_a_setting_that_restores_the_prediction_is_found(monkeypatch):
     """What is predicted at the training size is here what the larger one gives with a hidden setting, labels included."""
-    size, hidden, own = (64, 64), Setting("none", (("scaling", "linear"),)), module._predicted
+    size, hidden, own = (64, 64), Setting("linear"), module._predicted
 
     def predicted(place, settings, which, sweep, images):
         if place.size == size:
@@ -170,15 +166,15 @@ def test_a_setting_that_restores_the_prediction_is_found(monkeypatch):
     monkeypatch.setattr(module, "_predicted", predicted)
     sweep = sweep_of(size)
     (row,) = rescue([trained_model(model_of())], sweep, images_of(sweep, n=120)).rows
-    assert json.loads(row["options"])["scaling"] == "linear" and "linear" in row["setting"] and row["code"]
+    assert row["policy"] == "linear" and "linear" in row["setting"] and row["code"]
     assert row["top1_set"] > row["top1"] and row["top1_trained"] == 100 and row["regained"] > 50
 
 
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        (ROPE, Setting("none", (("scaling", "yarn"), ("scaling_strength", 0.5), ("yarn_turns", (0.25, 1.0))))),
-        (ROPE, Setting("none", (("temperature", 1.0),))),
+        (ROPE, Setting("yarn", (("policy_strength", 0.5), ("yarn_turns", (0.25, 1.0))))),
+        (ROPE, Setting("keep", (("temperature", 1.0),))),
         ("vitrel_vit_n8_table", Setting("clip", (("temperature", "log_n"),))),
     ],
 )
@@ -221,9 +217,9 @@ def test_timm_models_are_converted():
 
 def test_options_that_cannot_be_switched_are_refused_and_nothing_is_changed():
     model = model_of()
-    for options in ({"resize": "clip"}, {"scaling": "pi"}, {"base": 3.0}, {"temperature": -1}, {"scaling_strength": 0}):
+    for options in ({"policy": "clip"}, {"policy": "pi"}, {"base": 3.0}, {"temperature": -1}, {"policy_strength": 0}):
         with pytest.raises(ValueError, match=next(iter(options)).partition("_")[0]):
-            model.set_position_options(scaling="linear", **options) if "scaling" not in options else model.set_position_options(
+            model.set_position_options(policy="linear", **options) if "policy" not in options else model.set_position_options(
                 **options
             )
-        assert model.blocks[0].position.scaling.rule == "none" and not model.arguments["position_args"]
+        assert model.blocks[0].position.policy == "keep" and not model.arguments["position_args"]

@@ -444,10 +444,10 @@ def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
     assert (swin["windows"], swin["padded"], swin["tokens"]) == ("6x5 6x5 6x5", "0 0 0", "480")
     assert found["vitrel_swin_n", "48x40", "fixed"]["padded"] == "0 0.17 0.53"
     vit = found["vitrel_vit_n8_table", "48x40", "geometric"]
-    assert (vit["resized"], vit["values resampled"], vit["windows"]) == ("table geometric", "588", "global")
+    assert (vit["resampled"], vit["values resampled"], vit["windows"]) == ("table geometric", "588", "global")
     assert float(vit["GFLOPs"]) > float(found["vitrel_vit_n8_table", "32x32", "none"]["GFLOPs"]) > 0
     foreign = found["foreign", "48x40", "none"]
-    assert (foreign["resized"], foreign["unseen"], foreign["values resampled"]) == ("pos_embed bicubic", "-", "768")
+    assert (foreign["resampled"], foreign["unseen"], foreign["values resampled"]) == ("pos_embed bicubic", "-", "768")
     assert "12 rows of 12 images each, translated by 0, 4 px at the training size; 0 of them are in " in text
 
 
@@ -552,7 +552,7 @@ def test_a_data_set_is_prepared_as_a_folder_is(plain_model, kind):
     prepare = Prepare((32, 48), (0.5,) * 3, (0.5,) * 3, 0.9, "bicubic", "canvas", (32, 32))
     images = torch.stack([prepare(Pictures("uint8")[i][0]) for i in range(7)])
     labels = torch.arange(7) % 3
-    plain_model.eval().set_resize_policy("clip")
+    plain_model.eval().set_position_options(policy="clip")
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(plain_model(images), labels).item()
     assert row["nll"] == pytest.approx(expected, abs=1e-5)
@@ -577,7 +577,7 @@ def test_the_model_is_left_as_it_was(plain_model):
     plain_model.head.eval()
     at_sizes(plain_model, Pictures("pil"), [32], n=3, **HOW)
     assert plain_model.training and plain_model.blocks[0].training and not plain_model.head.training
-    assert {part.resize for part in plain_model.modules() if getattr(part, "policies", ())} == {"geometric"}
+    assert {part.policy for part in plain_model.modules() if getattr(part, "policies", ())} == {"geometric"}
 
 
 def test_checkpoints_and_timm_models(checkpoint, noise):

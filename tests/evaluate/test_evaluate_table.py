@@ -57,7 +57,7 @@ def test_csv_keeps_every_column_in_order_and_reads_back(rows, tmp_path):
     write_csv(rows, path)
     assert list(pd.read_csv(path).columns) == list(COLUMNS)
     back = read_csv(path)
-    for name in ("label", "img_size", "policy", "top1", "resized_params", "state_hash_after", "unchanged"):
+    for name in ("label", "img_size", "policy", "top1", "resampled_values", "state_hash_after", "unchanged"):
         assert [row[name] for row in back] == [row[name] for row in rows]
     assert [file.name for file in tmp_path.iterdir()] == ["results.csv"]
     assert read_csv(tmp_path / "none.csv") == []

@@ -78,18 +78,18 @@ OPTIONS = {  # one more case for each, built for TRAINED and evaluated at OTHER,
         {"bidirectional": False},
         {"num_buckets": [1, 6], "max_distance": [2, 5]},
     ],
-    "cpb": [{"resize": "renormalize"}, {"pretrained_window": [4, 6]}],
+    "cpb": [{"policy": "renormalize"}, {"pretrained_window": [4, 6]}],
     "alibi": [
         {"distance": "l1", "learnable": True},
         {"distance": "squared"},
         {"directional": True},
-        {"resize": "renormalize"},
+        {"policy": "renormalize"},
     ],
-    "log_decay": [{"decay": 0.3}, {"distance": "l1"}, {"directional": True}, {"resize": "renormalize"}],
+    "log_decay": [{"decay": 0.3}, {"distance": "l1"}, {"directional": True}, {"policy": "renormalize"}],
     "shaw": [{"per_head": True}, {"values": False}, {"radius": [2, 1]}],
     "deberta": [{"radius": 2}],
-    "rope_axial": [{"base": 10.0}, {"scaling": "linear"}, {"scaling": "ntk"}, {"scaling": "yarn"}],
-    "rope_mixed": [{"scaling": "linear"}, {"scaling": "ntk"}, {"scaling": "yarn"}],
+    "rope_axial": [{"base": 10.0}, {"policy": "linear"}, {"policy": "ntk"}, {"policy": "yarn"}],
+    "rope_mixed": [{"policy": "linear"}, {"policy": "ntk"}, {"policy": "yarn"}],
     "rope_normalized": [{"base": 10.0}],
     "xpos": [{"base": 10.0, "gamma": 1.0, "scale_base": 3.0}],
 }
@@ -97,8 +97,8 @@ ELSEWHERE = {  # further cases: (trained, grid, options)
     "t5": [((1, 6), (1, 9, 1), {"num_buckets": 8, "max_distance": 12})],  # one dimension: 8 rows
     "lookhere": [(TRAINED, (2, 3, 0), {"fov": 180, "slope": 0.5}), (TRAINED, (2, 3, 0), {"fov": 45})],
     # an axis long enough for a band to turn once within it, where yarn begins to keep the frequency
-    "rope_axial": [((8, 1), (10, 1, 0), {"scaling": "yarn"})],
-    "rope_mixed": [((8, 1), (10, 1, 0), {"scaling": "yarn"})],
+    "rope_axial": [((8, 1), (10, 1, 0), {"policy": "yarn"})],
+    "rope_mixed": [((8, 1), (10, 1, 0), {"policy": "yarn"})],
 }
 
 

@@ -510,7 +510,7 @@ def other_sizes():
     rows, interpolated = {}, {}
     for name, (key, trained, other) in axes.items():
         encoding, width = vitrel.create_position(key, trained, 1, dim), dim if key == "decomposed" else 1
-        interpolated[name] = sum(encoding.resized(other).values()) / width
+        interpolated[name] = sum(encoding.resampled(other).values()) / width
         if name in ("swin", "beit", "vitdet"):
             parts = 2 if key == "decomposed" else 1
             rows[name] = [count(key, grid, 1, dim) / width / parts for grid in (trained, other)]

@@ -65,7 +65,7 @@ def test_logits_of_the_whole(key, options, prefix):
     encoding = perturbed(make(key, Grid(4, 5, prefix), dtype=torch.float64, **options)).eval()
     whole = Grid(6, 7, prefix)
     for policy in encoding.policies or ("",):
-        encoding.resize = policy
+        encoding.policy = policy
         for crop in (Crop(whole, (1, 3), 4, 2), Crop(whole, (5, 0), 1, 7), Crop(whole, (0, 0), 6, 7)):
             check(encoding, crop)
 
@@ -81,7 +81,7 @@ def test_what_is_no_row_of_a_token_stays():
 def test_the_crop_on_its_own_is_another():
     """The control: the encoding on the crop's grid, as if it were an image, has other logits where the size matters."""
     whole, crop = Grid(6, 7), Crop(Grid(6, 7), (1, 3), 4, 2)
-    for key, options in (("rope_normalized", {}), ("fire", {}), ("table", {"resize": "bicubic"}), ("absolute", {})):
+    for key, options in (("rope_normalized", {}), ("fire", {}), ("table", {"policy": "bicubic"}), ("absolute", {})):
         encoding = perturbed(make(key, Grid(4, 5), **options)).eval()
         for of_whole, own in zip(tensors(crop_terms(encoding(whole), crop)), tensors(encoding(crop.grid)), strict=True):
             assert of_whole.shape == own.shape and (of_whole - own).abs().max() > 1e-3, key

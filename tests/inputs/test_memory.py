@@ -26,7 +26,7 @@ OFFSETS_ONLY = [  # encodings that read nothing but offsets: the size of the gri
     ("clipped", {}), ("clipped", {"radius": (0, 2)}), ("t5", {}), ("t5", {"bidirectional": False}), ("cpb", {}), ("alibi", {}),
     ("alibi", {"learnable": True, "directional": True}), ("log_decay", {}), ("shaw", {}), ("shaw", {"per_head": True}),
     ("deberta", {}), ("transformer_xl", {}), ("rope_axial", {}), ("rope_mixed", {}), ("none", {}),
-    ("table", {"resize": "clip"}),
+    ("table", {"policy": "clip"}),
 ]  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_encodings_that_read_offsets_need_no_height(key, options, length):
 
 def test_encodings_that_read_the_grid_do():
     """What makes the test above one: resampled tables and coordinates relative to the grid differ without the height."""
-    cases = ("table", {"resize": "bicubic"}), ("rope_normalized", {}), ("alibi", {"resize": "renormalize"}), ("rope_axial", {})
+    cases = ("table", {"policy": "bicubic"}), ("rope_normalized", {}), ("alibi", {"policy": "renormalize"}), ("rope_axial", {})
     for key, options in cases:  # the last because of its class token, which is not rotated
         model, image = model_of(key, options), strip()
         found, _ = in_tiles(model, image)
@@ -145,7 +145,7 @@ def test_gradients_flow_through_memory_where_asked():
     image = strip()
     gradients = {}
     for name in ("whole", "kept", "detached"):
-        model = model_of("table", {"resize": "clip"})
+        model = model_of("table", {"policy": "clip"})
         if name == "whole":
             tokens = whole(model, image, length=2)
         else:
@@ -161,7 +161,7 @@ def test_gradients_flow_through_memory_where_asked():
 
 def test_checkpointing_and_shared_encodings_and_layer_scale():
     image = strip()
-    model = model_of("table", {"resize": "clip"}, share_position=True, block_args=dict(init_values=0.5))
+    model = model_of("table", {"policy": "clip"}, share_position=True, block_args=dict(init_values=0.5))
     wanted = whole(model, image)
     model.train()
     model.set_grad_checkpointing()
@@ -303,12 +303,12 @@ def in_segments(encoding, q, k, v, length):
 @each("length", [0, 1, 2])
 @each("key", list(PAIRS))
 def test_segments_equal_the_recurrence_of_the_paper(key, length):
-    encoding = perturbed(make(key, WHOLE, HEADS, DIM, dtype=torch.float64, **({"resize": "clip"} if key == "table" else {})))
+    encoding = perturbed(make(key, WHOLE, HEADS, DIM, dtype=torch.float64, **({"policy": "clip"} if key == "table" else {})))
     q, k, v = draw(3, 1, HEADS, WHOLE.tokens, DIM)
     learned = {name: value.detach().numpy() for name, value in encoding.named_parameters()}
     wanted = oracles.recurrent(key, *(x[0].numpy() for x in (q, k, v)), SEGMENTS, W, length, **learned)
     if key == "table":  # built for the whole, so smaller key grids read its exact center
-        assert not encoding.resized(Grid(3, W))
+        assert not encoding.resampled(Grid(3, W))
     torch.testing.assert_close(in_segments(encoding, q, k, v, length)[0], torch.from_numpy(wanted), rtol=0, atol=1e-6)
 
 

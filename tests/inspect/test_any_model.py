@@ -28,7 +28,7 @@ def runs(model, size):
 def test_ours_stay_as_they_are(name):
     model = timm.create_model(name)
     found = at_size(model, (72, 40))
-    assert found.model is model and found.resized == model.resized((72, 40))
+    assert found.model is model and found.resampled == model.resampled((72, 40))
     reported = resolution_report(model, (72, 40)).stages
     assert [line[:5] for line in found.windows] == [(s.blocks, s.grid, s.window, s.shift, s.padding) for s in reported]
     assert [line.padded_share for line in found.windows] == pytest.approx([s.padded_share for s in reported])
@@ -39,7 +39,7 @@ def test_an_embedding_is_resampled_without_its_class_token(keywords, prefix):
     model = vit(**keywords)
     before, old = state_hash(model), model.pos_embed
     found = at_size(model, (160, 256))
-    assert found.resized == {"pos_embed bicubic": 14 * 14 * 24} and old.numel() == (14 * 14 + prefix) * 24
+    assert found.resampled == {"pos_embed bicubic": 14 * 14 * 24} and old.numel() == (14 * 14 + prefix) * 24
     assert found.model is not model and runs(found.model, (160, 256))
     assert state_hash(model) == before and model.pos_embed is old and runs(model, (224, 224))
     assert found.windows == (StageWindows(2, (10, 16), None, (0, 0), (0, 0)),)
@@ -48,21 +48,21 @@ def test_an_embedding_is_resampled_without_its_class_token(keywords, prefix):
 def test_nothing_at_its_own_size():
     for model in (vit(), timm.create_model(SWIN, **NARROW)):
         found = at_size(model, 224)
-        assert found.model is model and found.resized == {}
+        assert found.model is model and found.resampled == {}
 
 
 def test_resampling_inside_forward_is_counted():
     """The very model comes back."""
     model = vit(dynamic_img_size=True)
     found = at_size(model, (160, 256))
-    assert found.model is model and found.resized == {"pos_embed bicubic": 14 * 14 * 24} and runs(model, (160, 256))
-    assert at_size(model, 224).resized == {}
+    assert found.model is model and found.resampled == {"pos_embed bicubic": 14 * 14 * 24} and runs(model, (160, 256))
+    assert at_size(model, 224).resampled == {}
     sam = vit("samvit_base_patch16", img_size=128, window_size=3, global_attn_indexes=(1,))
     rows = 2 * 8 - 1
     embedding = {"pos_embed bicubic": 8 * 8 * 24}
-    assert at_size(sam, 128).resized == {}
-    assert at_size(sam, (160, 192)).resized == embedding | {"rel_pos_h linear": rows * 12, "rel_pos_w linear": rows * 12}
-    assert at_size(sam, (160, 128)).resized == embedding | {"rel_pos_h linear": rows * 12}  # as wide as trained
+    assert at_size(sam, 128).resampled == {}
+    assert at_size(sam, (160, 192)).resampled == embedding | {"rel_pos_h linear": rows * 12, "rel_pos_w linear": rows * 12}
+    assert at_size(sam, (160, 128)).resampled == embedding | {"rel_pos_h linear": rows * 12}  # as wide as trained
     windows = [(line.grid, line.window, line.padding) for line in at_size(sam, (160, 192)).windows]
     assert windows == [((10, 12), (3, 3), (2, 0)), ((10, 12), None, (0, 0))]
 
@@ -77,13 +77,13 @@ def test_interpolation_of_the_image_is_not_counted():
             x = F.interpolate(self.conv(image), scale_factor=2, mode="bilinear")
             return x + F.interpolate(self.pos_embed * 2, x.shape[2:], mode="bicubic")
 
-    assert at_size(Enlarging(), 32).resized == {"pos_embed bicubic": 4 * 7 * 7}
+    assert at_size(Enlarging(), 32).resampled == {"pos_embed bicubic": 4 * 7 * 7}
 
 
 def test_swin_windows_follow_the_image():
     model = timm.create_model(SWIN, **NARROW)
     found = at_size(model, (288, 352))
-    assert found.resized == {"relative_position_bias_table geometric": 13 * 13 * HEADS}
+    assert found.resampled == {"relative_position_bias_table geometric": 13 * 13 * HEADS}
     assert [line[1:5] for line in found.windows] == [
         ((72, 88), (9, 11), (4, 5), (0, 0)),
         ((36, 44), (9, 11), (4, 5), (0, 0)),
@@ -96,7 +96,7 @@ def test_swin_windows_follow_the_image():
 def test_windows_kept_by_a_dynamic_swin():
     model = timm.create_model(SWIN, dynamic_img_size=True, **NARROW)
     found = at_size(model, (320, 288))
-    assert found.model is model and found.resized == {}
+    assert found.model is model and found.resampled == {}
     last = found.windows[-1]
     assert last == StageWindows(2, (10, 9), (7, 7), (0, 0), (4, 5)) and last.padded_share == pytest.approx(1 - 90 / 196)
 
@@ -104,28 +104,28 @@ def test_windows_kept_by_a_dynamic_swin():
 def test_coordinates_that_change_their_meaning_are_counted():
     """Swin V2 normalizes them by the window, unless that of its pretraining is given."""
     model = timm.create_model("swinv2_tiny_window8_256", **NARROW)
-    assert at_size(model, 320).resized == {"relative_coords_table re-created": 12 * 15 * 15 * 2}
+    assert at_size(model, 320).resampled == {"relative_coords_table re-created": 12 * 15 * 15 * 2}
     kept = timm.create_model("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8), **NARROW)
-    assert at_size(kept, 320).resized == {}
+    assert at_size(kept, 320).resampled == {}
 
 
 def test_a_bias_table_is_resampled_without_its_rows_for_the_class_token():
     model = vit("beit_base_patch16_224")
-    assert at_size(model, (160, 256)).resized == {"relative_position_bias_table geometric": 2 * 27 * 27 * 2}
+    assert at_size(model, (160, 256)).resampled == {"relative_position_bias_table geometric": 2 * 27 * 27 * 2}
     assert model.blocks[0].attn.relative_position_bias_table.shape == (27 * 27 + 3, 2)
 
 
 def test_evaluated_positions_are_not_counted():
     for name in ("vit_small_patch16_rope_224", "vit_relpos_small_patch16_224"):
         found = at_size(vit(name), (160, 256))
-        assert found.resized == {} and runs(found.model, (160, 256))
+        assert found.resampled == {} and runs(found.model, (160, 256))
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_resnet", "pvt_v2_b0"])
 def test_models_that_take_any_size(name):
     model = timm.create_model(name).eval()
     found = at_size(model, (160, 224))
-    assert found.model is model and found.resized == {}
+    assert found.model is model and found.resampled == {}
     assert all(line.window is None for line in found.windows) and bool(found.windows) == (name == "pvt_v2_b0")
 
 
@@ -179,5 +179,5 @@ def test_a_trace_leaves_shared_parts_as_they_were():
 
 def test_half_precision_and_other_channels():
     model = vit(in_chans=5).bfloat16()
-    assert at_size(model, (160, 256)).resized == {"pos_embed bicubic": 14 * 14 * 24}
+    assert at_size(model, (160, 256)).resampled == {"pos_embed bicubic": 14 * 14 * 24}
     assert isinstance(at_size(nn.Sequential(nn.Conv2d(3, 4, 3)), 64).model, nn.Sequential)

@@ -69,7 +69,7 @@ def test_set_input_size_resamples_and_changes_the_bias():
     found = vitrel.diagnose(model, [224, (160, 288)])
     way = only(found)
     assert way.way == "set_input_size()" and set(found.findings[way.way]) == {"interpolated", "bias"}
-    assert [sum(line.resized.values()) for line in way.sizes] == [0, 169 * 2 * (1 + 2 + 2 + 4)]
+    assert [sum(line.resampled.values()) for line in way.sizes] == [0, 169 * 2 * (1 + 2 + 2 + 4)]
     assert [bool(line.changes) for line in way.sizes] == [False, True]
     assert [stage.windows.window for stage in way.sizes[1].stages] == [(5, 9)] * 4
     assert state_hash(model) == before
@@ -91,7 +91,7 @@ def test_the_bias_of_swin_v2_changes_silently():
         first = float((bias(8) - bias(16)).abs().max() / bias(8).std(correction=0))
     (change,) = timm_bias_changes(model, found.model, (64, 64), (128, 128), tables=True)
     assert change.what == "bias" and change.layers == 8 and change.largest >= first - 1e-4 > 0.1
-    assert found.resized == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
+    assert found.resampled == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
     kept = swin("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8))
     assert timm_bias_changes(kept, at_size(kept, 512).model, (64, 64), (128, 128), tables=True) == ()
     assert vitrel.diagnose(model, 320).findings["set_input_size()"].keys() == {"interpolated", "bias"}
@@ -164,7 +164,7 @@ def test_bias_of_ours_at_another_grid(position):
 def test_the_size_of_a_change():
     """`clip` reads the trained table at the offsets both grids have; halved angles turn neighbors half as far."""
     model = timm.create_model("vitrel_vit_n8_table", depth=1)
-    model.set_resize_policy("clip")
+    model.set_position_options(policy="clip")
     assert own_bias_changes(model.encodings((96, 128))) == ()
     eva = timm.create_model("eva02_tiny_patch14_224", depth=1, embed_dim=24, num_heads=2)
     (change,) = only(vitrel.diagnose(eva, 448)).sizes[0].changes

@@ -43,8 +43,8 @@ TINY = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_c
 KEYS = [*IN_ATTENTION, "absolute", "sincos", "absolute+rope_mixed", "rope_mixed+table", "shaw+table", "sincos+deberta+alibi"]
 SCALED = [
     ("table", dict(temperature="log_n")),
-    ("rope_axial", dict(scaling="yarn")),
-    ("rope_mixed+fire", dict(scaling="ntk")),
+    ("rope_axial", dict(policy="yarn")),
+    ("rope_mixed+fire", dict(policy="ntk")),
 ]
 WINDOWED = dict(class_token=False, global_pool="avg", block_args=dict(window=(3, 2), global_blocks=(1,)))
 TIMM = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)

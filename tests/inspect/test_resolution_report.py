@@ -83,7 +83,7 @@ def offsets(grid):
 @pytest.mark.parametrize(
     ("position", "options"),
     [
-        ("table", {"resize": "clip"}),
+        ("table", {"policy": "clip"}),
         ("clipped", {"radius": 3}),
         ("clipped", {"radius": (1, 5)}),
         ("t5", {}),
@@ -118,19 +118,19 @@ def test_every_encoding_is_reported_without_a_run_on_the_meta_device(trunk, key)
     with torch.device("meta"):
         model = timm.create_model(f"vitrel_{trunk}_none" if trunk == "vit_n8" else "vitrel_swin_n", position=key, **heads)
         reported = resolution_report(model, (96, 72))
-    assert reported.resized == model.resized((96, 72)) and reported.resampled == sum(reported.resized.values())
+    assert reported.resampled == model.resampled((96, 72)) and reported.resampled_values == sum(reported.resampled.values())
     assert sum(e.parameters for e in reported.encodings) == sum(
         parameter.numel() for name, parameter in model.named_parameters() if name in model.position_parameters()
     )
     line = next(e for e in reported.encodings if e.key == key)
-    assert (line.site, line.behavior, line.policies) == (
-        POSITIONS[key].site, POSITIONS[key].behavior, POSITIONS[key].policies
+    assert (line.site, line.at_larger_grid, line.policies) == (
+        POSITIONS[key].site, POSITIONS[key].at_larger_grid, POSITIONS[key].policies
     )  # fmt: skip
     if trunk == "swin_n" and line.site == "attention":
         assert (line.layers, line.grid, line.trained, line.effect.split(",")[0]) == (
             6, (4, 4), (4, 4), "no position" if key == "none" else "as trained"
         )  # fmt: skip
-        assert not line.resized and reported.unseen == reported.saturated == 0
+        assert not line.resampled and reported.unseen == reported.saturated == 0
     assert json.loads(json.dumps(reported.to_dict())) == reported.to_dict()
     assert f"\n{key} " in str(reported) and "96x72 px, built for 64x64" in str(reported)
 
@@ -143,17 +143,17 @@ def test_layers_that_are_alike_are_one_line_with_their_sum():
         ("absolute", "tokens", 1), ("rope_mixed", "attention", 4), ("table", "attention", 4)
     ]  # fmt: skip
     absolute, rope, table = reported.encodings
-    assert absolute.resized == {"absolute bicubic": 64 * 96} and absolute.policy == "bicubic"
-    assert table.resized == {"table geometric": 4 * 3 * 15**2}
+    assert absolute.resampled == {"absolute bicubic": 64 * 96} and absolute.policy == "bicubic"
+    assert table.resampled == {"table geometric": 4 * 3 * 15**2}
     assert table.parameters == sum(block.position.parts["table"].relative_position_bias_table.numel() for block in model.blocks)
-    assert reported.resized == absolute.resized | rope.resized | table.resized
+    assert reported.resampled == absolute.resampled | rope.resampled | table.resampled
     assert [e.effect for e in reported.encodings] == [
         "resampled by absolute bicubic", "evaluated, at offsets never trained", "resampled by table geometric"
     ]  # fmt: skip
-    model.blocks[1].position.parts["table"].resize = "clip"
+    model.blocks[1].position.parts["table"].policy = "clip"
     reported = resolution_report(model, (96, 70))
     assert [(e.key, e.layers, e.policy) for e in reported.encodings[2:]] == [("table", 3, "geometric"), ("table", 1, "clip")]
-    assert reported.resized["table geometric"] == 3 * 3 * 15**2 and reported.resized["table clip"] == 0
+    assert reported.resampled["table geometric"] == 3 * 3 * 15**2 and reported.resampled["table clip"] == 0
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_layers_that_are_alike_are_one_line_with_their_sum():
     [
         ("none", {}, "no position"),
         ("sincos", {}, "evaluated, at offsets never trained"),
-        ("table", {"resize": "clip"}, "read by table clip, far offsets read a trained edge"),
+        ("table", {"policy": "clip"}, "read by table clip, far offsets read a trained edge"),
         ("t5", {}, "nothing changes, far offsets read a trained edge"),
         ("alibi", {}, "nothing changes, at offsets never trained"),
-        ("cpb", {"resize": "keep"}, "evaluated, at offsets never trained"),
-        ("cpb", {"resize": "renormalize"}, "read by cpb renormalize"),
-        ("rope_axial", {"scaling": "ntk"}, "read by rope_axial ntk, at offsets never trained"),
+        ("cpb", {"policy": "keep"}, "evaluated, at offsets never trained"),
+        ("cpb", {"policy": "renormalize"}, "read by cpb renormalize"),
+        ("rope_axial", {"policy": "ntk"}, "read by rope_axial ntk, at offsets never trained"),
     ],
 )
 def test_the_effect_is_told_in_words(position, options, effect):
@@ -178,7 +178,7 @@ def test_the_effect_is_told_in_words(position, options, effect):
 
 def test_a_smaller_table_is_read_as_trained():
     reported = resolution_report(timm.create_model("vitrel_vit_n8_table", num_classes=2), (32, 64))
-    assert reported.resized == {} and reported.encodings[0].effect == "read as trained"
+    assert reported.resampled == {} and reported.encodings[0].effect == "read as trained"
 
 
 @pytest.mark.parametrize("position", ["table", "none", "rope_axial+alibi"])
@@ -202,7 +202,7 @@ def test_the_table_reads_well():
     assert [re.sub("  +", " | ", line) for line in lines] == [
         "image | 31x90 px, built for 64x64, padded by 1 below, 0 right to whole patches",
         "tokens | 16x45, trained on 32x32; patches of 2x2 px",
-        f"resized | 32,768 of {parameters:,} parameter values (absolute bicubic)",
+        f"values | 32,768 of {parameters:,} resampled (absolute bicubic)",
         "offsets | 0 % never trained, 0 % read a trained edge instead",
         "",
         "stage | blocks | tokens | merging adds | window | windows | windows add | shift | keys per query",

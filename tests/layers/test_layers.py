@@ -45,7 +45,7 @@ CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
 CONFIGS += [dict(position=position, window=(4, 3), shift=(2, 1)) for position in ("cpb", "rope_mixed+shaw+lookhere")]
 CONFIGS += [
     dict(position="rope_mixed+table", grid=(4, 5), position_args=options)
-    for options in (dict(resize="clip", temperature="log_n"), dict(resize="bicubic"))
+    for options in (dict(policy="clip", temperature="log_n"), dict(policy="bicubic"))
 ]
 CONFIGS += [dict(position="rope_mixed+table", cosine=True, **where) for where in (dict(grid=(4, 5)), dict(window=4, shift=2))]
 

@@ -114,10 +114,10 @@ def test_report_of_windows():
     assert windows.padding == (2, 1) and windows.attended == (1, pytest.approx((9 + 9 + 1) * (4 * 4 + 1) / 63), 6)
     assert (everywhere.blocks, everywhere.window, everywhere.attended) == (1, None, (63, 63.0, 63))
     by_grid = {(line.key, line.trained): line for line in report.encodings}
-    assert by_grid["decomposed", (3, 2)].layers == 2 and by_grid["decomposed", (3, 2)].resized == {}
-    assert by_grid["decomposed", (6, 6)].resized == {"decomposed linear": 2 * 11 * 16}
-    assert model.resized((56, 72)) == {"absolute bicubic": 36 * 32, "decomposed linear": 2 * 11 * 16}
-    assert model.resized((48, 48)) == {} and "3x2" in str(report)
+    assert by_grid["decomposed", (3, 2)].layers == 2 and by_grid["decomposed", (3, 2)].resampled == {}
+    assert by_grid["decomposed", (6, 6)].resampled == {"decomposed linear": 2 * 11 * 16}
+    assert model.resampled((56, 72)) == {"absolute bicubic": 36 * 32, "decomposed linear": 2 * 11 * 16}
+    assert model.resampled((48, 48)) == {} and "3x2" in str(report)
 
 
 def test_one_encoding_for_all_blocks():

@@ -133,8 +133,8 @@ def test_captured_graphs_are_of_one_device(name, options):
 
 HUB = {
     "absolute": ("vitrel_vit_n8_absolute", dict(img_size=(48, 64), reg_tokens=2)),
-    "table": ("vitrel_vit_n8_table", dict(img_size=(48, 64), position_args=dict(resize="clip", temperature="log_n"))),
-    "composition": ("vitrel_vit_n8_none", dict(position="absolute+rope_mixed", position_args=dict(base=50.0, scaling="ntk"))),
+    "table": ("vitrel_vit_n8_table", dict(img_size=(48, 64), position_args=dict(policy="clip", temperature="log_n"))),
+    "composition": ("vitrel_vit_n8_none", dict(position="absolute+rope_mixed", position_args=dict(base=50.0, policy="ntk"))),
     "swin": ("vitrel_swin_n", dict(window_size=(4, 6), position="t5", position_args=dict(mode="sum"))),
     "swinv2": ("vitrel_swinv2_n", dict(position_args=dict(pretrained_window=(3, 3, 2)))),
 }

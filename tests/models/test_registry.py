@@ -114,10 +114,10 @@ def test_compositions():
     model = timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed", num_classes=3)
     assert model.pos_embed is not None and len(model.position_parameters()) == 1 + 4
     assert model(torch.randn(1, 3, 40, 72)).shape == (1, 3)
-    assert model.resized((40, 72)) == {"absolute bicubic": 64 * 96}
+    assert model.resampled((40, 72)) == {"absolute bicubic": 64 * 96}
     swin = timm.create_model("vitrel_swin_n", position="absolute+rope_mixed+table", num_classes=3)
     assert swin(torch.randn(1, 3, 40, 72)).shape == (1, 3)
-    assert swin.resize_policies == ("bicubic",)
+    assert swin.policies == ("bicubic",)
 
 
 def test_keywords():
@@ -129,11 +129,11 @@ def test_keywords():
         global_pool="avg",
         class_token=False,
         drop_path_rate=0.1,
-        position_args=dict(resize="clip"),
+        position_args=dict(policy="clip"),
     )
     assert model(torch.randn(2, 1, 32, 48)).shape == (2, 7)
     assert model.token_grid((32, 48)) == (4, 6, 0)
-    assert model.resized((64, 96)) == {"table clip": 0}
+    assert model.resampled((64, 96)) == {"table clip": 0}
     registers = timm.create_model("vitrel_vit_n8_absolute", reg_tokens=4, num_classes=2)
     assert registers.pos_embed.pos_embed.shape == (1, 5 + 64, 96)
     assert registers(torch.randn(1, 3, 72, 40)).shape == (1, 2)
@@ -142,26 +142,26 @@ def test_keywords():
     assert window(torch.randn(1, 3, 50, 62)).shape == (1, 2)
 
 
-def test_resize_policies():
+def test_policies():
     vit = timm.create_model("vitrel_vit_n8_table", num_classes=2)
-    assert vit.resize_policies == ("geometric", "clip", "bicubic")
+    assert vit.policies == ("geometric", "clip", "bicubic")
     image, outputs = torch.randn(1, 3, 128, 128), []
     with torch.no_grad():
         for parameter in vit.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-        for policy in vit.resize_policies:
-            vit.set_resize_policy(policy)
+        for policy in vit.policies:
+            vit.set_position_options(policy=policy)
             outputs.append(vit(image))
-            assert list(vit.resized((128, 128))) == [f"table {policy}"]
+            assert list(vit.resampled((128, 128))) == [f"table {policy}"]
     assert (outputs[0] - outputs[1]).abs().max() > 1e-3 and (outputs[0] - outputs[2]).abs().max() > 1e-3
-    assert vit.resized((64, 64)) == {} and vit.unseen((64, 64)) == 0
+    assert vit.resampled((64, 64)) == {} and vit.unseen((64, 64)) == 0
     assert vit.unseen((128, 128)) == pytest.approx(1 - 15**2 / 31**2)
-    with pytest.raises(ValueError, match=r"no resize policy 'nearest' \(it has geometric, clip, bicubic\)"):
-        vit.set_resize_policy("nearest")
+    with pytest.raises(ValueError, match=r"no policy 'nearest' \(it has geometric, clip, bicubic\)"):
+        vit.set_position_options(policy="nearest")
     swin = timm.create_model("vitrel_swin_n")
-    assert swin.resize_policies == () and swin.resized((512, 96)) == {}
-    with pytest.raises(ValueError, match="nothing is resized"):
-        swin.set_resize_policy("clip")
+    assert swin.policies == () and swin.resampled((512, 96)) == {}
+    with pytest.raises(ValueError, match="nothing is resampled"):
+        swin.set_position_options(policy="clip")
 
 
 def test_set_input_size_keeps_the_trained_parameters():

@@ -48,14 +48,14 @@ def log_spaced(step, reference):
     return math.copysign(math.log2(1 + 8 * abs(step) / max(reference - 1, 1)) / math.log2(8), step)
 
 
-def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, resize="keep", pretrained_window=None, prefix_bias=None, **mlp):
+def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, policy="keep", pretrained_window=None, prefix_bias=None, **mlp):
     """Swin V2 (2111.09883, section 3.3): + 16 sigmoid(MLP(g(dy), g(dx))), g `log_spaced` by the training grid.
 
     cpb_mlp.0.weight [hidden, 2], cpb_mlp.0.bias [hidden], cpb_mlp.2.weight [H, hidden]; prefix_bias [3, H] is added unchanged.
-    resize "keep": g has the training grid (pretrained_window, if given); "renormalize": the evaluated grid.
+    policy "keep": g has the training grid (pretrained_window, if given); "renormalize": the evaluated grid.
     """
     trained_window = pair(pretrained_window or trained or (h, w))
-    reference = {"keep": trained_window, "renormalize": (h, w)}[resize]
+    reference = {"keep": trained_window, "renormalize": (h, w)}[policy]
     W1, b1, W2 = (mlp.pop(f"cpb_mlp.{name}") for name in ("0.weight", "0.bias", "2.weight"))
     assert not mlp and len(W1) == hidden and (prefix_bias is not None) == bool(prefix)
 
@@ -66,12 +66,12 @@ def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, resize="keep", pre
     return biased(q, k, v, h, w, prefix, bias, prefix_bias)
 
 
-def stretched(n, delta, grid, trained, direction, resize):
+def stretched(n, delta, grid, trained, direction, policy):
     """Return the offset whose length is penalized: "renormalize" measures it in training patches, then `direction` weighs it.
 
     direction [4, H] or None: exp(direction[c, head]) multiplies dy > 0, dy < 0, dx > 0 and dx < 0 for c = 0, 1, 2, 3.
     """
-    ratios = {"keep": (1, 1), "renormalize": [a / b for a, b in zip(trained or grid, grid, strict=True)]}[resize]
+    ratios = {"keep": (1, 1), "renormalize": [a / b for a, b in zip(trained or grid, grid, strict=True)]}[policy]
     steps = []
     for axis in range(2):
         row = 2 * axis + (0 if delta[axis] > 0 else 1)
@@ -98,7 +98,7 @@ def alibi(
     distance="euclidean",
     learnable=False,
     directional=False,
-    resize="keep",
+    policy="keep",
     slopes=None,
     direction=None,
 ):
@@ -110,7 +110,7 @@ def alibi(
     m = slopes if learnable else [2 ** (-8 * i / len(q)) for i in range(1, len(q) + 1)]
 
     def bias(n, *delta):
-        return -m[n] * LENGTHS[distance](*stretched(n, delta, (h, w), trained, direction, resize))
+        return -m[n] * LENGTHS[distance](*stretched(n, delta, (h, w), trained, direction, policy))
 
     return biased(q, k, v, h, w, prefix, bias)
 
@@ -127,21 +127,21 @@ def log_decay(
     decay=None,
     distance="euclidean",
     directional=False,
-    resize="keep",
+    policy="keep",
     log_a=None,
     log_b=None,
     direction=None,
 ):
     """KERPLE-log (2205.09921): - a_H log(1 + b_H * distance), a = exp(log_a), b = exp(log_b), both [H].
 
-    A fixed `decay` is lambda: - lambda log(1 + distance), without log_a and log_b. directional and resize as `alibi`.
+    A fixed `decay` is lambda: - lambda log(1 + distance), without log_a and log_b. directional and policy as `alibi`.
     """
     fixed = decay is not None
     assert (log_a is None) == (log_b is None) == fixed and (direction is not None) == directional
     a, b = ([decay] * len(q), [1.0] * len(q)) if fixed else (np.exp(log_a), np.exp(log_b))
 
     def bias(n, *delta):
-        return -a[n] * math.log(1 + b[n] * LENGTHS[distance](*stretched(n, delta, (h, w), trained, direction, resize)))
+        return -a[n] * math.log(1 + b[n] * LENGTHS[distance](*stretched(n, delta, (h, w), trained, direction, policy)))
 
     return biased(q, k, v, h, w, prefix, bias)
 

@@ -7,17 +7,17 @@ import numpy as np
 from oracles.common import long_axes, rotated
 
 
-def rescaled(frequency, band, bands, stretch, trained_length, scaling):
+def rescaled(frequency, band, bands, stretch, trained_length, policy):
     """A frequency at an axis `stretch` >= 1 times its training length; band of bands counts from the highest frequency."""
-    if scaling == "linear":
+    if policy == "linear":
         return frequency / stretch
-    if scaling == "ntk":
+    if policy == "ntk":
         return frequency * stretch ** (-band / max(bands - 1, 1))
-    if scaling == "yarn":
+    if policy == "yarn":
         turns = trained_length * abs(frequency) / (2 * math.pi)
         unscaled = min(max((turns - 1) / (32 - 1), 0), 1)
         return frequency * (unscaled + (1 - unscaled) / stretch)
-    assert scaling == "none"
+    assert policy == "keep"
     return frequency
 
 
@@ -26,13 +26,13 @@ def stretches(h, w, trained):
     return tuple(max(1, now / then) for now, then in zip((h, w), trained, strict=True))
 
 
-def content_factor(h, w, trained, scaling):
+def content_factor(h, w, trained, policy):
     """YaRN's temperature (2309.00071, section 3.4), on q and on k, hence squared; the stretch is the axes' geometric mean."""
     s_h, s_w = stretches(h, w, trained)
-    return (0.1 * math.log(math.sqrt(s_h * s_w)) + 1) ** 2 if scaling == "yarn" else 1.0
+    return (0.1 * math.log(math.sqrt(s_h * s_w)) + 1) ** 2 if policy == "yarn" else 1.0
 
 
-def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="none", reference=None):
+def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, policy="keep", reference=None):
     """RoPE-Axial (2403.13298): theta_t = base^(-4t/d), t < d/4; angle y*theta for the first d/4 pairs, x*theta for the rest.
 
     At a larger grid: "none", "linear" (position interpolation, 2306.15595), "ntk", "yarn" (2309.00071), per axis.
@@ -44,7 +44,7 @@ def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="no
     bands = D // 2 // len(axes)
     per_row, per_column = (1, 1) if reference is None else (reference[0] / h, reference[1] / w)
     along = [
-        [rescaled(base ** (-t / bands), t, bands, stretch, length, scaling) for t in range(bands)]
+        [rescaled(base ** (-t / bands), t, bands, stretch, length, policy) for t in range(bands)]
         for stretch, length in zip(stretches(h, w, trained), trained, strict=True)
     ]
 
@@ -52,10 +52,10 @@ def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="no
         places = y * per_row, x * per_column
         return [places[axis] * theta for axis in axes for theta in along[axis]]
 
-    return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
+    return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, policy))
 
 
-def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="none", freqs):
+def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, policy="keep", freqs):
     """RoPE-Mixed (2403.13298): angle = fy*y + fx*x; freqs [2, H, D/2], y first; `base` only initializes them.
 
     Scaling as `rope_axial`, fy by the stretch of y and fx by that of x; pair p has band p mod D/4.
@@ -64,12 +64,12 @@ def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="non
     at_grid = np.array(freqs, float)
     for axis, n, p in np.ndindex(*at_grid.shape):
         stretch = stretches(h, w, trained)[axis]
-        at_grid[axis, n, p] = rescaled(freqs[axis, n, p], p % bands, bands, stretch, trained[axis], scaling)
+        at_grid[axis, n, p] = rescaled(freqs[axis, n, p], p % bands, bands, stretch, trained[axis], policy)
 
     def angles(n, y, x):
         return at_grid[0, n] * y + at_grid[1, n] * x
 
-    return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
+    return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, policy))
 
 
 def rope_normalized(q, k, v, h, w, prefix=0, *, trained=None, base=100.0):

@@ -71,9 +71,9 @@ def test_directions():
 def test_renormalized_distances_are_in_patches_of_the_training_grid(key, options):
     rule = oracles.ORACLES[key]
     kept = from_corner(rule(*no_content(2, 3), **options)[0], 2, 3)
-    stretched = rule(*no_content(4, 3), trained=(2, 3), resize="renormalize", **options)[0]
+    stretched = rule(*no_content(4, 3), trained=(2, 3), policy="renormalize", **options)[0]
     assert_allclose(from_corner(stretched, 4, 3)[:, ::2], kept)
-    shrunk = rule(*no_content(1, 2), trained=(1, 8), resize="renormalize", **options)[0]
+    shrunk = rule(*no_content(1, 2), trained=(1, 8), policy="renormalize", **options)[0]
     assert_allclose(shrunk[:, 0, 1], from_corner(rule(*no_content(1, 5), **options)[0], 1, 5)[:, 0, 4])
     assert_same(rule(*qkv(4, 3), trained=(2, 3), **options), rule(*qkv(4, 3), **options))
 

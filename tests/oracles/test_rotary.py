@@ -1,4 +1,4 @@
-"""Oracles of rotary encodings against each other, and the effect of each scaling on a frequency."""
+"""Oracles of rotary encodings against each other, and the effect of each policy on a frequency."""
 
 import math
 
@@ -47,10 +47,10 @@ def test_normalized_coordinates_lie_about_the_middle():
 
 def test_linear_scaling_divides_frequencies():
     expected = oracles.rope_mixed(*qkv(4, 6, 1), freqs=axial_frequencies(8, 100.0, 2, 1.5))
-    assert_same(oracles.rope_axial(*qkv(4, 6, 1), trained=(2, 4), scaling="linear"), expected)
+    assert_same(oracles.rope_axial(*qkv(4, 6, 1), trained=(2, 4), policy="linear"), expected)
     freqs = draw(0, 2, 2, 4)
     divided = freqs / np.array([2, 1.5])[:, None, None]
-    scaled = oracles.rope_mixed(*qkv(4, 6, 1), trained=(2, 4), scaling="linear", freqs=freqs)
+    scaled = oracles.rope_mixed(*qkv(4, 6, 1), trained=(2, 4), policy="linear", freqs=freqs)
     assert_same(scaled, oracles.rope_mixed(*qkv(4, 6, 1), freqs=divided))
 
 
@@ -64,7 +64,7 @@ def test_ntk_keeps_the_first_band_and_divides_the_last():
     freqs[0, :, :4] *= 2.0 ** (-np.arange(4) / 3)
     freqs[1, :, 4:] *= 1.5 ** (-np.arange(4) / 3)
     expected = oracles.rope_mixed(*qkv(4, 6, 1, width=16), freqs=freqs)
-    assert_same(oracles.rope_axial(*qkv(4, 6, 1, width=16), trained=(2, 4), scaling="ntk"), expected)
+    assert_same(oracles.rope_axial(*qkv(4, 6, 1, width=16), trained=(2, 4), policy="ntk"), expected)
 
 
 def test_yarn_keeps_fast_frequencies_and_interpolates_slow_ones():
@@ -76,7 +76,7 @@ def test_yarn_keeps_fast_frequencies_and_interpolates_slow_ones():
 
 
 def test_yarn_temperature_multiplies_every_content_logit():
-    linear, yarn = (oracles.rope_axial(*qkv(4, 6, 1), trained=(2, 4), scaling=kind)[0] for kind in ("linear", "yarn"))
+    linear, yarn = (oracles.rope_axial(*qkv(4, 6, 1), trained=(2, 4), policy=kind)[0] for kind in ("linear", "yarn"))
     assert_allclose(yarn, linear * (0.1 * math.log(3**0.5) + 1) ** 2, atol=1e-12)  # less than one rotation in training
     assert content_factor(4, 6, (2, 4), "linear") == content_factor(2, 3, (2, 4), "yarn") == 1
     assert content_factor(4, 1, (2, 4), "yarn") == pytest.approx((0.1 * math.log(2**0.5) + 1) ** 2)

@@ -15,12 +15,12 @@ def test_split():
 
 def test_composition_adds_up():
     grid = Grid(3, 4)
-    both = create_position("rope_mixed+table", grid, 2, 8, resize="clip")
+    both = create_position("rope_mixed+table", grid, 2, 8, policy="clip")
     rope, table = both.parts["rope_mixed"], both.parts["table"]
     terms = both(Grid(5, 6))
     assert torch.equal(terms.rotary[0], rope(Grid(5, 6)).rotary[0])
     assert torch.equal(terms.tables[0].bias, table(Grid(5, 6)).tables[0].bias)
-    assert both.resized(Grid(5, 6)) == {"table clip": 0}
+    assert both.resampled(Grid(5, 6)) == {"table clip": 0}
     assert both.unseen(Grid(5, 6)) == table.unseen(Grid(5, 6)) > 0
 
 
@@ -56,7 +56,7 @@ def test_errors(arguments, error, text):
 
 
 def test_unknown_option():
-    with pytest.raises(TypeError, match="'table' has no option 'bse'; it takes init_std, per_head, resize, temperature"):
+    with pytest.raises(TypeError, match="'table' has no option 'bse'; it takes init_std, per_head, policy, temperature"):
         create_position("table", (4, 4), 2, 8, bse=3)
 
 

@@ -1,4 +1,4 @@
-"""Options of the encodings: frequencies, scaling, temperature, slopes, initialization, and the errors of wrong ones."""
+"""Options of the encodings: frequencies, policies, temperature, slopes, initialization, and the errors of wrong ones."""
 
 import copy
 import math
@@ -57,20 +57,20 @@ def test_base_of_transformer_xl():
     torch.testing.assert_close(rows[2, :4], torch.tensor([math.sin(1), math.sin(0.1), math.cos(1), math.cos(0.1)]))
 
 
-@each("scaling", ["linear", "ntk", "yarn"])
+@each("policy", ["linear", "ntk", "yarn"])
 @each("key", ["rope_axial", "rope_mixed"])
-def test_rope_scaling_acts_on_larger_grids_alone(key, scaling):
+def test_rope_policies_act_on_larger_grids_alone(key, policy):
     torch.manual_seed(0)
-    plain, scaled = make(key, Grid(6, 5), dim=16), make(key, Grid(6, 5), dim=16, scaling=scaling)
+    plain, scaled = make(key, Grid(6, 5), dim=16), make(key, Grid(6, 5), dim=16, policy=policy)
     scaled.load_state_dict(plain.state_dict())
     for grid in (Grid(6, 5), Grid(3, 4), Grid(1, 5)):
         for a, b in zip(plain(grid).rotary, scaled(grid).rotary, strict=True):
             assert torch.equal(a, b)
-        assert scaled(grid).temperature in (None, 1.0) and scaled.resized(grid) == {}
+        assert scaled(grid).temperature in (None, 1.0) and scaled.resampled(grid) == {}
     larger = Grid(6, 9)
     assert (plain(larger).rotary[1] - scaled(larger).rotary[1]).abs().max() > 0.05
-    assert scaled.resized(larger) == {f"{key} {scaling}": 0} and plain.resized(larger) == {}
-    assert plain.unseen(larger) > 0 and (scaled.unseen(larger) == 0) == (scaling == "linear")
+    assert scaled.resampled(larger) == {f"{key} {policy}": 0} and plain.resampled(larger) == {}
+    assert plain.unseen(larger) > 0 and (scaled.unseen(larger) == 0) == (policy == "linear")
     if key == "rope_axial":  # only x grew: the bands of y are those of training
         assert torch.equal(plain(larger).rotary[0][..., :4], scaled(larger).rotary[0][..., :4])
 
@@ -210,17 +210,17 @@ def test_standard_deviation_at_initialization(key):
 
 
 def test_a_policy_goes_to_the_parts_that_have_it():
-    both = create_position("table+cpb", Grid(4, 4), 2, 8, resize="renormalize")
-    assert both.parts["table"].resize == "geometric" and both.parts["cpb"].resize == "renormalize"
-    both = create_position("table+decomposed", Grid(4, 4), 2, 8, resize="clip")
-    assert both.parts["table"].resize == both.parts["decomposed"].resize == "clip"
+    both = create_position("table+cpb", Grid(4, 4), 2, 8, policy="renormalize")
+    assert both.parts["table"].policy == "geometric" and both.parts["cpb"].policy == "renormalize"
+    both = create_position("table+decomposed", Grid(4, 4), 2, 8, policy="clip")
+    assert both.parts["table"].policy == both.parts["decomposed"].policy == "clip"
 
 
 def test_yarn_ramp():
     """Bands of more turns than the second threshold are kept, of fewer than the first divided by the growth."""
     plain, yarn = (
         make("rope_axial", Grid(8, 8), dim=16),
-        make("rope_axial", Grid(8, 8), dim=16, scaling="yarn", yarn_turns=(0.5, 1.0)),
+        make("rope_axial", Grid(8, 8), dim=16, policy="yarn", yarn_turns=(0.5, 1.0)),
     )
     grid = Grid(16, 16)
     angle = [torch.atan2(*e(grid).rotary[::-1])[0, 1] for e in (plain, yarn)]  # of the token one column to the right
@@ -258,8 +258,8 @@ def test_a_sequence_needs_an_even_width_alone(key, trained, grid):
     trained, grid = Grid(*trained), Grid(*grid)
     heads = 4 if key == "xpos" else 1 if key in ("sincos", "transformer_xl") else 2  # for these the width is of all heads
     scaled = key in ("rope_axial", "rope_mixed")
-    for width, scaling in ((2, "none"), (6, "ntk"), (10, "yarn")):
-        options = {"scaling": scaling} if scaled else {}
+    for width, policy in ((2, "keep"), (6, "ntk"), (10, "yarn")):
+        options = {"policy": policy} if scaled else {}
         encoding = perturbed(make(key, trained, heads, width, dtype=torch.float64, **options))
         q, k, v = qkv(grid, heads, width)
         out = attend(encoding, q, k, v, grid).detach()

@@ -10,7 +10,7 @@ from helpers.variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make,
 from vitrel import Grid, create_position
 
 GRIDS = [Grid(1, 1), Grid(4, 3), Grid(2, 7, 1), Grid(3, 5, 3)]
-STRETCHED = ("absolute", "table", "factorized")  # their oracles hold at the training grid; the rest is in test_resize.py
+STRETCHED = ("absolute", "table", "factorized")  # their oracles hold at the training grid; the rest is in test_resample.py
 double = torch.float64
 
 
@@ -72,7 +72,7 @@ def test_sdpa_has_the_reference_gradients(key, options, trained, grid):
         torch.autograd.grad((attend(encoding, q, k, v, grid, backend) * weight).sum(), leaves, allow_unused=True)
         for backend in GENERAL
     )
-    tight = options.get("scaling") != "yarn"  # its temperature is a float32 tensor, which SDPA takes on another way
+    tight = options.get("policy") != "yarn"  # its temperature is a float32 tensor, which SDPA takes on another way
     for a, b in zip(reference, sdpa, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

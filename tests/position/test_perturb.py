@@ -14,7 +14,7 @@ from helpers.variants import make
 from vitrel import Grid, create_position
 from vitrel.position import terms
 from vitrel.position.perturb import perturb
-from vitrel.position.resize import sample_embedding
+from vitrel.position.resample import sample_embedding
 from vitrel.weights.record import position_record
 
 KEYS = ["absolute", "rope_axial", "rope_mixed", "rope_normalized"]
@@ -66,7 +66,7 @@ def test_off_by_default_and_in_evaluation(key):
         before = torch.get_rng_state()
         assert same(read(plain.train(), grid), read(plain.eval(), grid)) and same(read(moved.eval(), grid), read(plain, grid))
         assert torch.equal(torch.get_rng_state(), before)
-        assert moved.resized(grid) == plain.resized(grid) and moved.unseen(grid) == plain.unseen(grid)
+        assert moved.resampled(grid) == plain.resampled(grid) and moved.unseen(grid) == plain.unseen(grid)
         moved.train()
         torch.manual_seed(1)
         first = read(moved, grid)
@@ -180,10 +180,10 @@ def test_exported_for_evaluation_without_a_draw():
 
 
 def test_every_part_of_a_composition_takes_the_options():
-    both = create_position("absolute+rope_mixed+table", (4, 4), 2, 8, shift_coords=0.5, resize="clip")
+    both = create_position("absolute+rope_mixed+table", (4, 4), 2, 8, shift_coords=0.5, policy="clip")
     parts = both.parts
     assert {name: part.shift_coords for name, part in parts.items()} == {"absolute": 0.5, "rope_mixed": 0.5, "table": None}
-    assert (parts["table"].resize, parts["absolute"].resize) == ("clip", "bicubic")
+    assert (parts["table"].policy, parts["absolute"].policy) == ("clip", "bicubic")
 
 
 @pytest.mark.parametrize(("share", "draws"), [(False, 4), (True, 1)])

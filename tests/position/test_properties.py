@@ -12,6 +12,7 @@ from helpers import each
 from helpers.variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, attend, make, perturbed, qkv, tensors
 from vitrel import POSITIONS, Grid, PositionEncoding, create_position
 from vitrel.ops import attention
+from vitrel.position.rope import RotaryEncoding
 from vitrel.position.terms import Composition
 
 double = torch.float64
@@ -113,7 +114,7 @@ def test_other_grids_change_nothing_in_the_module(key, options):
     first = encoding(trained)
     for grid in (Grid(7, 9, 1), Grid(2, 3, 1), Grid(9, 2, 1), Grid(1, 1, 1)):
         encoding(grid)
-        assert encoding.resized(trained) == {} and encoding.unseen(trained) == encoding.saturated(trained) == 0
+        assert encoding.resampled(trained) == {} and encoding.unseen(trained) == encoding.saturated(trained) == 0
     again = encoding(trained)
     assert all(torch.equal(value, before[name]) for name, value in encoding.state_dict().items())
     for a, b in zip(tensors(first), tensors(again), strict=True):
@@ -129,7 +130,9 @@ def acting(encoding: nn.Module, grid: Grid) -> dict[str, torch.Tensor]:
 
 
 NOTHING_CHANGES = [
-    (k, o) for k, o in VARIANTS if POSITIONS[k].behavior == "nothing changes" and list(make(k, Grid(3, 3), **o).parameters())
+    (k, o)
+    for k, o in VARIANTS
+    if POSITIONS[k].at_larger_grid == "nothing changes" and list(make(k, Grid(3, 3), **o).parameters())
 ]
 
 
@@ -167,14 +170,14 @@ def test_options_beyond_the_training_grid_are_told(key, options):
 
 @each("key", KEYS)
 def test_behavior_is_what_it_says(key):
-    """Only "resized" resamples parameters at a larger grid; every policy is named in what was resized."""
+    """Only "resampled" resamples parameters at a larger grid; every policy is named in what was resampled."""
     encoding, larger = make(key, Grid(4, 3)), Grid(9, 3)
-    assert POSITIONS[key].behavior in ("nothing changes", "evaluated", "resized", "nothing")
-    assert bool(encoding.resized(larger)) == (POSITIONS[key].behavior == "resized")
+    assert POSITIONS[key].at_larger_grid in ("nothing changes", "evaluated", "resampled", "nothing")
+    assert bool(encoding.resampled(larger)) == (POSITIONS[key].at_larger_grid == "resampled")
     if encoding.policies:
-        assert encoding.resize == encoding.policies[0] and encoding.grid == Grid(4, 3)
+        assert encoding.policy == encoding.policies[0] and encoding.grid == Grid(4, 3)
         for policy in encoding.policies[1:]:
-            assert f"{key} {policy}" in make(key, Grid(4, 3), resize=policy).resized(larger)
+            assert f"{key} {policy}" in make(key, Grid(4, 3), policy=policy).resampled(larger)
 
 
 @each(("trained", "grid"), [(Grid(4, 3), Grid(7, 5)), (Grid(4, 3), Grid(2, 9)), (Grid(4, 3), Grid(2, 2))])
@@ -246,14 +249,18 @@ def test_autocast_does_not_round_terms(key, options):
 
 @each("key", KEYS)
 def test_is_final(key):
-    """An encoding derives from the interface alone, and nothing derives from it."""
-    assert POSITIONS[key].__bases__ == (PositionEncoding,) and POSITIONS[key].__subclasses__() == []
+    """An encoding derives from an abstract class alone, and nothing derives from it."""
+    (base,) = POSITIONS[key].__bases__
+    assert inspect.isabstract(base) and issubclass(base, PositionEncoding) and POSITIONS[key].__subclasses__() == []
 
 
 def test_the_interface_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         PositionEncoding()
-    assert {c for c in PositionEncoding.__subclasses__() if c.__module__[:7] == "vitrel."} == {*POSITIONS.values(), Composition}
+    with pytest.raises(TypeError, match="abstract"):
+        RotaryEncoding(Grid(2, 2), 1.0, (1.0, 32.0))
+    found = {*PositionEncoding.__subclasses__(), *RotaryEncoding.__subclasses__()} - {RotaryEncoding}
+    assert {c for c in found if c.__module__[:7] == "vitrel."} == {*POSITIONS.values(), Composition}
 
 
 @each("key", KEYS)

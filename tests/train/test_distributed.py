@@ -33,9 +33,9 @@ def whole_on_two(command_in, tmp_path_factory):
     return parent / "run"
 
 
-@pytest.mark.parametrize("shape", ["fixed", "native"])
-def test_the_same_as_one_process(command, whole, native_folder, tmp_path, shape):
-    plain = PLAIN if shape == "fixed" else (*PLAIN, "--data.shape=native", f"--data.data={native_folder}")
+@pytest.mark.parametrize("protocol", ["scale", "native"])
+def test_the_same_as_one_process(command, whole, native_folder, tmp_path, protocol):
+    plain = PLAIN if protocol == "scale" else (*PLAIN, "--data.protocol=native", f"--data.data={native_folder}")
     assert on_two(command("two", *plain, *TWO, epochs=2)) == [0, 0]
     folders = whole(*plain, epochs=2), tmp_path / "two"
     one, two = (rows(folder / "metrics.csv") for folder in folders)

@@ -68,7 +68,7 @@ def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, fo
     checkpoint = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
     entry = checkpoint["vitrel"]
     assert entry["model"] == "vitrel_vit_n8_table" and entry["model_args"]["depth"] == 2
-    assert entry["classes"] == ["blue", "green", "gray", "red"] and entry["img_size"] == [32, 32]
+    assert entry["classes"] == ["blue", "gray", "green", "red"] and entry["img_size"] == [32, 32]
     assert (entry["data"], entry["seed"], entry["epoch"], entry["step"]) == (str(folder), 3, 2, 12)
     cfg = cli.model.model.pretrained_cfg
     assert all(entry[k] == (list(cfg[k]) if k in ("mean", "std") else cfg[k]) for k in PREPROCESSING)

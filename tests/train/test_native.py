@@ -123,7 +123,7 @@ def test_evaluation_sees_every_image_once_at_its_own_size(world):
     assert all(draw.size == native_size(*SIZES[draw.index], 36, PATCH) for draw in real)
 
 
-NATIVE = ("--data.shape=native", "--data.tokens=16")
+NATIVE = ("--data.protocol=native", "--data.tokens=16")
 
 
 @pytest.fixture
@@ -169,14 +169,14 @@ def test_a_run_evaluates_every_image_and_is_resumed_at_its_shape_alone(command, 
 
 
 def test_settings_without_a_native_shape_are_refused(native_folder):
-    with pytest.raises(ValueError, match=r"data.shape must be fixed or native, not 'own'"):
-        ImageData(str(native_folder), 32, shape="own")
-    with pytest.raises(ValueError, match=r"data.tokens \(16\) .* needs data.shape native"):
+    with pytest.raises(ValueError, match=r"data.protocol must be scale or native, not 'own'"):
+        ImageData(str(native_folder), 32, protocol="own")
+    with pytest.raises(ValueError, match=r"data.tokens \(16\) .* needs data.protocol native"):
         ImageData(str(native_folder), 32, tokens=16)
     with pytest.raises(ValueError, match=r"data.tokens \(0\) must be at least 1"):
-        ImageData(str(native_folder), 32, shape="native", tokens=0)
+        ImageData(str(native_folder), 32, protocol="native", tokens=0)
     with pytest.raises(ValueError, match="shapes are drawn at any size"):
-        ImageData("shapes", 32, shape="native")
+        ImageData("shapes", 32, protocol="native")
 
 
 def test_models_of_one_size_are_refused(command, native):

@@ -331,7 +331,7 @@ def test_the_window_of_a_continuous_bias_is_the_files():
     last = {"features.3.0.attn.relative_coords_table": tv.ShiftedWindowAttentionV2(32, [2, 3], [0, 0], 4).relative_coords_table}
     with raises("; its stages were trained in windows of several sizes: give pretrained_window one number per stage"):
         vitrel.load_pretrained(swin(**options), state | last)
-    for args in (dict(resize="renormalize"), dict(pretrained_window=WINDOW)):
+    for args in (dict(policy="renormalize"), dict(pretrained_window=WINDOW)):
         ours = vitrel.load_pretrained(swin(**options, position_args=args), state)
         assert torch.equal(ours.layers[1].blocks[1].position.cpb_mlp[2].weight, state["features.3.1.attn.cpb_mlp.2.weight"])
 

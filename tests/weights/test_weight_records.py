@@ -43,9 +43,9 @@ def test_grids_of_tables_need_no_naming(saved):
     for name in ("vit_n8_table", "vit_n8_absolute"):
         wide = build(name, img_size=(32, 128))
         path, ours = saved(wide), build(name)
-        resized = [row for row in plan_weights(ours, path).rows if row.resized]
-        assert resized
-        assert all(row.resized.startswith("4x16 -> 8x8, ") for row in resized)
+        resampled = [row for row in plan_weights(ours, path).rows if row.resampled]
+        assert resampled
+        assert all(row.resampled.startswith("4x16 -> 8x8, ") for row in resampled)
         by_hand = load_pretrained(build(name), wide.state_dict(), source_grid=(4, 16))
         load_pretrained(ours, path)
         assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), by_hand.state_dict().values(), strict=True))
@@ -82,13 +82,13 @@ def test_another_function_is_refused(name, options, message, saved):
 
 def test_policies_and_scaling_are_the_users_choice(saved):
     path = saved(build("vit_n8_table"))
-    load_pretrained(build("vit_n8_table", position_args=dict(resize="clip")), path)
+    load_pretrained(build("vit_n8_table", position_args=dict(policy="clip")), path)
     path = saved(build("vit_n8_rope_axial"))
-    load_pretrained(build("vit_n8_rope_axial", position_args=dict(scaling="ntk")), path)
+    load_pretrained(build("vit_n8_rope_axial", position_args=dict(policy="ntk")), path)
     load_pretrained(build("vit_n8_rope_axial", position_args=dict(temperature="log_n")), path)
     load_pretrained(build("vit_n8_rope_axial", img_size=96), path)  # the grid is no part of the function
     with pytest.raises(ValueError, match="refers to its training grid, 8x8, which is 12x12 in"):
-        load_pretrained(build("vit_n8_rope_axial", img_size=96, position_args=dict(scaling="ntk")), path)
+        load_pretrained(build("vit_n8_rope_axial", img_size=96, position_args=dict(policy="ntk")), path)
 
 
 def test_saving(tmp_path):

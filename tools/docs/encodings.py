@@ -20,13 +20,13 @@ from vitrel.position import POSITIONS, PositionEncoding, create_position
 
 TRAINED, LARGER = Grid(11, 11), Grid(25, 33)  # patches; the larger grid has further offsets
 HEADS, SHOWN, WIDTH = 6, (0, 2, 5), 32
-BEHAVIOR = {
-    "nothing": "There is nothing to resize.",
+AT_LARGER_GRID = {
+    "nothing": "There is nothing to resample.",
     "nothing changes": "Nothing changes: every row or function value that a larger grid reads was trained. Offsets beyond the "
     "trained ones share the last row or continue the same function.",
     "evaluated": "Evaluated: nothing is resampled, but the function is evaluated at offsets or angles that training never "
     "reached.",
-    "resized": "Resampled: the values were learned for the training grid, and a larger grid interpolates or clips them by a "
+    "resampled": "Resampled: the values were learned for the training grid, and a larger grid interpolates or clips them by a "
     "policy.",
 }
 SETTINGS = ("encoding", "added values", "what attention is given", "forward 224", "training 224", "forward 448")
@@ -42,7 +42,7 @@ def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
     if formula:
         lines += ["``` { .text .formula }", formula, "```", ""]
     lines += [rest, "", "## Picture", "", f"![{_caption(key)}]({key}.png)", "", f"*{_caption(key)}*", ""]
-    lines += ["## At a larger grid", "", _behavior(cls), ""]
+    lines += ["## At a larger grid", "", _at_larger_grid(cls), ""]
     lines += ["## Cost", "", *_cost(key, costs), ""]
     measured = _evidence(key, evidence)
     if measured:
@@ -149,10 +149,10 @@ def _split(first: str) -> tuple[str, str]:
     return what[0].upper() + what[1:] + ".", found[1]
 
 
-def _behavior(cls: type[PositionEncoding]) -> str:
-    text = BEHAVIOR.get(cls.behavior, cls.behavior)
+def _at_larger_grid(cls: type[PositionEncoding]) -> str:
+    text = AT_LARGER_GRID.get(cls.at_larger_grid, cls.at_larger_grid)
     if cls.policies:
-        text += " Policies (`resize=`, the first is the default): " + ", ".join(f"`{name}`" for name in cls.policies) + "."
+        text += " Policies (`policy=`, the first is the default): " + ", ".join(f"`{name}`" for name in cls.policies) + "."
     return text + " Inside a window that stays as trained, nothing changes at any image size."
 
 

@@ -54,13 +54,13 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
     head = ["", "resampled", *(f"{name}: {_where(own[name], *place)}" for name in names for place in places)]
     lines = []
     for curve, called in shown.items():
-        cells, resized = [], ""
+        cells, resampled = [], ""
         for found in tables.values():
             for size, protocol in places:
                 (row,) = found.at(curve, size, protocol)
                 cells.append(f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}")
-                resized = max(resized, row["resized"].replace("nothing", ""), key=len)
-        lines.append([called, resized or "nothing", *cells])
+                resampled = max(resampled, row["resampled"].replace("nothing", ""), key=len)
+        lines.append([called, resampled or "nothing", *cells])
     return markdown(head, lines).rstrip()
 
 

@@ -141,7 +141,7 @@ def evidence_table(results: Path, size: str = "128x128") -> str:
     for (label, policy), rows in best:
         cells = [f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}" if row else "" for row in map(rows.get, _PROTOCOLS)]
         name = label if policy == "none" else f"{label}, {policy}"
-        resampled = next(iter(rows.values()))["resized"]
+        resampled = next(iter(rows.values()))["resampled"]
         body.append([name, resampled, f"{fmean(trained[label]):.1f}", *cells])
     head = ("model, policy", "resampled", "trained size", "`canvas`", "`scale`")
     return "\n".join(markdown(head, "|---|---|---|---|---|", body))

@@ -130,8 +130,8 @@ def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
     except RuntimeError as error:  # tensors that do not fit, as in torch's load_state_dict
         raise ValueError(str(error)) from error
     if args.report:
-        lines = [(" + ".join(row.source), row.target, row.rule, row.resized) for row in plan.rows]
-        write_cells(args.report, [("source", "target", "rule", "resized"), *lines])  # escapes names that look like formulas
+        lines = [(" + ".join(row.source), row.target, row.rule, row.resampled) for row in plan.rows]
+        write_cells(args.report, [("source", "target", "rule", "resampled"), *lines])  # escapes names that look like formulas
     return model.eval(), f"{plan}\n\n{_summary(plan)}\n"  # type: ignore[return-value]
 
 
@@ -176,4 +176,4 @@ def _summary(plan: "WeightPlan") -> str:
     """The number of tensors by rule, in one line."""
     rules = Counter("left out" if not row.target else row.rule for row in plan.rows)
     kinds = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
-    return f"{len(plan.rows)} rows: {kinds}; {sum(bool(row.resized) for row in plan.rows)} resized"
+    return f"{len(plan.rows)} rows: {kinds}; {sum(bool(row.resampled) for row in plan.rows)} resampled"

@@ -2,15 +2,15 @@
 
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
-    vitrel evaluate runs/a --data photographs --size 100t 196t --protocols scale native
+    vitrel evaluate runs/a --data photographs --size 100t 196t --protocol scale native
 
 Writes results.csv, predictions.npz, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html
 into --out. The training size is always evaluated too. Existing rows in --out are reused: the same command resumes an
 interrupted evaluation, and a command with other sizes or models adds its rows. A folder with rows of other weights, images or
 settings is an error, unless --replace moves its files into a folder replaced-N. --dry-run prints the rows with their costs.
 
---rescue searches settings that raise accuracy at the other sizes without training: RoPE scaling, an attention temperature,
-policies. It uses half of the images, without labels, and compares with the model's predictions at its training size; then it
+--rescue searches settings that raise accuracy at the other sizes without training: policies and their strengths, an attention
+temperature. It uses half of the images, without labels, and compares with the model's predictions at its training size; then it
 measures top-1 on the other half. It writes rescue.csv and rescue.md, with the code that applies the settings.
 
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
@@ -48,10 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
     kept = "output folder; default %(default)s; existing rows are kept"
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help=kept)
-    add("--protocols", nargs="+",
+    add("--protocol", nargs="+", dest="protocols",
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
-    add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")
+    add(
+        "--policy",
+        nargs="+",
+        dest="policies",
+        help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model",
+    )
     add("--crop-pct", type=float, nargs="+",
         help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],

@@ -96,8 +96,8 @@ def _elsewhere(model: Any, sizes: tuple[tuple[int, int], ...]) -> str:
     h, w = model.img_size
     parts = []
     for at in sizes or ((2 * h, 2 * w),):
-        resized = ", ".join(model.resized(at)) or ("nothing resampled" if model.unseen(at) == 0 else "")
-        parts.append((f"{at[0]}x{at[1]}: " if sizes else "") + (resized or "nothing resampled, unseen offsets"))
+        resampled = ", ".join(model.resampled(at)) or ("nothing resampled" if model.unseen(at) == 0 else "")
+        parts.append((f"{at[0]}x{at[1]}: " if sizes else "") + (resampled or "nothing resampled, unseen offsets"))
     return "; ".join(parts)
 
 

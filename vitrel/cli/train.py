@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vitrel.cli.options import check_data, count, packaged, size
+from vitrel.cli.options import check_data, count, packaged, size_or_budget
 from vitrel.common.exits import reported
 from vitrel.common.extras import TRAINING, require
 from vitrel.common.user_modules import import_modules
@@ -39,13 +39,12 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--data": "--data.data",
     "--val-fraction": "--data.reading.val_fraction",
     "--size": "--data.size",
-    "--shape": "--data.shape",
-    "--tokens": "--data.tokens",
+    "--protocol": "--data.protocol",
     "--epochs": "--trainer.max_epochs",
     "--out": "--trainer.default_root_dir",
     "-o": "--trainer.default_root_dir",
 }
-TYPES = {"--size": size, "--data.size": size, "--epochs": count, "--tokens": count}
+TYPES = {"--size": size_or_budget, "--data.size": size_or_budget, "--epochs": count}
 HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--distill]
                     [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
@@ -60,7 +59,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --fit N                         the number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
-  --shape native, --tokens N      every image at its own aspect ratio, with at most N tokens (default those of --size)
+  --protocol native               every image at its own aspect ratio, with at most the tokens of --size, or --size 196t
   --out DIR                       folder of the run
   --config FILE                   a YAML file, or a name in vitrel/configs/train; of several, later ones override earlier ones
   --ckpt_path auto|FILE           resume the run in trainer.default_root_dir, or from a checkpoint
@@ -74,7 +73,7 @@ data
   --data.augment YAML             {} for the defaults, null for none
   --data.n_train N, --data.n_val N    number of images; default all
   --data.train_sizes YAML         sizes between which batches alternate, e.g. '[80, 96, [96, 128]]'
-  --data.repeats N, --data.reading YAML, --data.region YAML, --data.shape, --data.tokens, --data.check_times
+  --data.repeats N, --data.reading YAML, --data.region YAML, --data.protocol, --data.tokens, --data.check_times
 
 model
   --model.model NAME|FILE         the same as --model; every short option above sets a key
@@ -127,6 +126,7 @@ def expanded(argv: list[str]) -> list[str]:
     for name, arg, following in zip(names, argv, [*argv[1:], ""], strict=True):
         _check_value(name, arg.partition("=")[2] if "=" in arg else following)
         keys += FLAGS.get(name, [SHORT.get(name, name) + arg[len(name) :]])
+    keys = _with_budget(keys)
     keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
     keys = [_config_file(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
     short = any(name in SHORT or name in FLAGS for name in names)
@@ -154,6 +154,12 @@ def usage_error(text: str) -> NoReturn:
     """Print a message about the command line or a configuration as other subcommands do, and end with status 2."""
     print(f"vitrel train: error: {text}", file=sys.stderr)
     sys.exit(2)
+
+
+def _with_budget(keys: list[str]) -> list[str]:
+    """The arguments, with a budget of tokens as the size, 196t, as the key data.tokens."""
+    text = re.sub(r"(^|\0)--data\.size([=\0])(\d+)[tT](?=\0|$)", r"\1--data.tokens\2\3", "\0".join(keys))
+    return text.split("\0") if keys else []
 
 
 def _size_list(arg: str, before: str) -> str:

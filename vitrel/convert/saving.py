@@ -331,9 +331,9 @@ def _load_own(model: Backbone, loaded: dict[str, Any], path: Path, changes: dict
     """
     try:
         plan = plan_weights(model, loaded)
-        resized = [row for row in plan.rows if row.resized]
-        if resized and not changes:  # without changes the grids of model and file are equal
-            raise ValueError(f"{resized[0].target} is of another grid ({resized[0].resized})")
+        resampled = [row for row in plan.rows if row.resampled]
+        if resampled and not changes:  # without changes the grids of model and file are equal
+            raise ValueError(f"{resampled[0].target} is of another grid ({resampled[0].resampled})")
         apply_plan(model, plan, reset_head="num_classes" in changes)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not fit its model: {error}") from error

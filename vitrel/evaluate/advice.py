@@ -45,7 +45,7 @@ from vitrel.evaluate.table import (
     sample_of,
     table_order,
 )
-from vitrel.position import POSITIONS, select_options
+from vitrel.position import POSITIONS
 
 MARGIN = 2.0  # points of top-1
 SAFE, LOSES, UNKNOWN = "safe", "loses", "cannot tell"
@@ -456,7 +456,7 @@ def _remedy(sizes: Sequence[str], used: Used, rescued: Mapping[tuple[str, str, s
     if settings := dict.fromkeys(rescued[key] for key in keys if key in rescued):
         return f"fine-tune it there, or take {' or '.join(settings)}, which helps without training (rescue.md)"
     larger = [row for row in rows if by_area(row["img_size"]) > by_area(row["train_size"])]
-    return "fine-tune it there" + (", or try --rescue" if any(map(_takes_scaling, larger)) else "")
+    return "fine-tune it there" + (", or try --rescue" if any(map(_keeps_frequencies, larger)) else "")
 
 
 def _best_size(used: Used, margin: float) -> str:
@@ -476,11 +476,10 @@ def _anchor(used: Used) -> Row:
     return rows.get(next(iter(rows.values()))["train_size"]) or max(rows.values(), key=lambda row: row["top1"])
 
 
-def _takes_scaling(row: Row) -> bool:
-    """Whether a row has unseen offsets, and an encoding that takes a RoPE scaling but has none in force."""
+def _keeps_frequencies(row: Row) -> bool:
+    """Whether a row has unseen offsets, and a rotary encoding whose policies could lower its frequencies but do not."""
     keys = [key for key in str(row["encoding"]).split("+") if key in POSITIONS and POSITIONS[key].rotates]
-    scalable = [key for key in keys if select_options(key, {"scaling": "none"})]
-    return row["unseen"] > 0 and any(key not in row["resized"] for key in scalable)
+    return row["unseen"] > 0 and any(key not in row["resampled"] for key in keys if POSITIONS[key].policies)
 
 
 def _majority(row: Row) -> float:

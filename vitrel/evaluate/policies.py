@@ -1,15 +1,15 @@
 """Bringing a model to an image size under a policy, and the columns of results.csv that need no images.
 
-Policies are rules for windows and for the resampling of position encodings at image sizes other than the training size.
+Policies are choices of what happens to windows and position encodings at image sizes other than the training size.
 A policy is written as in the column `policy` of results.csv: "none" where no policy changes anything; else the window policy,
-where window policies differ, and one resize policy for each kind of encoding, joined by "+": "clip", "geometric+keep",
+where window policies differ, and one policy for each kind of encoding, joined by "+": "clip", "geometric+keep",
 "divisor", "rescale+geometric".
 
 Window policies choose the windows of a windowed model at a new size. fixed: windows stay as trained, and grids that they do not
 divide are padded and masked. divisor: in every stage and along each axis, the largest window up to the trained one that divides
 the grid; the bias is the matching part of the table, without resampling, and nothing is padded. rescale: the window scales with
 the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
-its resize policy.
+its policy.
 """
 
 import copy
@@ -31,7 +31,7 @@ from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
-from vitrel.models.backbone import LARGE, Backbone, resizable_parts
+from vitrel.models.backbone import LARGE, Backbone, parts_with_policies
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
@@ -53,11 +53,11 @@ def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] |
         return ("none",)
     windows = window_policies_at(model, size)
     if not windows:
-        return _resize_policies_at(model, size, wanted)
+        return _encoding_policies_at(model, size, wanted)
     joined = []
     for window in [name for name in windows if wanted is None or name in wanted] or windows[:1]:
         windowed = with_policy(model, size, window)
-        joined += [join_policy(window, policy) for policy in _resize_policies_at(windowed, size, wanted)]
+        joined += [join_policy(window, policy) for policy in _encoding_policies_at(windowed, size, wanted)]
     return tuple(joined)
 
 
@@ -66,7 +66,7 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
     if not isinstance(model, Backbone):
         return ()
     if not any(isinstance(part, Attention) and part.window is not None for part in model.modules()):
-        return model.resize_policies
+        return model.policies
     parts = (part for part in model.modules() if isinstance(part, PositionEncoding))
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
 
@@ -82,21 +82,21 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str, options: M
     """
     if not isinstance(model, Backbone):
         return model_at_size(model, size, share_weights=True)
-    window, _, resize = policy.partition("+")
-    window, resize = (window, resize or "none") if window in WINDOW_POLICIES else ("fixed", policy)
-    if (window, resize) == ("fixed", "none") and not options:
+    window, _, encoding = policy.partition("+")
+    window, encoding = (window, encoding or "none") if window in WINDOW_POLICIES else ("fixed", policy)
+    if (window, encoding) == ("fixed", "none") and not options:
         return model
     changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     if options:
         changed.set_position_options(**options)
-    if window != "fixed":  # before `resize`: which resize policies a model has depends on its windows
+    if window != "fixed":  # first: which policies the encodings have depends on its windows
         for attn, grid in _windowed(changed, size):
             attn.window = _window_at(changed, attn, grid, size, window)
             if any(attn.shift):
                 attn.shift = attn.window[0] // 2, attn.window[1] // 2
-    # at some of the native protocol's shapes the rescaled window is the trained one, and nothing is resized
-    if resize != "none" and (window != "rescale" or changed.resize_policies):
-        changed.set_resize_policy(resize)
+    # at some of the native protocol's shapes the rescaled window is the trained one, and nothing is resampled
+    if encoding != "none" and (window != "rescale" or changed.policies):
+        changed.set_position_options(policy=encoding)
     return changed
 
 
@@ -113,9 +113,9 @@ def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ..
     return ("fixed", *different) if different else ()
 
 
-def join_policy(window: str, resize: str) -> str:
-    """Join a window and a resize policy: ("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
-    return window if resize == "none" else f"{window}+{resize}"
+def join_policy(window: str, encoding: str) -> str:
+    """Join policies of windows and encodings: ("rescale", "clip") -> "rescale+clip", ("divisor", "none") -> "divisor"."""
+    return window if encoding == "none" else f"{window}+{encoding}"
 
 
 def policy_parts(policy: str) -> frozenset[str]:
@@ -126,13 +126,13 @@ def policy_parts(policy: str) -> frozenset[str]:
 class ModelWithPolicy(NamedTuple):
     """A model for images of one size, and what is resampled for it.
 
-    model: see `with_policy`. resized: number of parameter values resampled, by rule. unseen, saturated: shares of offsets, see
-    `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages: grid,
-    window and padding of every stage at this size.
+    model: see `with_policy`. resampled: number of parameter values resampled, by policy. unseen, saturated: shares of offsets,
+    see `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages:
+    grid, window and padding of every stage at this size.
     """
 
     model: nn.Module
-    resized: dict[str, int]
+    resampled: dict[str, int]
     unseen: float
     saturated: float
     tokens: float
@@ -145,13 +145,13 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
     ValueError for a size that the model does not support.
     """
     if not isinstance(model, Backbone):
-        resized = at_size(model, size, share_weights=True)
+        adapted = at_size(model, size, share_weights=True)
         unknown = float("nan")
-        h, w = resized.windows[0].grid if resized.windows else (unknown, 1)
-        return ModelWithPolicy(resized.model, resized.resized, unknown, unknown, h * w, resized.windows)
+        h, w = adapted.windows[0].grid if adapted.windows else (unknown, 1)
+        return ModelWithPolicy(adapted.model, adapted.resampled, unknown, unknown, h * w, adapted.windows)
     changed, grid = with_policy(model, size, policy), model.token_grid(size)
     report = resolution_report(changed, size)
-    return ModelWithPolicy(changed, report.resized, report.unseen, report.saturated, grid.h * grid.w, report.stages)
+    return ModelWithPolicy(changed, report.resampled, report.unseen, report.saturated, grid.h * grid.w, report.stages)
 
 
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
@@ -171,13 +171,13 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
     """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
 
     shapes: number of images of each size (h, w) in pixels. patch: (h, w) in pixels. tokens is the mean over all images. The
-    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resized names all
-    rules, and resized_params, unseen and saturated are the largest values.
+    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resampled names
+    all policies, and resampled_values, unseen and saturated are the largest values.
     """
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
         ready = at_size_with(model, size, policy)
-        columns.append(_geometry(ready) | {"rules": ready.resized})
+        columns.append(_geometry(ready) | {"rules": ready.resampled})
         costs.append(gflops(ready.model, size) * shapes[size])
     count = sum(shapes[size] for size in sampled)
     pads = [
@@ -190,8 +190,8 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
         "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / shapes.total(), 2),
         "pad_fraction": " ".join(f"{sum(stage) / count:.2g}" for stage in zip(*pads, strict=True)) if same_stages else "",
         "gflops": round(sum(costs) / count, 4),
-        "resized": " + ".join(rules) or "nothing",
-        **{name: max(row[name] for row in columns) for name in ("resized_params", "unseen", "saturated")},
+        "resampled": " + ".join(rules) or "nothing",
+        **{name: max(row[name] for row in columns) for name in ("resampled_values", "unseen", "saturated")},
     }
 
 
@@ -214,36 +214,41 @@ def gflops(model: nn.Module, size: Size) -> float:
     return counter.get_total_flops() / 2e9  # the counter counts a multiply-add as two operations
 
 
-def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The resize policies that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings have
-    different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
+def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """The policies of encodings that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings
+    have different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
     """
-    affected = [part.policies for part, grid in resizable_parts(model, size) if _is_resized(part, grid)]
+    parts = [*parts_with_policies(model, size)]
+    affected = [part.policies for part, grid in parts if _is_affected(part, grid)]
     options = []
     for group in _policy_groups(model):
         if any(set(group) & set(policies) for policies in affected):
             chosen = [policy for policy in group if wanted is None or policy in wanted]
-            options.append(chosen or [next(part.resize for part, _ in resizable_parts(model, size) if part.resize in group)])
+            options.append(
+                chosen or [next(part.policy for part, _ in parts_with_policies(model, size) if part.policy in group)]
+            )
     return tuple("+".join(names) for names in product(*options)) if options else ("none",)
 
 
 def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
-    """Policies of the encodings that are resized at a large size; those of encodings that share a name form one group."""
+    """Policies of the encodings that a large size affects; those of encodings that share a name form one group."""
     groups: list[tuple[str, ...]] = []
-    for policies in dict.fromkeys(part.policies for part, grid in resizable_parts(model, LARGE) if _is_resized(part, grid)):
+    for policies in dict.fromkeys(
+        part.policies for part, grid in parts_with_policies(model, LARGE) if _is_affected(part, grid)
+    ):
         overlapping = [group for group in groups if set(group) & set(policies)]
         merged = tuple(dict.fromkeys(name for group in (*overlapping, policies) for name in group))
         groups = [group for group in groups if group not in overlapping] + [merged]
     return groups
 
 
-def _is_resized(part: PositionEncoding, grid: Grid) -> bool:
+def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
     """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
     rules = []
     for policy in part.policies:
-        trial.resize = policy
-        rules.append(trial.resized(grid))
+        trial.policy = policy
+        rules.append(trial.resampled(grid))
     return any(rules)
 
 
@@ -272,8 +277,8 @@ def _geometry(ready: ModelWithPolicy) -> Row:
         "tokens": ready.tokens,
         "window": " ".join(windows),
         "pad_fraction": " ".join(f"{stage.padded_share:.2g}" for stage in ready.stages),
-        "resized": " + ".join(ready.resized) or "nothing",
-        "resized_params": sum(ready.resized.values()),
+        "resampled": " + ".join(ready.resampled) or "nothing",
+        "resampled_values": sum(ready.resampled.values()),
         "unseen": round(ready.unseen, 4),
         "saturated": round(ready.saturated, 4),
     }

@@ -1,6 +1,6 @@
 """Rescue: a search for settings that raise accuracy at other sizes without training, on images without labels.
 
-RoPE scaling (`scaling`), the attention `temperature`, and the policies of windows and encodings do not change the
+The policies of windows and encodings, their numbers, and the attention `temperature` do not change the
 model at the training size, so they can be set freely for another size. Which of them helps depends on the model and the images.
 The score of a setting needs no labels: it is the mean log-likelihood, at the new size, of the class that the model predicts at
 the training size, over half of the images, drawn by a seed. (It correlated better with accuracy than the share of equal
@@ -8,8 +8,8 @@ predictions, the mean probability and the confidence did.) The current setting i
 better: a paired, one-sided test at 5 % divided by the number of settings tried. Top-1 is then measured, with labels, on the
 other half.
 
-The search changes one option at a time, in the order scaling, policy, temperature, strength of the scaling, and keeps the best
-value of each. Its cost is then the sum and not the product of the numbers of values: at most MOST settings per size and
+The search changes one option at a time, in the order policy, VARIANTS, temperature, strength of a rotary policy, and keeps the
+best value of each. Its cost is then the sum and not the product of the numbers of values: at most MOST settings per size and
 protocol.
 """
 
@@ -41,23 +41,19 @@ from vitrel.evaluate.tasks import Task, classes_of, line_columns, sizes_of
 from vitrel.evaluate.text import markdown
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
-from vitrel.position import PositionEncoding
-from vitrel.position.rope_scaling import OPTIONS, Scaling
+from vitrel.position.rope import RotaryEncoding
+from vitrel.position.rope_policies import POLICIES
 
 FILES = ("rescue.csv", "rescue.md")
 MOST = 24  # maximum number of settings tried at one size and protocol, the current one included
 TUNED = 500  # maximum number of images for the search; half of all images where that is fewer
 LEVEL = 0.05  # significance level of the test, divided by the number of settings tried
-SCALING: tuple[dict[str, Any], ...] = (
-    {"scaling": "none"},
-    {"scaling": "linear"},
-    {"scaling": "ntk"},
-    {"scaling": "yarn"},
-    {"scaling": "linear", "scaling_strength": 0.5},
-    {"scaling": "yarn", "yarn_turns": (0.25, 1.0)},  # the default suits long texts; over few patches no band rotates once
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (  # rotary policies with numbers other than the default
+    ("linear", {"policy_strength": 0.5}),
+    ("yarn", {"yarn_turns": (0.25, 1.0)}),  # the default suits long texts; over few patches no band rotates once
 )
 TEMPERATURES: tuple[str | float, ...] = ("none", "log_n", 1.0, 2.0)
-STEPS = (-0.25, 0.25, 0.5)  # changes of the best scaling strength that are tried
+STEPS = (-0.25, 0.25, 0.5)  # changes of the best strength of a rotary policy that are tried
 COLUMNS = {
     "label": "name in tables",
     "seed": "seed of training",
@@ -138,18 +134,20 @@ def steps_at(model: Backbone, size: Size) -> list[Callable[[Setting], list[Setti
     """
     both = zip(model.encodings(size), model.trained_encodings(), strict=True)
     grids = [(encoding, grid, trained_grid) for (encoding, grid), (_, trained_grid) in both]
-    rotations = [part for encoding, *_ in grids for part in encoding.modules() if _can_scale(part)]
+    parts = [part for encoding, *_ in grids for part in encoding.modules()]
+    rotations = [part for part in parts if isinstance(part, RotaryEncoding) and part.policies]
     current = grids[0][0].temperature if grids else "none"
     larger = any(grid.h > trained.h or grid.w > trained.w for _, grid, trained in grids)
     scales = bool(rotations) and larger
+    strength = rotations[0].policy_strength if rotations else 1.0
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     # more tokens flatten attention, unless windows keep their number
     flattens = all(part.window is None for part in layers) and any(grid.tokens != own.tokens for _, grid, own in grids)
     steps: list[Callable[[Setting], list[Setting]]] = []
-    if scales:
-        steps.append(lambda best: [best.having(_changes(rotations[0].scaling, options), OPTIONS) for options in SCALING])
     if len(policies := policies_at(model, size)) > 1:
         steps.append(lambda best: [best._replace(policy=policy) for policy in policies])
+    if scales:
+        steps.append(lambda best: [_with_rotary(best, name).having(options) for name, options in VARIANTS])
     if flattens:
         steps.append(
             lambda best: [
@@ -157,7 +155,7 @@ def steps_at(model: Backbone, size: Size) -> list[Callable[[Setting], list[Setti
             ]
         )
     if scales:
-        steps.append(_strengths)
+        steps.append(lambda best: _strengths(best, strength))
     return steps
 
 
@@ -287,22 +285,20 @@ def rescue_text(rescued: Rescued) -> str:
 
 
 def in_words(setting: Setting, start: Setting) -> str:
-    """Describe a setting: "scaling yarn of strength 0.5, temperature log_n, policy clip"; "as it is" for `start`."""
+    """Describe a setting: "policy yarn of strength 0.5, temperature log_n"; "as it is" for `start`."""
     if setting == start:
         return "as it is"
     options, parts = dict(setting.options), []
-    if "scaling" in options:
-        strength, turns = options.get("scaling_strength"), options.get("yarn_turns")
+    strength, turns = options.get("policy_strength"), options.get("yarn_turns")
+    if setting.policy != start.policy or strength is not None or turns is not None:
         parts.append(
-            f"scaling {options['scaling']}"
+            f"policy {setting.policy}"
             + (f" of strength {strength:g}" if strength is not None else "")
             + (f" with yarn_turns {turns[0]:g} to {turns[1]:g}" if turns is not None else "")
         )
     if "temperature" in options:
         power = options["temperature"]
         parts.append(f"temperature {power}" if isinstance(power, str) else f"temperature log N to the power {power:g}")
-    if setting.policy != start.policy:
-        parts.append(f"policy {setting.policy}")
     return ", ".join(parts)
 
 
@@ -321,7 +317,7 @@ def code_of(trained: TrainedModel, setting: Setting, start: Setting, size: Size,
     if setting.policy.partition("+")[0] in WINDOW_POLICIES:
         return f"{first}model = vitrel.evaluate.policies.with_policy(model, {tuple(size)}, {setting.policy!r}, {options})"
     if setting.policy != start.policy:
-        options["resize"] = setting.policy
+        options["policy"] = setting.policy
     if trained.path.is_file():
         arguments: Any = trained.model.arguments  # of a Backbone
         position_args = (arguments["position_args"] or {}) | options
@@ -482,27 +478,15 @@ def _predicted(
     return [torch.cat(parts) if parts else torch.zeros(0, count) for parts in by_setting], torch.cat(labels)
 
 
-def _can_scale(part: Any) -> bool:
-    """Whether a module is an encoding with RoPE scaling, and has no reference size of its own."""
-    return isinstance(part, PositionEncoding) and part.scaling is not None and getattr(part, "reference", None) is None
+def _with_rotary(setting: Setting, name: str) -> Setting:
+    """The setting with the policy `name` of rotary encodings, and the others as they are."""
+    names = [name if policy in POLICIES else policy for policy in setting.policy.split("+")]
+    return setting._replace(policy="+".join(names))
 
 
-def _changes(current: Scaling, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that turn the scaling `current` into the default scaling with `options`; {} where they are equal."""
-    target = Scaling(current.key, "none", current.trained, (1.0, 32.0)).switched(options)
-    if target == current:
-        return {}
-    return {
-        name: getattr(target, field)
-        for name, field in OPTIONS.items()
-        if name in options or getattr(current, field) != getattr(target, field)
-    }
-
-
-def _strengths(best: Setting) -> list[Setting]:
-    """`best` with other strengths of its scaling; [] where it has none."""
-    options = dict(best.options)
-    if options.get("scaling", "none") == "none":
+def _strengths(best: Setting, current: float) -> list[Setting]:
+    """`best` with other strengths of its rotary policy; [] where that keeps frequencies. current: the model's own strength."""
+    if not {*POLICIES[1:]} & {*best.policy.split("+")}:
         return []
-    strength = options.get("scaling_strength", 1.0)
-    return [best.having({"scaling_strength": strength + step}) for step in STEPS if strength + step > 0]
+    strength = dict(best.options).get("policy_strength", current)
+    return [best.having({"policy_strength": strength + step}) for step in STEPS if strength + step > 0]

@@ -55,12 +55,12 @@ with optional_import():
     import pandas as pd
 
 HEAD = (
-    "model", "size", "protocol", "crop", "policy", "tokens", "GFLOPs", "windows", "padded", "resized", "values resampled",
+    "model", "size", "protocol", "crop", "policy", "tokens", "GFLOPs", "windows", "padded", "resampled", "values resampled",
     "unseen", "done",
 )  # fmt: skip
 EXPLAINED = {  # those columns of the dry run that need words, and the column of results.csv whose text they have
-    "policy": "policy", "GFLOPs": "gflops", "windows": "window", "padded": "pad_fraction", "resized": "resized",
-    "values resampled": "resized_params", "unseen": "unseen",
+    "policy": "policy", "GFLOPs": "gflops", "windows": "window", "padded": "pad_fraction", "resampled": "resampled",
+    "values resampled": "resampled_values", "unseen": "unseen",
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def at_sizes(
 ) -> pd.DataFrame:
     """Evaluate a model at many image sizes: one row per size, protocol, crop and policy, with the columns of results.csv.
 
-    >>> vitrel.evaluate.at_sizes(model, "shapes", [48, 64, "64x96"], n=200)[["img_size", "policy", "top1", "resized"]]
+    >>> vitrel.evaluate.at_sizes(model, "shapes", [48, 64, "64x96"], n=200)[["img_size", "policy", "top1", "resampled"]]
 
     Args:
         model: a trained classifier of vitrel or timm, or the path of a checkpoint of vitrel train. It is not changed.
@@ -425,8 +425,8 @@ def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
         number("gflops", ".3g"),
         costs["window"],
         costs["pad_fraction"],
-        costs["resized"],
-        f"{costs['resized_params']:,}",
+        costs["resampled"],
+        f"{costs['resampled_values']:,}",
         number("unseen", ".2f"),
         "yes" if is_done else "",
     ]

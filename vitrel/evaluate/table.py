@@ -83,10 +83,10 @@ COLUMNS = {
     "pad_fraction": "share of padding in the grid that a stage's windows cover, for every stage; native: mean as for gflops",
     "gflops": "10^9 multiply-adds of one image's forward pass, matrix products and convolutions (timm's GMACs); native: mean "
     "over the images of the most frequent shapes, the tallest and the widest",
-    "resized": "rules by which values are resampled, or used at offsets that were not trained; native: in any shape of gflops",
-    "resized_params": "number of parameter values resampled; native: largest over the shapes of gflops",
-    "unseen": "share of the offsets between queries and keys that did not occur in training; native: as resized_params",
-    "saturated": "the part of unseen that uses a trained edge value or far bucket; native: as resized_params",
+    "resampled": "policies by which values are resampled, or used at offsets never trained; native: in any shape of gflops",
+    "resampled_values": "number of parameter values resampled; native: largest over the shapes of gflops",
+    "unseen": "share of the offsets between queries and keys that did not occur in training; native: as resampled_values",
+    "saturated": "the part of unseen that uses a trained edge value or far bucket; native: as resampled_values",
     "attention_entropy": "entropy of a query's attention over all keys, nats, mean over queries, heads and layers",
     "attention_span": "exp(attention_entropy): number of tokens over which uniform attention has this entropy",
     "attention_distance": "mean distance between a query and its keys, weighted by attention, in patches of the layer's grid",
@@ -98,7 +98,7 @@ COLUMNS = {
     "border_leak": "largest share, over the stages, of tokens that see the opposite border of the image; empty without "
     "windows; native: at img_size",
     "state_hash_before": "SHA-256 of the state dict before the evaluation",
-    "state_hash_after": "SHA-256 of the state dict after it, or of the copy resized for this size where that differs",
+    "state_hash_after": "SHA-256 of the state dict after it, or of the copy made for this size where that differs",
     "unchanged": "whether the hashes are equal and every parameter is the same object as before",
     "infer_samples_per_sec": "images per second in forward passes, without loading",
     "infer_samples_per_sec_half": "half of the 95 % interval of infer_samples_per_sec, over batches; empty with one batch",

@@ -132,7 +132,7 @@ def _check_shapes(task: Task, images: Images) -> None:
         raise
     except ValueError as error:
         raise ValueError(
-            f"{error}; the native protocol has images of many shapes: leave it out with --protocols scale canvas"
+            f"{error}; the native protocol has images of many shapes: leave it out with --protocol scale canvas"
         ) from error
 
 

@@ -63,8 +63,8 @@ DETAILS = {
     "attention_distance": "attention distance",
     "position_share": "position share",
     "border_leak": "border leak",
-    "resized": "resizing rule",
-    "resized_params": "values resampled",
+    "resampled": "policy in force",
+    "resampled_values": "values resampled",
     "unseen": "unseen offsets",
     "saturated": "of these saturated",
     "unchanged": "weights unchanged",
@@ -102,7 +102,7 @@ def sizes_table(judged: Judged) -> str:
                 row["label"],
                 row["protocol"],
                 row["img_size"],
-                "" if row["resized"] == "nothing" else row["policy"],
+                "" if row["resampled"] == "nothing" else row["policy"],
                 f"{row['top1']:.1f} ({row['low']:.1f} to {row['high']:.1f})",
                 difference_text(row),
                 verdict_text(row),
@@ -146,14 +146,14 @@ def resampled_text(row: Row) -> str:
 
     Weights that changed although nothing is resampled are an error, and it says so.
     """
-    if not row["unchanged"] and not row["resized_params"]:
+    if not row["unchanged"] and not row["resampled_values"]:
         return "nothing, but the weights changed: this is an error"
     if does_nothing(row):
         return "nothing that acts (position does nothing)"
-    if row["resized"] == "nothing":
+    if row["resampled"] == "nothing":
         return "nothing"
-    count = f"{row['resized_params']:,} of {row['params']:,} values" if row["resized_params"] else "nothing"
-    return f"{count} ({row['resized']})"
+    count = f"{row['resampled_values']:,} of {row['params']:,} values" if row["resampled_values"] else "nothing"
+    return f"{count} ({row['resampled']})"
 
 
 def accuracy_tables(table: Sequence[Row]) -> str:
@@ -194,7 +194,7 @@ def details_table(table: Sequence[Row]) -> str:
             return "-"
         if isinstance(value, (bool, np.bool_, str)):
             return str(value) if isinstance(value, str) else "yes" if value else "NO"
-        if name in ("n", "resized_params", "tokens", "seeds", "batch_size", "oom"):
+        if name in ("n", "resampled_values", "tokens", "seeds", "batch_size", "oom"):
             return f"{value:,.0f}"
         return f"{value:{'+' if name.startswith('difference') else ''}.{digits.get(name, 1)}f}"
 
@@ -230,9 +230,9 @@ def _resampled(curve: Sequence[Row]) -> str:
     """The largest number of values resampled, the number of parameters, and the rules: "2,700 of 469,300 (table bicubic)"."""
     if all(map(does_nothing, curve)):
         return "none that act"
-    rules = ", ".join(rule for rule in dict.fromkeys(row["resized"] for row in curve) if rule != "nothing")
-    most = max(curve, key=lambda row: row["resized_params"])
-    count = f"{most['resized_params']:,} of {most['params']:,}" if most["resized_params"] else "none"
+    rules = ", ".join(rule for rule in dict.fromkeys(row["resampled"] for row in curve) if rule != "nothing")
+    most = max(curve, key=lambda row: row["resampled_values"])
+    count = f"{most['resampled_values']:,} of {most['params']:,}" if most["resampled_values"] else "none"
     return f"{count} ({rules})" if rules else count
 
 

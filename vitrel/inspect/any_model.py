@@ -79,10 +79,10 @@ class Trace(NamedTuple):
 
 
 class ModelAtSize(NamedTuple):
-    """A model adapted to one image size. `resized` also counts what forward itself resamples at that size."""
+    """A model adapted to one image size. `resampled` also counts what forward itself resamples at that size."""
 
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
-    resized: dict[str, int]  # {name and rule: number of values of parameters and coordinate buffers that were replaced}
+    resampled: dict[str, int]  # {name and rule: number of values of parameters and coordinate buffers that were replaced}
     windows: tuple[StageWindows, ...]  # empty if no attention is found
     trace: Trace  # of `model` at this size
 
@@ -175,7 +175,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
     finally:
         for handle in hooks:
             handle.remove()
-    resampled = sum_counts([recorder.found, *(encoding.resized(grid) for encoding, grid in encodings)])
+    resampled = sum_counts([recorder.found, *(encoding.resampled(grid) for encoding, grid in encodings)])
     return Trace(tuple(blocks), tuple(encodings), resampled, recorder.attends or bool(blocks))
 
 

@@ -158,7 +158,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
     their embedding is not measured; {} for a model without position.
     """
     embeddings = [module for module in model.modules() if isinstance(module, PositionEncoding) and module.site == "tokens"]
-    own = any(isinstance(module, PositionEncoding) and module.behavior != "nothing" for module in model.modules())
+    own = any(isinstance(module, PositionEncoding) and module.at_larger_grid != "nothing" for module in model.modules())
     shares: dict[str, float] = {}
     first: list[Layer] = []
 
@@ -196,7 +196,7 @@ def _acts_in_attention(module: nn.Module) -> bool:
     """Whether a module is an encoding, not a composition, that adds to attention."""
     if not isinstance(module, PositionEncoding) or isinstance(module, Composition):
         return False
-    return module.site == "attention" and module.behavior != "nothing"
+    return module.site == "attention" and module.at_larger_grid != "nothing"
 
 
 def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:

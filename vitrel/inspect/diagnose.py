@@ -77,7 +77,7 @@ class SizeDiagnosis:
 
     size: Size
     refusal: str  # why the model does not take the size, or ""
-    resized: dict[str, int] = field(default_factory=dict)
+    resampled: dict[str, int] = field(default_factory=dict)
     changes: tuple[BiasChange, ...] = ()
     stages: tuple[StageDiagnosis, ...] = ()
     unread: Size = (0, 0)  # rows below and columns at the right of the image that no patch contains
@@ -342,7 +342,7 @@ def _size_diagnosis(way: _Way, found: ModelAtSize, trained: Size, size: Size, po
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
     stages, attends = tuple(_stages(found)), found.trace.attends
-    return SizeDiagnosis(size, "", found.resized, changed, stages, unread, *positions, attends)
+    return SizeDiagnosis(size, "", found.resampled, changed, stages, unread, *positions, attends)
 
 
 def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
@@ -407,7 +407,7 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
         if line.refusal:
             lines.append([format_size(line.size), f"refused: {line.refusal}", *[""] * (len(lines[0]) - 2)])
             continue
-        replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
+        replaced = f"{sum(line.resampled.values()):,}" if line.resampled else "-"
         cells = [format_size(line.size), replaced, "changes" if line.changes else "-"]
         cells += ["changes" if line.positions else "?" if line.unexamined else "-"] * position
         unknown = ("?",) * 5 if line.attends else ("no attention", *("-",) * 4)
@@ -453,7 +453,7 @@ def _refused(affected: Sequence[SizeDiagnosis], at: str) -> str:
 
 
 def _interpolated(affected: Sequence[SizeDiagnosis], at: str) -> str:
-    rules = dict.fromkeys(f"{rule}, {n:,} values" for line in affected for rule, n in line.resized.items())
+    rules = dict.fromkeys(f"{rule}, {n:,} values" for line in affected for rule, n in line.resampled.items())
     return f"replaced {at}: {'; '.join(rules)}"
 
 
@@ -508,7 +508,7 @@ def _unread(affected: Sequence[SizeDiagnosis], at: str) -> str:
 
 _FINDINGS: dict[str, tuple[_Affects, _Tell]] = {
     "refused": (lambda line: line.refusal, _refused),
-    "interpolated": (lambda line: line.resized, _interpolated),
+    "interpolated": (lambda line: line.resampled, _interpolated),
     "bias": (lambda line: line.changes, _other_bias),
     "position": (lambda line: line.positions, _other_position),
     "borders": (lambda line: any(stage.leaking for stage in line.stages), _across),

@@ -43,11 +43,11 @@ class EncodingReport:
     layers: int
     grid: Size  # at this image size
     trained: Size  # training grid of its parameters
-    behavior: str  # at grids never trained on: "nothing changes" | "evaluated" | "resized" | "nothing"
+    at_larger_grid: str  # at grids never trained on: "nothing changes" | "evaluated" | "resampled" | "nothing"
     policy: str  # policy in use, "" if there is no choice
     policies: tuple[str, ...]
     parameters: int
-    resized: dict[str, int]  # {rule: parameter values resampled}
+    resampled: dict[str, int]  # {rule: parameter values resampled}
     unseen: float  # share of the offset cells that no training pair had, 0 to 1
     saturated: float  # the part of `unseen` that reads a trained edge row or far bucket
     temperature: float | None  # factor of the logits if log_n is on
@@ -55,16 +55,16 @@ class EncodingReport:
     @property
     def effect(self) -> str:
         """The effect of this size on the encoding, in words."""
-        rules = " + ".join(self.resized)
-        if self.behavior == "nothing":
+        rules = " + ".join(self.resampled)
+        if self.at_larger_grid == "nothing":
             words = "no position"
         elif self.grid == self.trained:
             words = "as trained"
         elif rules:
-            words = f"resampled by {rules}" if any(self.resized.values()) else f"read by {rules}"
+            words = f"resampled by {rules}" if any(self.resampled.values()) else f"read by {rules}"
         else:
-            words = "read as trained" if self.behavior == "resized" else self.behavior
-        if not any(self.resized.values()):
+            words = "read as trained" if self.at_larger_grid == "resampled" else self.at_larger_grid
+        if not any(self.resampled.values()):
             words += ", far offsets read a trained edge" if self.saturated else ""
             words += ", at offsets never trained" if self.unseen > self.saturated + 1e-9 else ""  # tolerance for sums of floats
         return words + ("" if self.temperature is None else f", logits x {self.temperature:.3f} (log_n)")
@@ -86,26 +86,26 @@ class ResolutionReport:
     trained_grid: Size
     prefix: int
     parameters: int
-    resized: dict[str, int]
+    resampled: dict[str, int]
     unseen: float
     saturated: float
     stages: tuple[StageReport, ...]
     encodings: tuple[EncodingReport, ...]
 
     @property
-    def resampled(self) -> int:
+    def resampled_values(self) -> int:
         """Number of parameter values that forward resamples at this size."""
-        return sum(self.resized.values())
+        return sum(self.resampled.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as numbers, strings, lists and dictionaries, with `resampled` and each encoding's `effect`."""
+        """All fields as numbers, strings, lists and dictionaries, with `resampled_values` and each encoding's `effect`."""
         plain = asdict(self, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items})
         for line, encoding in zip(plain["encodings"], self.encodings, strict=True):
             line["effect"] = encoding.effect
-        return plain | {"resampled": self.resampled}
+        return plain | {"resampled_values": self.resampled_values}
 
     def __str__(self) -> str:
-        rules = " + ".join(self.resized)
+        rules = " + ".join(self.resampled)
         filled = f", padded by {_added(self.image_padding)} to whole patches" if any(self.image_padding) else ""
         prefix = f" and {self.prefix} prefix" if self.prefix else ""
         return "\n".join(
@@ -113,7 +113,7 @@ class ResolutionReport:
                 f"image     {format_size(self.size)} px, built for {format_size(self.trained_size)}{filled}",
                 f"tokens    {format_size(self.grid)}{prefix}, trained on {format_size(self.trained_grid)}; "
                 f"patches of {format_size(self.patch)} px",
-                f"resized   {self.resampled:,} of {self.parameters:,} parameter values ({rules or 'nothing'})",
+                f"values    {self.resampled_values:,} of {self.parameters:,} resampled ({rules or 'nothing'})",
                 f"offsets   {_percent(self.unseen)} never trained, {_percent(self.saturated)} read a trained edge instead",
                 "",
                 *_stage_lines(self.stages),
@@ -150,7 +150,7 @@ def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
             trained_grid=model.token_grid(trained_size)[:2],
             prefix=grid.prefix,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            resized=model.resized(size),
+            resampled=model.resampled(size),
             unseen=model.unseen(size),
             saturated=model.saturated(size),
             stages=tuple(_stage(*stage) for stage in stages(model, grid)),
@@ -208,11 +208,11 @@ def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[Enco
                 layers=1,
                 grid=grid[:2],
                 trained=(part.grid or trained)[:2],  # of the part itself, which a window policy does not change
-                behavior=part.behavior,
-                policy=part.resize if part.policies else "",
+                at_larger_grid=part.at_larger_grid,
+                policy=part.policy if part.policies else "",
                 policies=part.policies,
                 parameters=sum(parameter.numel() for parameter in part.parameters()),
-                resized=part.resized(grid),
+                resampled=part.resampled(grid),
                 unseen=part.unseen(grid),
                 saturated=part.saturated(grid),
                 temperature=factor if part.site == "attention" else None,
@@ -223,13 +223,13 @@ def _alike(lines: Iterable[EncodingReport]) -> tuple[EncodingReport, ...]:
     """Merge layers that differ in numbers of values alone; list "none" only if there is no other encoding."""
     merged: dict[EncodingReport, EncodingReport] = {}
     for line in lines:
-        kind = replace(line, parameters=0, resized=tuple(line.resized))  # a tuple, to be hashed
+        kind = replace(line, parameters=0, resampled=tuple(line.resampled))  # a tuple, to be hashed
         total = merged.get(kind)
         if total is not None:
-            resized = sum_counts((total.resized, line.resized))
-            line = replace(line, layers=total.layers + 1, parameters=total.parameters + line.parameters, resized=resized)
+            resampled = sum_counts((total.resampled, line.resampled))
+            line = replace(line, layers=total.layers + 1, parameters=total.parameters + line.parameters, resampled=resampled)
         merged[kind] = line
-    return tuple(line for line in merged.values() if line.behavior != "nothing") or tuple(merged.values())
+    return tuple(line for line in merged.values() if line.at_larger_grid != "nothing") or tuple(merged.values())
 
 
 def _stage_lines(stages: Iterable[StageReport]) -> list[str]:
@@ -249,7 +249,7 @@ def _encoding_lines(encodings: Iterable[EncodingReport]) -> list[str]:
     lines[0] += ["saturated", "at this size"]
     for e in encodings:
         policies = ", ".join(f"[{p}]" if p == e.policy and len(e.policies) > 1 else p for p in e.policies) or "-"
-        counts = [f"{e.parameters:,}", f"{sum(e.resized.values()):,}", _percent(e.unseen), _percent(e.saturated)]
+        counts = [f"{e.parameters:,}", f"{sum(e.resampled.values()):,}", _percent(e.unseen), _percent(e.saturated)]
         lines.append([e.key, e.site, f"{e.layers}", format_size(e.grid), format_size(e.trained), policies, *counts, e.effect])
     return aligned(lines)
 

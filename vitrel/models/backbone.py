@@ -113,18 +113,10 @@ class Backbone(nn.Module, abc.ABC):
             self.img_size = to_2tuple(img_size)
 
     @property
-    def resize_policies(self) -> tuple[str, ...]:
-        """Policies that the encodings can use at another image size, the default first; empty if none is resized."""
-        parts = (part for part, grid in resizable_parts(self, LARGE) if part.grid[:2] != grid[:2])
+    def policies(self) -> tuple[str, ...]:
+        """Policies that the encodings can use at another image size, the default first; empty if nothing changes there."""
+        parts = (part for part, grid in parts_with_policies(self, LARGE) if part.grid[:2] != grid[:2])
         return tuple(dict.fromkeys(policy for part in parts for policy in part.policies))
-
-    def set_resize_policy(self, policy: str) -> None:
-        """Set the resize policy of every encoding that has it; `policy` is one name or several joined by "+".
-
-        Raises:
-            ValueError: no encoding of this model has the policy.
-        """
-        self.set_position_options(resize=policy)
 
     def set_position_options(self, **options: Any) -> None:
         """Change options of the encodings that act only at other sizes than the training size.
@@ -133,15 +125,16 @@ class Backbone(nn.Module, abc.ABC):
         options.
 
         Args:
-            options: resize, scaling, scaling_strength, yarn_turns and temperature, with values as in position_args.
+            options: policy (one name or several joined by "+"), policy_strength, yarn_turns and temperature, with values as in
+                position_args.
 
         Raises:
             ValueError: no encoding of this model has an option; nothing is changed then.
         """
-        for policy in options["resize"].split("+") if "resize" in options else ():
-            if policy not in self.resize_policies:
-                known = ", ".join(self.resize_policies) or "none, since nothing is resized"
-                raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
+        for policy in options["policy"].split("+") if "policy" in options else ():
+            if policy not in self.policies:
+                known = ", ".join(self.policies) or "none, since nothing is resampled"
+                raise ValueError(f"this model has no policy {policy!r} (it has {known})")
         parts = [part for part in self.modules() if isinstance(part, PositionEncoding)]
         checked_power(options.get("temperature", "none"))
         applied = {name for part in parts for name in copy.copy(part).switch(options)}  # tried first: it may raise
@@ -158,14 +151,14 @@ class Backbone(nn.Module, abc.ABC):
         """Yield every position encoding with its grid at the training image size, for which the parameters were made."""
         return self.encodings(to_2tuple(self.patch_embed.img_size))
 
-    def resized(self, size: tuple[int, int]) -> dict[str, int]:
-        """Return the rules by which forward at `size` (h, w) pixels departs from the trained position values.
+    def resampled(self, size: tuple[int, int]) -> dict[str, int]:
+        """Return how forward at `size` (h, w) pixels departs from the trained position values.
 
         Returns:
-            {rule: number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a rule that
-                interpolates no parameter (for example "table clip").
+            {"key policy": number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a
+                policy that interpolates no parameter (for example "table clip").
         """
-        return sum_counts(encoding.resized(grid) for encoding, grid in self.encodings(size))
+        return sum_counts(encoding.resampled(grid) for encoding, grid in self.encodings(size))
 
     def unseen(self, size: tuple[int, int]) -> float:
         """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that no pair of training tokens had.
@@ -272,7 +265,7 @@ def init_linear(module: nn.Module, gain: float | None = None) -> None:
             nn.init.zeros_(module.bias)
 
 
-def resizable_parts(model: Backbone, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
+def parts_with_policies(model: Backbone, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
     """Yield the encodings that have policies, parts of compositions included, with their grid at `size` (h, w) pixels."""
     for encoding, grid in model.encodings(size):
         for part in encoding.modules():

@@ -1,8 +1,8 @@
 """Swin transformer V1 and V2 (arXiv 2103.14030, 2111.09883) with any position encoding in its windows.
 
 The window size is the same at every image size: grids that it does not divide are padded and masked (vitrel.ops.window), so no
-encoding in attention is resized. Stages, blocks and merging are named as in timm's `SwinTransformer` and V2, with downsampling
-at the start of a stage.
+encoding in attention is resampled. Stages, blocks and merging are named as in timm's `SwinTransformer` and V2, with
+downsampling at the start of a stage.
 """
 
 from collections.abc import Iterable, Iterator

@@ -29,7 +29,7 @@ from vitrel.position.shaw import Shaw
 from vitrel.position.sincos import SinCos
 from vitrel.position.t5 import T5
 from vitrel.position.table import OffsetTable
-from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, pad_prefix, supported_policies
+from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, pad_prefix
 from vitrel.position.transformer_xl import TransformerXL
 from vitrel.position.xpos import XPos
 
@@ -73,7 +73,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
 
 _UNIVERSAL = {"temperature"}  # option of create_position, for any encoding
 _POSITIVE = {"base", "scale_base", "gamma", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
-_POSITIVE |= {"pretrained_window", "yarn_turns", "scaling_strength", "reference"}
+_POSITIVE |= {"pretrained_window", "yarn_turns", "policy_strength", "reference"}
 
 
 def split_position(position: str) -> tuple[str, str]:
@@ -111,7 +111,7 @@ def create_position(
         temperature: the rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
         device: of the parameters, as for torch's modules.
         dtype: of the parameters, as for torch's modules.
-        options: each goes to every part of a composition that has it. `resize` is one policy or several joined by '+', each for
+        options: each goes to every part of a composition that has it. `policy` is one policy or several joined by '+', each for
             the parts that have it. `shift_coords`, `jitter_coords`, `rescale_coords` perturb coordinates in training, for
             absolute and the rope_* keys (vitrel.position.perturb).
 
@@ -128,11 +128,13 @@ def create_position(
         )
     for key in _keys(position):
         arguments = select_options(key, options)
-        resize = arguments.pop("resize", "")
+        policy = arguments.pop("policy", "")
         build: Callable[..., PositionEncoding] = POSITIONS[key]
         built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **arguments)
-        for policy in supported_policies(built[key], resize):  # others belong to other parts
-            built[key].resize = policy
+        built[key].switch({"policy": policy})  # the names that it does not have belong to other parts
+    for name in options["policy"].split("+") if "policy" in options else ():
+        if not any(name in part.policies for part in built.values()):  # the class has it, but not with these options
+            raise ValueError(f"position {position!r} takes a reference grid or policy={name!r}, not both: leave one out")
     encoding = next(iter(built.values())) if len(built) == 1 else Composition(built)
     encoding.set_temperature(temperature, grid)
     return encoding
@@ -164,8 +166,8 @@ def check_options(position: str, options: dict) -> None:
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
         if name in STRENGTHS and value is not None and not STRENGTHS[name] <= value < float("inf"):
             raise ValueError(f"{position} needs {name} of at least {STRENGTHS[name]}, or None for none, not {value}")
-        if name == "resize" and not {*value.split("+")} <= {*policies}:
-            raise ValueError(f"resize policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
+        if name == "policy" and not {*value.split("+")} <= {*policies}:
+            raise ValueError(f"policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
 
 
 def _numbers(value: object) -> list:
@@ -190,5 +192,5 @@ def _keys(position: str) -> list[str]:
 def _options(position: str) -> set[str]:
     keys = _keys(position)
     parameters = [p for key in keys for p in inspect.signature(POSITIONS[key]).parameters.values()]
-    common = {"resize"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
+    common = {"policy"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
     return common | {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid, same_size
-from vitrel.position.resize import resize_embedding, sample_embedding
+from vitrel.position.resample import resample_embedding, sample_embedding
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
@@ -32,7 +32,7 @@ class Absolute(PositionEncoding):
     """
 
     site = "tokens"
-    behavior = "resized"
+    at_larger_grid = "resampled"
     policies = ("bicubic",)
 
     def __init__(
@@ -56,7 +56,7 @@ class Absolute(PositionEncoding):
             raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, but the grid has {grid.prefix}")
         rows = self.pos_embed[0]  # [P + h*w, C]
         if self.perturbs or not same_size(grid, self.grid):
-            prefix, rows = rows[: grid.prefix], resize_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)
+            prefix, rows = rows[: grid.prefix], resample_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)
             if self.perturbs:
                 at = grid.coordinates(rows.device).float()  # [h*w, 2]
                 center = at[-1] / 2
@@ -64,7 +64,7 @@ class Absolute(PositionEncoding):
             rows = torch.cat((prefix, rows))
         return Terms(tokens=rows)
 
-    def resized(self, grid: Grid) -> dict[str, int]:
+    def resampled(self, grid: Grid) -> dict[str, int]:
         if grid[:2] == self.grid[:2]:
             return {}
         return {"absolute bicubic": self.pos_embed[:, self.grid.prefix :].numel()}

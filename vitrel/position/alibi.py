@@ -2,7 +2,7 @@
 logit[i, j] -= m_n |(y_i - y_j, x_i - x_j)|, m_n = 2^(-8n/H) for head n = 1..H.
 
 The distance is Euclidean, in patches, unless `distance` chooses another. Slopes are fixed unless `learnable` is set. A larger
-grid continues the same function; with resize="renormalize" offsets are first multiplied by trained side / side of the grid,
+grid continues the same function; with policy="renormalize" offsets are first multiplied by trained side / side of the grid,
 along each axis. The bias depends on the distance alone; `directional` adds direction by four learned factors per head, for the
 offset component of keys above, below, to the left and to the right. Pairs with a prefix token have no bias.
 """
@@ -30,7 +30,7 @@ class Alibi(PositionEncoding):
         direction: learned logarithms [4, H] of the factors for keys above, below, to the left and to the right, if directional.
     """
 
-    behavior = "nothing changes"
+    at_larger_grid = "nothing changes"
     policies = POLICIES
     lr_scale = 10.0  # one number per head, which has to move by tenths in some hundred updates
 
@@ -65,7 +65,7 @@ class Alibi(PositionEncoding):
         slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else upcast(self.slopes)
         tables = []
         for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # others are sums over both axes
-            length = scaled_distances(self.grid, grid, self.resize, self.distance, device, axis, self.direction)
+            length = scaled_distances(self.grid, grid, self.policy, self.distance, device, axis, self.direction)
             bias = -slopes[:, None] * length  # [H, R]
             bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
             tables.append(Table(axis, bias=pad_prefix(bias, grid)))

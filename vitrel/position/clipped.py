@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.resize import resize_table
+from vitrel.position.resample import resample_table
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, clip_radius
 
 
@@ -28,7 +28,7 @@ class Clipped(PositionEncoding):
             dx + R_w; the 3 last rows exist if there are prefix tokens.
     """
 
-    behavior = "nothing changes"
+    at_larger_grid = "nothing changes"
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(
@@ -52,5 +52,5 @@ class Clipped(PositionEncoding):
 
     def terms(self, grid: Grid) -> Terms:
         check_prefix("clipped", self.grid, grid)
-        rows = resize_table(self.relative_position_bias_table, self.reach, grid, "clip")  # [R, H|1]
+        rows = resample_table(self.relative_position_bias_table, self.reach, grid, "clip")  # [R, H|1]
         return Terms(tables=(Table("hw", bias=rows.mT.expand(self.num_heads, -1)),))

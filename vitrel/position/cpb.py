@@ -1,7 +1,7 @@
 """cpb: log-spaced continuous position bias (Swin V2, arXiv 2111.09883, eq. 3 and 4),
 logit[i, j] += 16 sigmoid(MLP(g(y_i - y_j), g(x_i - x_j))), g(d) = sign(d) log2(1 + 8 |d| / (M0 - 1)) / log2 8.
 
-M0 is the side, in patches, of the training window (or grid) along the axis. With resize="keep" M0 is the same on every grid: a
+M0 is the side, in patches, of the training window (or grid) along the axis. With policy="keep" M0 is the same on every grid: a
 near offset keeps its bias, and the MLP extrapolates to a far one. With "renormalize" M0 is the side of the current grid, as
 timm does silently when a window grows: the MLP's input for offset 1 then falls from 0.3665 to 0.2056 between windows of 8 and
 16. The constants 8, log2 8 and 16 sigmoid are those of the published code. Pairs with a prefix token, which the paper does not
@@ -68,7 +68,7 @@ class CPB(PositionEncoding):
     def terms(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
         weight = self.cpb_mlp[2].weight
-        side = grid[:2] if self.resize == "renormalize" else self.pretrained_window
+        side = grid[:2] if self.policy == "renormalize" else self.pretrained_window
         coordinates = _log_spaced_offsets(*grid[:2], side, device=weight.device)  # [R, 2]
         rows = 16 * run_upcast(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))

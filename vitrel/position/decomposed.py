@@ -2,7 +2,7 @@
 logit[i, j] += q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j].
 
 q is not multiplied by D^-1/2 here, as in the published code; a temperature (vitrel.position.log_n) does multiply both terms.
-(2h-1 + 2w-1) D parameters, shared by all heads. On another grid, an axis that grows is resampled by the policy `resize`,
+(2h-1 + 2w-1) D parameters, shared by all heads. On another grid, an axis that grows is resampled by the option `policy`,
 linearly by default as in the published code; an axis that shrinks reads its exact center rows (the published code interpolates
 those too). Pairs with a prefix token have no term.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.resize import resize_axis, resized_axes
+from vitrel.position.resample import resample_axis, resampled_axes
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, upcast
 
 
@@ -31,7 +31,7 @@ class Decomposed(PositionEncoding):
         rel_pos_w: learned rows [2w-1, D] by column offset.
     """
 
-    behavior = "resized"
+    at_larger_grid = "resampled"
     policies = ("linear", "clip", "geometric", "bicubic")
     lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 
@@ -45,11 +45,11 @@ class Decomposed(PositionEncoding):
     def terms(self, grid: Grid) -> Terms:
         tables = []
         for axis, table in (("h", self.rel_pos_h), ("w", self.rel_pos_w)):
-            rows = resize_axis(upcast(table), getattr(self.grid, axis), getattr(grid, axis), self.resize)
+            rows = resample_axis(upcast(table), getattr(self.grid, axis), getattr(grid, axis), self.policy)
             # Attention multiplies query tables by D**-0.5; the factor here cancels it.
             rows = (rows * math.sqrt(rows.shape[-1])).to(table.dtype)
             tables.append(Table(axis, query=pad_prefix(rows, grid, -2)[None]))
         return Terms(tables=tuple(tables))
 
-    def resized(self, grid: Grid) -> dict[str, int]:
-        return resized_axes("decomposed", self.resize, self.grid, grid, self.rel_pos_h.shape[1])
+    def resampled(self, grid: Grid) -> dict[str, int]:
+        return resampled_axes("decomposed", self.policy, self.grid, grid, self.rel_pos_h.shape[1])

@@ -15,7 +15,7 @@ POLICIES = ("keep", "renormalize")  # distances in patches, or in units of side 
 def scaled_distances(
     trained: Grid,
     grid: Grid,
-    resize: str,
+    policy: str,
     kind: str,
     device: torch.device,
     axis: str = "hw",
@@ -28,34 +28,34 @@ def scaled_distances(
     Args:
         trained: the training grid.
         grid: the grid whose offsets are measured.
-        resize: "keep", offsets in patches, or "renormalize", offsets multiplied by trained side / current side.
+        policy: "keep", offsets in patches, or "renormalize", offsets multiplied by trained side / current side.
         kind: see `distances`.
         device: of the result.
         axis: "hw", or "h" or "w" for the classes of that axis alone.
         direction: see `distances`.
     """
-    key = (*grid[:2], trained[:2], resize, axis)
+    key = (*grid[:2], trained[:2], policy, axis)
     if direction is None:
         return _scaled_distances(*key, kind, device=device)
     return distances(_scaled_offsets(*key, device=device), kind, direction)
 
 
 @cached_geometry
-def _scaled_offsets(h: int, w: int, trained: tuple[int, int], resize: str, axis: str, device: torch.device) -> Tensor:
+def _scaled_offsets(h: int, w: int, trained: tuple[int, int], policy: str, axis: str, device: torch.device) -> Tensor:
     """Return offsets (dy, dx), [R, 2]; of an axis "h" or "w" with 0 as the other component."""
     offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":
         offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))
-    if resize == "keep":
+    if policy == "keep":
         return offsets
     return torch.stack((offsets[:, 0] * (trained[0] / h), offsets[:, 1] * (trained[1] / w)), -1)
 
 
 @cached_geometry
 def _scaled_distances(
-    h: int, w: int, trained: tuple[int, int], resize: str, axis: str, kind: str, device: torch.device
+    h: int, w: int, trained: tuple[int, int], policy: str, axis: str, kind: str, device: torch.device
 ) -> Tensor:
-    return distances(_scaled_offsets(h, w, trained, resize, axis, device=device), kind)
+    return distances(_scaled_offsets(h, w, trained, policy, axis, device=device), kind)
 
 
 def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Tensor:

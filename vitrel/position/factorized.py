@@ -2,7 +2,7 @@
 logit[i, j] += B_h[y_i - y_j] + B_w[x_i - x_j].
 
 (2h-1 + 2w-1) H parameters instead of the (2h-1)(2w-1) H of `table`. On another grid each axis is resampled like `table`: an
-axis that shrinks reads its exact center rows, an axis that grows follows the policy `resize`. Pairs with a prefix token read
+axis that shrinks reads its exact center rows, an axis that grows follows the option `policy`. Pairs with a prefix token read
 three more rows of `table_h`.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.resize import POLICIES, resize_axis, resized_axes
+from vitrel.position.resample import POLICIES, resample_axis, resampled_axes
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
 
 
@@ -28,7 +28,7 @@ class Factorized(PositionEncoding):
         table_w: learned biases [2w-1, H] by column offset.
     """
 
-    behavior = "resized"
+    at_larger_grid = "resampled"
     policies = POLICIES
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
@@ -42,11 +42,11 @@ class Factorized(PositionEncoding):
     def terms(self, grid: Grid) -> Terms:
         check_prefix("factorized", self.grid, grid)
         n = self.grid.offset_classes("h")
-        rows = resize_axis(self.table_h[:n], self.grid.h, grid.h, self.resize)
-        columns = resize_axis(self.table_w, self.grid.w, grid.w, self.resize)
+        rows = resample_axis(self.table_h[:n], self.grid.h, grid.h, self.policy)
+        columns = resample_axis(self.table_w, self.grid.w, grid.w, self.policy)
         rows = torch.cat((rows, self.table_h[n:]))  # [2h'-1 (+3), H]
         columns = F.pad(columns, (0, 0, 0, len(self.table_h) - n))  # prefix rows are in table_h only
         return Terms(tables=(Table("h", bias=rows.mT), Table("w", bias=columns.mT)))
 
-    def resized(self, grid: Grid) -> dict[str, int]:
-        return resized_axes("factorized", self.resize, self.grid, grid, self.table_w.shape[1])
+    def resampled(self, grid: Grid) -> dict[str, int]:
+        return resampled_axes("factorized", self.policy, self.grid, grid, self.table_w.shape[1])

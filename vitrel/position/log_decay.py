@@ -2,7 +2,7 @@
 logit[i, j] -= a_n log(1 + b_n |(y_i - y_j, x_i - x_j)|) for head n; with `decay`, lambda log(1 + |.|) for all heads.
 
 a, b > 0 are learned per head, as logarithms so that they stay positive (KERPLE clamps them). Every parameter acts at every
-distance, so a larger grid continues the same trained function. resize="renormalize" and `directional` as in alibi. Pairs with a
+distance, so a larger grid continues the same trained function. policy="renormalize" and `directional` as in alibi. Pairs with a
 prefix token have no bias.
 """
 
@@ -31,7 +31,7 @@ class LogDecay(PositionEncoding):
             right, if directional.
     """
 
-    behavior = "nothing changes"
+    at_larger_grid = "nothing changes"
     policies = POLICIES
     lr_scale = 10.0  # one number per head, a logarithm, which has to move by tenths in some hundred updates
 
@@ -68,7 +68,7 @@ class LogDecay(PositionEncoding):
 
     def log_distances(self, grid: Grid) -> Tensor:
         """Return log(1 + b distance) of every offset class of `grid` but the prefix classes, [H, R]; b = 1 with `decay`."""
-        grids, device = (self.grid, grid, self.resize), self.device_marker.device
+        grids, device = (self.grid, grid, self.policy), self.device_marker.device
         distance = scaled_distances(*grids, self.distance, device, direction=self.direction)  # [R] or [H, R]
         if self.decay is None:
             distance = upcast(self.log_b).exp()[:, None] * distance

@@ -36,7 +36,7 @@ class LookHere(PositionEncoding):
         slope: factor of the penalties of all heads.
     """
 
-    behavior = "nothing changes"
+    at_larger_grid = "nothing changes"
 
     def __init__(
         self, grid: Grid, num_heads: int, head_dim: int, *, fov: int = 90, slope: float = 1.0, **factory: Unpack[Factory]

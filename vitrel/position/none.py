@@ -13,7 +13,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 class NoPosition(PositionEncoding):
     """An encoding that adds nothing, on any grid."""
 
-    behavior = "nothing"
+    at_larger_grid = "nothing"
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, **factory: Unpack[Factory]):
         super().__init__()

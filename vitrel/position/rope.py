@@ -9,14 +9,15 @@ sequence) any even D serves; where 4 does not divide D, rope_axial rotates all p
 Published code stores pairs interleaved and the column first; the loaders of this package permute the weights. Prefix tokens are
 not rotated. Angles are computed in at least float32.
 
-A larger grid is evaluated at angles that were not trained, unless `scaling` lowers the frequencies
-(vitrel.position.rope_scaling). rope_axial can also count positions on a fixed `reference` grid, y h_ref / h instead of y, as
+A larger grid is evaluated at angles that were not trained, unless a policy lowers the frequencies
+(vitrel.position.rope_policies). rope_axial can also count positions on a fixed `reference` grid, y h_ref / h instead of y, as
 EVA-02's code does (arXiv 2303.11331).
 """
 
+import abc
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +25,89 @@ from torch import Tensor, nn
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
-from vitrel.position.rope_scaling import Scaling
+from vitrel.position.rope_policies import POLICIES, RotaryPolicy
 from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, of_axes, split_axes, upcast
 
 
-class RopeAxial(PositionEncoding):
+class RotaryEncoding(PositionEncoding, abc.ABC):
+    """Abstract base class of rope_axial and rope_mixed: rotations whose frequencies a policy lowers on larger grids.
+
+    Args:
+        grid: the training grid.
+        policy_strength: power of the policy's factor s (vitrel.position.rope_policies).
+        yarn_turns: numbers of turns over the training grid between which yarn changes bands gradually.
+        perturbation: shift_coords, jitter_coords and rescale_coords of PositionEncoding.
+
+    Attributes:
+        key: of the class: name of the encoding.
+
+    Raises:
+        ValueError: a number is impossible.
+    """
+
+    key: ClassVar[str]
+    rotates = True
+    policies = POLICIES
+    grid: Grid
+
+    def __init__(
+        self, grid: Grid, policy_strength: float, yarn_turns: tuple[float, float], *perturbation: float | None
+    ) -> None:
+        super().__init__(*perturbation)
+        self.grid, self.policy_strength, self.yarn_turns = grid, policy_strength, yarn_turns
+        self.rotary_policy.check(self.key)
+
+    @property
+    def rotary_policy(self) -> RotaryPolicy:
+        """The policy in use, with its numbers."""
+        return RotaryPolicy(self.policy, self.grid, self.yarn_turns, self.policy_strength)
+
+    @property
+    def refers_to_grid(self) -> bool:
+        return self.policy != "keep" or super().refers_to_grid
+
+    def switch(self, options: Mapping[str, Any]) -> set[str]:
+        """Change options as PositionEncoding.switch, `policy_strength` and `yarn_turns` too.
+
+        Raises:
+            ValueError: a number is impossible.
+        """
+        applied = super().switch(options)
+        for name in ("policy_strength", "yarn_turns"):
+            if name in options and self.policies:
+                setattr(self, name, options[name])
+                applied.add(name)
+        self.rotary_policy.check(self.key)
+        return applied
+
+    def resampled(self, grid: Grid) -> dict[str, int]:
+        """Return the policy in force on a larger grid, as PositionEncoding.resampled; 0, since no parameter is resampled."""
+        strength = "" if self.policy_strength == 1 else f" {self.policy_strength:g}"
+        return {f"{self.key} {self.policy}{strength}": 0} if self.rotary_policy.acts_on(grid) else {}
+
+    def unseen(self, grid: Grid) -> float:
+        return 0.0 if self.policy == "linear" else super().unseen(grid)
+
+
+class RopeAxial(RotaryEncoding):
     """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads.
 
     Args:
         base: of the fixed frequencies.
-        scaling: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
-        scaling_strength: power of the rule's factor s (vitrel.position.rope_scaling).
-        yarn_turns: numbers of turns over the training grid between which the rule yarn changes bands gradually.
-        reference: side or (h, w) in patches of a fixed grid on which positions are counted; it excludes `scaling`. None:
+        policy_strength: power of the policy's factor s (vitrel.position.rope_policies).
+        yarn_turns: numbers of turns over the training grid between which the policy yarn changes bands gradually.
+        reference: side or (h, w) in patches of a fixed grid on which positions are counted; it excludes policies. None:
             positions are counted on the grid itself.
         shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
         jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
         rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
 
     Raises:
-        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), `reference` is given together
-            with `scaling`, or an option has an unknown or impossible value.
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or an option has an
+            impossible value.
     """
 
-    rotates = True
-    scaling: Scaling
+    key = "rope_axial"
 
     def __init__(
         self,
@@ -57,8 +116,7 @@ class RopeAxial(PositionEncoding):
         head_dim: int,
         *,
         base: float = 100.0,
-        scaling: str = "none",
-        scaling_strength: float = 1.0,
+        policy_strength: float = 1.0,
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         reference: int | tuple[int, int] | None = None,
         shift_coords: float | None = None,
@@ -66,33 +124,28 @@ class RopeAxial(PositionEncoding):
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
-        super().__init__(shift_coords, jitter_coords, rescale_coords)
-        if reference is not None and scaling != "none":
-            raise ValueError(f"rope_axial takes a reference grid or scaling={scaling!r}, not both: leave one out")
-        self.grid, self.base = grid, base
+        super().__init__(grid, policy_strength, yarn_turns, shift_coords, jitter_coords, rescale_coords)
+        self.base = base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
-        self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns, scaling_strength).checked()
+        if self.reference is not None:
+            self.policies = ()
         self.axes, self.bands = split_axes("rope_axial", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
     def terms(self, grid: Grid) -> Terms:
-        options = (self.bands, float(self.base), *self.scaling.constant_key, self.reference or (0, 0))
+        options = (self.bands, float(self.base), *self.rotary_policy.constant_key, self.reference or (0, 0))
         device = self.device_marker.device
         if self.perturbs:
             theta = _frequencies(*grid[:2], *options, device=device)
             rotary = rotary_terms(self._perturbed(grid.coordinates(device))[..., None] * theta, self.axes, grid)
         else:
             rotary = _axial_rotation(*grid, *options, self.axes, device=device)
-        return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
+        return Terms(rotary=tuple(rotary), temperature=self.rotary_policy.temperature(grid, device))
 
-    def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """Change options, as PositionEncoding.switch; with a reference grid it changes nothing and returns an empty set."""
-        return set() if self.reference is not None else super().switch(options)
-
-    def resized(self, grid: Grid) -> dict[str, int]:
+    def resampled(self, grid: Grid) -> dict[str, int]:
         if self.reference is not None and grid[:2] != self.grid[:2]:
             return {"rope_axial reference": 0}
-        return super().resized(grid)
+        return super().resampled(grid)
 
     def unseen(self, grid: Grid) -> float:
         return 0.0 if self.reference is not None else super().unseen(grid)
@@ -107,13 +160,13 @@ class Rotary(NamedTuple):
 
 @cached_geometry
 def _frequencies(
-    h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
+    h: int, w: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Return the radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
     band = torch.arange(bands, device=device)
-    scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast), strength)
-    theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
+    rule = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
+    theta = rule.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
         return theta
     one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
@@ -122,10 +175,10 @@ def _frequencies(
 
 @cached_geometry
 def _axial_rotation(
-    h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
+    h: int, w: int, prefix: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
-    theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, strength, reference, device=device)
+    theta = _frequencies(h, w, bands, base, policy, trained, slow, fast, strength, reference, device=device)
     return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
 
@@ -135,14 +188,13 @@ def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
     return F.pad(Grid(h, w).coordinates(device).float(), (0, 0, prefix, 0))
 
 
-class RopeMixed(PositionEncoding):
+class RopeMixed(RotaryEncoding):
     """Rotation by frequencies learned per head.
 
     Args:
         base: of the magnitudes at which the learned frequencies start (`reset_parameters`).
-        scaling: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
-        scaling_strength: power of the rule's factor s (vitrel.position.rope_scaling).
-        yarn_turns: numbers of turns over the training grid between which the rule yarn changes bands gradually.
+        policy_strength: power of the policy's factor s (vitrel.position.rope_policies).
+        yarn_turns: numbers of turns over the training grid between which the policy yarn changes bands gradually.
         shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
         jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
         rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
@@ -151,12 +203,11 @@ class RopeMixed(PositionEncoding):
         freqs: learned frequencies [2, H, D/2] in radians per patch; freqs[0] along y, freqs[1] along x.
 
     Raises:
-        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), `scaling` is unknown, or a
-            number of a rule is impossible.
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or a number of a
+            policy is impossible.
     """
 
-    rotates = True
-    scaling: Scaling
+    key = "rope_mixed"
     lr_scale = 2.0  # radians per patch: an error of a tenth is half a turn over 30 patches
 
     def __init__(
@@ -166,17 +217,15 @@ class RopeMixed(PositionEncoding):
         head_dim: int,
         *,
         base: float = 10.0,
-        scaling: str = "none",
-        scaling_strength: float = 1.0,
+        policy_strength: float = 1.0,
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         shift_coords: float | None = None,
         jitter_coords: float | None = None,
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
-        super().__init__(shift_coords, jitter_coords, rescale_coords)
-        self.grid, self.base = grid, base
-        self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
+        super().__init__(grid, policy_strength, yarn_turns, shift_coords, jitter_coords, rescale_coords)
+        self.base = base
         split_axes("rope_mixed", "head width", head_dim, grid)
         self.freqs = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, **factory))
         self.reset_parameters()
@@ -196,14 +245,14 @@ class RopeMixed(PositionEncoding):
 
     def terms(self, grid: Grid) -> Terms:
         freqs = upcast(self.freqs)
-        freqs = self.scaling.frequencies(freqs, math.ceil(freqs.shape[-1] / 2), grid)
+        freqs = self.rotary_policy.frequencies(freqs, math.ceil(freqs.shape[-1] / 2), grid)
         at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]
         if self.perturbs:
             at = torch.cat((at[: grid.prefix], self._perturbed(at[grid.prefix :])))
         y, x = at.unbind(-1)  # [N] each
         # Not a matrix product, in which autocast would round the angles.
         angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, N, D/2]
-        return Terms(rotary=(angle.cos(), angle.sin()), temperature=self.scaling.temperature(grid, freqs.device))
+        return Terms(rotary=(angle.cos(), angle.sin()), temperature=self.rotary_policy.temperature(grid, freqs.device))
 
 
 def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:

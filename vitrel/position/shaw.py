@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.resize import clip_table
+from vitrel.position.resample import clip_table
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_radius
 
 
@@ -35,7 +35,7 @@ class Shaw(PositionEncoding):
         value_w: vectors a^V' added to values, by column offset, 2R_w+1 rows.
     """
 
-    behavior = "nothing changes"
+    at_larger_grid = "nothing changes"
     lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 
     def __init__(

@@ -38,7 +38,7 @@ class T5(PositionEncoding):
         table_w: learned biases [n_w, H] with mode="sum".
     """
 
-    behavior = "nothing changes"
+    at_larger_grid = "nothing changes"
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(

@@ -1,7 +1,7 @@
 """table: one learned bias per offset and head (Swin, arXiv 2103.14030, eq. 4; BEiT), logit[i, j] += B[y_i - y_j, x_i - x_j].
 
 The parameter has Swin's name and layout, [(2h-1)(2w-1), H]; with prefix tokens BEiT's three rows follow. On another grid, an
-axis that shrinks reads the exact center of the table, and an axis that grows is resampled by the policy `resize`. In a windowed
+axis that shrinks reads the exact center of the table, and an axis that grows is resampled by the option `policy`. In a windowed
 model the grid is the window; while the window stays the same, the table is read unchanged at any image size.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.resize import POLICIES, resize_table
+from vitrel.position.resample import POLICIES, resample_table
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
 
 
@@ -27,7 +27,7 @@ class OffsetTable(PositionEncoding):
         relative_position_bias_table: learned biases [R, H] of the R offset classes of the training grid.
     """
 
-    behavior = "resized"
+    at_larger_grid = "resampled"
     policies = POLICIES
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
@@ -49,7 +49,7 @@ class OffsetTable(PositionEncoding):
 
     def terms(self, grid: Grid) -> Terms:
         check_prefix("table", self.grid, grid)
-        table = resize_table(self.relative_position_bias_table, self.grid, grid, self.resize)
+        table = resample_table(self.relative_position_bias_table, self.grid, grid, self.policy)
         return Terms(tables=(Table("hw", bias=table.mT.expand(self.num_heads, -1)),))
 
     @torch.no_grad()
@@ -75,8 +75,8 @@ class OffsetTable(PositionEncoding):
             self.relative_position_bias_table[(sign * dy + h - 1) * (2 * w - 1) + sign * dx + w - 1] = bias
         return self
 
-    def resized(self, grid: Grid) -> dict[str, int]:
+    def resampled(self, grid: Grid) -> dict[str, int]:
         if grid.h <= self.grid.h and grid.w <= self.grid.w:
             return {}
         heads = self.relative_position_bias_table.shape[1]
-        return {f"table {self.resize}": 0 if self.resize == "clip" else self.grid.offset_classes() * heads}
+        return {f"table {self.policy}": 0 if self.policy == "clip" else self.grid.offset_classes() * heads}

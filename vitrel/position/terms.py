@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from vitrel.grid import Grid, clip_saturated, unseen_share
 from vitrel.position.log_n import checked_power, temperature
 from vitrel.position.perturb import perturb
-from vitrel.position.rope_scaling import OPTIONS, Scaling
 
 
 class Factory(TypedDict, total=False):
@@ -93,16 +92,16 @@ class PositionEncoding(nn.Module, abc.ABC):
     Attributes:
         site: of the class: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
         rotates: of the class: True if the terms hold a rotation; a model can have only one.
-        behavior: of the class: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows
-            only, or the same function continues), "evaluated" (a function at arguments beyond those of training), "resized"
-            (parameters are resampled by a policy) or "nothing" (there is no position).
+        at_larger_grid: of the class: what happens at a grid larger than the training grid: "nothing changes" (it reads trained
+            rows only, or the same function continues), "evaluated" (a function at arguments beyond those of training),
+            "resampled" (parameters are resampled by a policy) or "nothing" (there is no position).
         lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
             small: AdamW moves a parameter by about the learning rate per update, whatever its units are. Encodings in attention
             only.
-        policies: of the class: names of the rules for another grid, the default first; empty if there is no choice.
+        policies: names of the policies for another grid, the default first; empty if there is no choice. An attribute of the
+            class, which an instance may override.
         grid: the training grid, if the encoding depends on it.
-        resize: the policy in use.
-        scaling: the rule for rotary frequencies (vitrel.position.rope_scaling), or None.
+        policy: the policy in use.
         radius: (rows, columns) in patches to which offsets are clipped, or None.
         init_std: standard deviation of initial values.
         temperature: its rule for other grids (vitrel.position.log_n).
@@ -111,12 +110,11 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     site: ClassVar[str] = "attention"
     rotates: ClassVar[bool] = False
-    behavior: ClassVar[str] = "evaluated"
+    at_larger_grid: ClassVar[str] = "evaluated"
     lr_scale: ClassVar[float] = 1.0
-    policies: ClassVar[tuple[str, ...]] = ()
+    policies: tuple[str, ...] = ()
     grid: Grid | None = None
-    resize: str = ""
-    scaling: Scaling | None = None
+    policy: str = ""
     radius: tuple[int, int] | None = None  # (rows, columns) in patches to which offsets are clipped
     init_std: float = 0.02
     temperature: str | float = "none"
@@ -127,7 +125,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     ) -> None:
         super().__init__()
         self.shift_coords, self.jitter_coords, self.rescale_coords = shift_coords, jitter_coords, rescale_coords
-        self.resize = next(iter(self.policies), "")
+        self.policy = next(iter(self.policies), "")
 
     @property
     def refers_to_grid(self) -> bool:
@@ -136,8 +134,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         Weights trained on one grid then do not fit an encoding built for another. False if only the shapes of parameters, or
         values of options (radius, pretrained_window), depend on the training grid.
         """
-        scaled = self.scaling is not None and self.scaling.rule != "none"
-        return scaled or self.temperature != "none" or self.resize == "renormalize"
+        return self.temperature != "none" or self.policy == "renormalize"
 
     @property
     def perturbs(self) -> bool:
@@ -179,39 +176,30 @@ class PositionEncoding(nn.Module, abc.ABC):
         A Composition has none: switch its parts (`parts_of`).
 
         Args:
-            options: {name: value} of `resize` and the options of rotary scaling. Options and policies that this encoding does
+            options: {name: value} of `policy` and the numbers that belong to it. Options and policies that this encoding does
                 not have are ignored.
-
-        Raises:
-            ValueError: the scaling is impossible.
         """
         applied = set()
-        for policy in supported_policies(self, options.get("resize", "")):
-            self.resize = policy
-            applied.add("resize")
-        if self.scaling is not None and (scaling_options := options.keys() & OPTIONS.keys()):
-            self.scaling = self.scaling.switched(options)
-            applied |= scaling_options
+        for policy in supported_policies(self, options.get("policy", "")):
+            self.policy = policy
+            applied.add("policy")
         return applied
 
-    def resized(self, grid: Grid) -> dict[str, int]:
-        """Return the rules by which forward(grid) departs from the trained values: {rule: number of values interpolated}.
+    def resampled(self, grid: Grid) -> dict[str, int]:
+        """Return how forward(grid) departs from the trained values: {"key policy": number of values interpolated}.
 
-        Empty if every value is read as trained; 0 for a rule that interpolates no parameter (clip, a scaling).
+        Empty if every value is read as trained; 0 for a policy that interpolates no parameter (clip, yarn).
         """
-        if self.scaling is not None:
-            return self.scaling.resized(grid)
         key = type(self).__module__.rpartition(".")[2]
-        return {f"{key} renormalize": 0} if self.resize == "renormalize" and grid[:2] != self.grid[:2] else {}
+        return {f"{key} renormalize": 0} if self.policy == "renormalize" and grid[:2] != self.grid[:2] else {}
 
     def unseen(self, grid: Grid) -> float:
         """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
-        0 for absolute and rope_normalized, without a training grid, and with resize="renormalize", scaling="linear" or a
-        reference grid (rope_axial).
+        0 for absolute and rope_normalized, without a training grid, and with policy="renormalize", the policy "linear" of
+        rope_axial and rope_mixed, or a reference grid (rope_axial).
         """
-        rescaled = self.resize == "renormalize" or (self.scaling is not None and self.scaling.rule == "linear")
-        return 0.0 if self.grid is None or rescaled else unseen_share(self.grid, grid)
+        return 0.0 if self.grid is None or self.policy == "renormalize" else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
         """Return the share of the offsets of `grid`, 0 to 1, that are unseen but read a trained edge row or far bucket.
@@ -220,7 +208,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         """
         if self.radius is not None:
             return clip_saturated(self.grid, grid, self.radius)
-        return self.unseen(grid) if self.resize == "clip" else 0.0
+        return self.unseen(grid) if self.policy == "clip" else 0.0
 
     def reset_parameters(self) -> None:
         """Initialize the parameters; the default is truncated normal with standard deviation `init_std`."""
@@ -247,8 +235,8 @@ class Composition(PositionEncoding):
     def terms(self, grid: Grid) -> Terms:
         return combine(*(part(grid) for part in self.parts.values()))
 
-    def resized(self, grid: Grid) -> dict[str, int]:
-        return sum_counts(part.resized(grid) for part in self.parts.values())
+    def resampled(self, grid: Grid) -> dict[str, int]:
+        return sum_counts(part.resampled(grid) for part in self.parts.values())
 
     def unseen(self, grid: Grid) -> float:
         return max(part.unseen(grid) for part in self.parts.values())
@@ -257,9 +245,9 @@ class Composition(PositionEncoding):
         return max(part.saturated(grid) for part in self.parts.values())
 
 
-def supported_policies(encoding: PositionEncoding, resize: str) -> list[str]:
-    """Return the policies in `resize`, one name or several joined by '+', that `encoding` has."""
-    return [policy for policy in resize.split("+") if policy in encoding.policies]
+def supported_policies(encoding: PositionEncoding, policy: str) -> list[str]:
+    """Return the names in `policy`, one or several joined by '+', that `encoding` has."""
+    return [name for name in policy.split("+") if name in encoding.policies]
 
 
 def parts_of(encoding: PositionEncoding) -> tuple[PositionEncoding, ...]:
@@ -408,7 +396,7 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Merge dictionaries {rule: count} by adding the counts of equal rules."""
+    """Merge dictionaries {name: count} by adding the counts of equal names."""
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)

@@ -42,10 +42,11 @@ class ImageData(LightningDataModule):
         train_sizes: sides or [H, W] that training batches alternate between; a batch of larger images holds fewer of them, so
             that every batch has about the same number of tokens. Null: `size` only. At native shape each size stands for its
             number of tokens.
-        shape: "fixed": every image is cropped or resized to `size`. "native": every image keeps its aspect ratio; training
+        protocol: "scale": every image is cropped or resized to `size`. "native": every image keeps its aspect ratio; training
             batches group images of similar aspect ratio, evaluation resizes the whole image to
             `vitrel.common.sizes.native_size`, and nothing is padded. Native shape needs image files, not `shapes`.
-        tokens: maximum number of tokens of an image at native shape, for which `batch_size` is meant; null: those of `size`.
+        tokens: maximum number of tokens of an image at native shape, for which `batch_size` is meant (--size 196t sets it);
+            null: those of `size`.
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.
         reading: reading of image files; in evaluation, an unreadable image stops the run.
@@ -68,7 +69,7 @@ class ImageData(LightningDataModule):
         n_val: int | None = None,
         region: tuple[float, float, float, float] | None = None,
         train_sizes: list[int | tuple[int, int]] | None = None,
-        shape: Literal["fixed", "native"] = "fixed",
+        protocol: Literal["scale", "native"] = "scale",
         tokens: int | None = None,
         repeats: int = 1,
         reading: Reading = Reading(on_bad="replace"),
@@ -79,7 +80,7 @@ class ImageData(LightningDataModule):
         self.data, self.size, self.augment, self.region, self.seed = data, pair(size), augment, region, seed
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
-        self.shape, self.tokens, self.repeats, self.reading = shape, tokens, repeats, reading
+        self.protocol, self.tokens, self.repeats, self.reading = protocol, tokens, repeats, reading
         self.check_times = check_times
         self._listing: Listing | None = None
         if (batch_size is not None and batch_size < 1) or (workers or 0) < 0 or repeats < 1:
@@ -87,12 +88,12 @@ class ImageData(LightningDataModule):
                 f"data.batch_size ({batch_size}) must be at least 1, data.workers ({workers}) at least 0, "
                 f"data.repeats ({repeats}) at least 1"
             )
-        if shape not in ("fixed", "native"):
-            raise ValueError(f"data.shape must be fixed or native, not {shape!r}")
-        if tokens is not None and (shape != "native" or tokens < 1):
-            raise ValueError(f"data.tokens ({tokens}) must be at least 1 and needs data.shape native: set that or leave it out")
-        if shape == "native" and data in SHAPES:
-            raise ValueError(f"data.shape native needs image files: {data} are drawn at any size and have no native shape")
+        if protocol not in ("scale", "native"):
+            raise ValueError(f"data.protocol must be scale or native, not {protocol!r}")
+        if tokens is not None and (protocol != "native" or tokens < 1):
+            raise ValueError(f"data.tokens ({tokens}) must be at least 1 and needs data.protocol native: set it or drop tokens")
+        if protocol == "native" and data in SHAPES:
+            raise ValueError(f"data.protocol native needs image files: {data} are drawn at any size and have no native shape")
         self.classes = class_names(data)
         self.num_classes = len(self.classes)
 
@@ -103,13 +104,13 @@ class ImageData(LightningDataModule):
         check_workers(self.workers)
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
         strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation reads the original files, and all of them
-        preprocessing = module.preprocessing | ({"protocol": "native"} if self.shape == "native" else {})
+        preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
         self.train_set, self._listing = self._train_set(preprocessing), None
         self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, n=self.n_val, reading=strict)
         n, even = len(self.train_set), module.mixup is not None
         if self.batch_size is None:
             self.batch_size = default_batch_size(n, world)
-        if self.shape == "native":
+        if self.protocol == "native":
             self.order: Order = self._native_order(module.model, even)
             return
         self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
@@ -119,8 +120,8 @@ class ImageData(LightningDataModule):
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
             raise ValueError(
-                f"data.shape native needs a patch embedding that takes any image size, which this {type(model).__name__} has "
-                "not: use a model of `vitrel list`, or model.model_args {dynamic_img_size: true} with a timm model that has it"
+                f"data.protocol native needs a patch embedding that takes any image size, which this {type(model).__name__} "
+                "has not: use a model of `vitrel list`, or model.model_args {dynamic_img_size: true} with a timm model with it"
             )
         self.patch = to_2tuple(embed.patch_size)
         budget, *budgets = (token_count(size, self.patch) for size in (self.size, *(self.train_sizes or [])))
@@ -185,7 +186,7 @@ class ImageData(LightningDataModule):
         Every image is on exactly one rank; shares are padded to equal length by images of label -1, which are not counted.
         """
         sizes = [self.size] * len(self.val_set)
-        if self.shape == "native":
+        if self.protocol == "native":
             sizes = [native_size(height, width, self.budget, self.patch) for height, width in self.val_set.image_sizes()]
         batches = evaluation_batches(sizes, self.batch_size, self.trainer.global_rank, self.trainer.world_size)
         return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches)

@@ -63,7 +63,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "updates per epoch": module.updates_per_epoch(),
         "train_sizes": data.train_sizes or [],
-        "data.shape": data.shape,
+        "data.protocol": data.protocol,
         "data.tokens": data.tokens,
         "repeats": data.repeats,
         "model_args": {name: value for name, value in model["model_args"].items() if name not in WEIGHT_ARGUMENTS},

@@ -177,7 +177,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "positions": sorted({part["key"] for part in module.position.values()}),
         "parameters": sum(p.numel() for p in module.model.parameters()),  # type: ignore[misc]
         "img_size": list(module.img_size),
-        "tokens": data.budget if data.shape == "native" else None,
+        "tokens": data.budget if data.protocol == "native" else None,
         "data": data.data,
         "classes": module.num_classes,
         "train_images": len(data.train_set),

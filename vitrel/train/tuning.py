@@ -249,9 +249,9 @@ class Tuning:
         except (RuntimeError, ValueError) as error:
             text = str(error).replace("pass reset_head=True", "set model.tuning.reset_head to null or true")
             raise ValueError(f"model.tuning.init_from {self.init_from}: {text}") from error
-        resized = [f"{row.target} ({row.resized})" for row in plan.rows if row.resized]
-        if resized:
-            rank_zero_only(print)(f"{self.init_from}: resampled to the model's grid: {', '.join(resized)}")
+        resampled = [f"{row.target} ({row.resampled})" for row in plan.rows if row.resampled]
+        if resampled:
+            rank_zero_only(print)(f"{self.init_from}: resampled to the model's grid: {', '.join(resampled)}")
         if new:
             rank_zero_only(print)(f"{self.init_from}: the classifier is new")
         stored = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
@@ -279,8 +279,8 @@ class Tuning:
         if not has_weights:
             return self._new(base, **changes, num_classes=num_classes)
         model = rebuilt(base, **changes)
-        if base.arguments["img_size"] != img_size and (resized := base.resized(img_size)):
-            rank_zero_only(print)(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resized)}")
+        if base.arguments["img_size"] != img_size and (resampled := base.resampled(img_size)):
+            rank_zero_only(print)(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resampled)}")
         if self.position is not None:
             fade = dict(fade_steps=1) if self.absolute == "fade" else {}  # `fade_over` sets the length when it is known
             n = self.images_to_fit(name, base)

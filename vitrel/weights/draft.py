@@ -13,7 +13,7 @@ class Row(NamedTuple):
     source: tuple[str, ...]  # names in the file
     target: str  # name in the model; "" if unused
     rule: str  # what was done to it, or why it is unused
-    resized: str = ""  # "14x14 -> 24x24, bicubic" where values were resampled
+    resampled: str = ""  # "14x14 -> 24x24, bicubic" where values were resampled
 
 
 class Item(NamedTuple):
@@ -22,7 +22,7 @@ class Item(NamedTuple):
     value: Tensor  # as rearranged so far
     source: tuple[str, ...]  # names in the file
     rules: tuple[str, ...] = ()  # descriptions of the changes made to it, in order
-    resized: str = ""  # description of a resampling, as in Row
+    resampled: str = ""  # description of a resampling, as in Row
 
 
 class Draft:
@@ -67,17 +67,17 @@ class Draft:
         for match in self.find(pattern):
             self.recomputed.append(Row(self.items.pop(match[0]).source, "", why))
 
-    def change(self, name: str, value: Tensor, rule: str, resized: str = "") -> None:
+    def change(self, name: str, value: Tensor, rule: str, resampled: str = "") -> None:
         """Replace the value of a tensor.
 
         Args:
             name: of the tensor.
             value: the new one.
             rule: description of the change.
-            resized: description of a resampling, as in Row.
+            resampled: description of a resampling, as in Row.
         """
         item = self.items[name]
-        self.items[name] = Item(value, item.source, (*item.rules, rule), resized or item.resized)
+        self.items[name] = Item(value, item.source, (*item.rules, rule), resampled or item.resampled)
 
     def move(self, name: str, target: str) -> None:
         """Rename one tensor; a tensor already called `target` is lost."""
@@ -111,7 +111,7 @@ class Draft:
     def rows(self) -> list[Row]:
         """Return the record of every tensor, removed ones last."""
         used = [
-            Row(i.source, n, "; ".join(i.rules) or ("unchanged" if i.source == (n,) else "renamed"), i.resized)
+            Row(i.source, n, "; ".join(i.rules) or ("unchanged" if i.source == (n,) else "renamed"), i.resampled)
             for n, i in self.items.items()
         ]
         return used + self.recomputed

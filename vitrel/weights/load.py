@@ -42,8 +42,8 @@ class WeightPlan(NamedTuple):
     hints: tuple[str, ...]  # differences between the two models, with the fix
 
     def __str__(self) -> str:
-        lines = [("source", "target", "rule", "resized")]
-        lines += [(" + ".join(r.source), r.target or "-", r.rule, r.resized or "-") for r in self.rows]
+        lines = [("source", "target", "rule", "resampled")]
+        lines += [(" + ".join(r.source), r.target or "-", r.rule, r.resampled or "-") for r in self.rows]
         return "\n".join(aligned(lines))
 
 

@@ -1,6 +1,6 @@
 """Rename a file's tables, embeddings and frequencies to the model's names, and resample them to the model's grid.
 
-Other code holds bias tables in `attn`, vitrel in `position`. Tables are resampled by their `resize` policy, an absolute
+Other code holds bias tables in `attn`, vitrel in `position`. Tables are resampled by their `policy`, an absolute
 embedding bicubic and antialiased (DeiT).
 """
 
@@ -16,7 +16,7 @@ from vitrel.grid import Grid
 from vitrel.position import PositionEncoding
 from vitrel.position.absolute import Absolute
 from vitrel.position.decomposed import Decomposed
-from vitrel.position.resize import resize_axis, resize_embedding, resize_table
+from vitrel.position.resample import resample_axis, resample_embedding, resample_table
 from vitrel.position.table import OffsetTable
 from vitrel.weights.draft import Draft
 from vitrel.weights.record import recorded_grid
@@ -141,14 +141,14 @@ def _resample(draft: Draft, name: str, owner: PositionEncoding, source: Grid, ke
     if isinstance(owner, Decomposed):
         axis = name[-1]
         sides = getattr(source, axis), getattr(own, axis)
-        value, rule = resize_axis(value, *sides, owner.resize), ""
-        resized = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.resize}"
+        value, rule = resample_axis(value, *sides, owner.policy), ""
+        resampled = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.policy}"
     else:
         value, rule = (_resampled_embedding if isinstance(owner, Absolute) else _resampled_table)(name, value, owner, source)
-        resized = "" if source[:2] == own[:2] else f"{format_size(source)} -> {format_size(own)}, {owner.resize}"
+        resampled = "" if source[:2] == own[:2] else f"{format_size(source)} -> {format_size(own)}, {owner.policy}"
     rules += [rule] if rule else []
-    if rules or resized:
-        draft.change(name, value, "; ".join(rules) or "resampled", resized)
+    if rules or resampled:
+        draft.change(name, value, "; ".join(rules) or "resampled", resampled)
 
 
 def _resampled_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:
@@ -158,7 +158,7 @@ def _resampled_table(name: str, value: Tensor, owner: OffsetTable, source: Grid)
     prefix = len(value) - rows
     if prefix and not wants:
         raise ValueError(f"{name} has three rows for prefix tokens, the model has none: build it with class_token=True")
-    fitted = resize_table(value[:rows], source, owner.grid, owner.resize)
+    fitted = resample_table(value[:rows], source, owner.grid, owner.policy)
     tail = value[rows:] if prefix else value.new_zeros(wants, value.shape[1])
     return torch.cat((fitted, tail)), "" if prefix == wants else _ZEROS
 
@@ -167,7 +167,7 @@ def _resampled_embedding(name: str, value: Tensor, owner: Absolute, source: Grid
     wants, prefix = owner.grid.prefix, value.shape[1] - source.h * source.w
     patches = value[:, prefix:]
     if source[:2] != owner.grid[:2]:
-        patches = resize_embedding(patches[0].unflatten(0, source[:2]), owner.grid)[None]
+        patches = resample_embedding(patches[0].unflatten(0, source[:2]), owner.grid)[None]
     head = value[:, : min(prefix, wants)]
     zeros = value.new_zeros(1, wants - head.shape[1], value.shape[2])
     rule = "" if prefix == wants else _ZEROS if prefix < wants else "row of the class token left out"

@@ -17,7 +17,8 @@ from vitrel.position.perturb import STRENGTHS
 from vitrel.position.terms import Composition
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
-_FREE = {"training", "grid", "resize", "init_std", "scaling", "temperature", "temperature_grid", *STRENGTHS}
+_FREE = {"training", "grid", "init_std", *STRENGTHS}
+_FREE |= {"policy", "policies", "policy_strength", "yarn_turns", "temperature", "temperature_grid"}
 _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes from, where the names differ
 
 
@@ -25,7 +26,7 @@ def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
 
     An encoding that is not of this package also has "module", where its class is. Options that may differ when the weights are
-    loaded (resize, temperature, shift_coords, ...) are left out. A composition is recorded by its parts.
+    loaded (policy, temperature, shift_coords, ...) are left out. A composition is recorded by its parts.
     """
     record = {}
     for name, part in model.named_modules():

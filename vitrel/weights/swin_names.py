@@ -123,7 +123,7 @@ def swin_arguments(draft: Draft) -> dict[str, Any]:
 def _check_window(draft: Draft, model: nn.Module) -> None:
     """Raise ValueError if V2's continuous bias was trained in other windows than the model's, by the file's coordinates.
 
-    The coordinates are then removed from the draft. Encodings with resize="renormalize" are not checked.
+    The coordinates are then removed from the draft. Encodings with policy="renormalize" are not checked.
     """
     trained = {}
     for match in draft.find(r"(layers\.\d+\.blocks\.\d+)\.attn\.relative_coords_table"):
@@ -134,7 +134,7 @@ def _check_window(draft: Draft, model: nn.Module) -> None:
         fix = f"build it with position_args=dict(pretrained_window={stages[0]})"
     for name, block in model.named_modules():
         for part in block.modules() if name in trained else ():
-            if hasattr(part, "cpb_mlp") and part.resize != "renormalize" and part.pretrained_window != trained[name]:
+            if hasattr(part, "cpb_mlp") and part.policy != "renormalize" and part.pretrained_window != trained[name]:
                 words = ("x".join(map(str, window)) for window in (trained[name], part.pretrained_window))
                 raise ValueError(
                     "{}: a bias trained in windows of {}, the model's in windows of {}; {}".format(name, *words, fix)

@@ -223,7 +223,7 @@ def test_interpolation_is_no_warning_and_what_costs_is_one(folder):
     assert "77 % of the offsets did not occur" in found["vitrel_vit_n8_rope_mixed", "none", "128x128", "scale"]["warning"]
 
     def changed(resampled):
-        edit(folder, lambda frame: frame.assign(unchanged=frame["img_size"] != "48x48", resized_params=resampled, top1=90.0))
+        edit(folder, lambda frame: frame.assign(unchanged=frame["img_size"] != "48x48", resampled_values=resampled, top1=90.0))
         return {row["warning"] for row in contents(read_csv(folder / "results.csv"), folder, "")["rows"]}
 
     assert changed(10) == {""}  # timm's copy with a resampled embedding

@@ -6,7 +6,7 @@ from vitrel.evaluate.text import accuracy_tables, details_table, markdown, sizes
 
 
 def test_a_rescaled_window_is_told_in_the_table(windowed):
-    given = [dict(row, resized="table clip", resized_params=0) if "rescale" in row["policy"] else row for row in windowed]
+    given = [dict(row, resampled="table clip", resampled_values=0) if "rescale" in row["policy"] else row for row in windowed]
     text = accuracy_tables(aggregate(given))
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in text.splitlines() if "|" in line]
     assert ["rescale+keep", "none (table clip)"] in cells and ["divisor+keep", "none"] in cells and ["fixed", "none"] in cells
@@ -33,7 +33,7 @@ def test_every_size_is_in_the_table_with_its_verdict(rows):
     assert by_size["32x32"][5:7] == ["", "training size"] and by_size["48x48"][6] == "safe"
     assert by_size["48x48"][5].startswith("-0.1 (") and "values" in by_size["48x48"][8] and by_size["32x32"][8] == "nothing"
     assert summary(judged).startswith(judged.headline) and "the trained model" in sizes_table(judged)
-    changed = sizes_table(judge([row | {"unchanged": False, "resized_params": 0} for row in rows]))
+    changed = sizes_table(judge([row | {"unchanged": False, "resampled_values": 0} for row in rows]))
     assert "the weights changed: this is an error" in changed
 
 

@@ -222,7 +222,7 @@ def curve_name(label: str, policy: str) -> str:
 
 def _row_name(row: Row) -> str:
     """The name of a row's model, with the policy where it changes anything."""
-    return curve_name(row["label"], "none" if row["resized"] == "nothing" else row["policy"])
+    return curve_name(row["label"], "none" if row["resampled"] == "nothing" else row["policy"])
 
 
 def number(value: Any) -> str:
@@ -382,7 +382,7 @@ def _warning(row: Row) -> str:
     It is given for a state dict that changed although nothing is resampled; and for a row that loses, together with unseen
     offsets or a changed state dict. Interpolation alone is no warning.
     """
-    if not (row["unchanged"] or row["resized_params"]):
+    if not (row["unchanged"] or row["resampled_values"]):
         return "the state dict changed although nothing is resampled"
     if row["verdict"] != LOSES:
         return ""
@@ -393,16 +393,16 @@ def _warning(row: Row) -> str:
 
 def _uses_untrained(row: Row) -> bool:
     """Whether a row has unseen offsets whose values are not interpolated from trained ones."""
-    return row["unseen"] > 0 and (row["saturated"] > 0 or not _stretches(row["resized"]))
+    return row["unseen"] > 0 and (row["saturated"] > 0 or not _stretches(row["resampled"]))
 
 
-def _stretches(resized: str) -> bool:
-    """Whether any rule in a value of the column `resized` is of a bias with resampled parameters, such as "table bicubic".
+def _stretches(resampled: str) -> bool:
+    """Whether any rule in a value of the column `resampled` is of a bias with resampled parameters, such as "table bicubic".
 
     Unseen offsets then get values from trained ones. False for "absolute bicubic", which is not a bias.
     """
-    encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resized.split(" + ")) if key in POSITIONS]
-    return any((encoding.site, encoding.behavior) == ("attention", "resized") for encoding in encodings)
+    encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resampled.split(" + ")) if key in POSITIONS]
+    return any((encoding.site, encoding.at_larger_grid) == ("attention", "resampled") for encoding in encodings)
 
 
 def _image_labels(changed: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Sequence[int]) -> dict[str, list[Any]]:

@@ -52,7 +52,7 @@ METRICS = {
     "attention_distance": Metric("attention distance", "patches", True),
     "attention_distance_share": Metric("attention distance", "% of diagonal"),
     "unseen": Metric("unseen offsets", "%"),
-    "resized_params": Metric("values resampled", "values"),
+    "resampled_values": Metric("values resampled", "values"),
 }
 
 

@@ -224,7 +224,7 @@ def attended_offset(layer: Layer) -> Tensor:
 
 def _in_attention(source: nn.Module, size: int | Size | None) -> list[tuple[str, list[PositionEncoding], Grid]]:
     named = [
-        (name, [part for part in parts_of(encoding) if part.site == "attention" and part.behavior != "nothing"], grid)
+        (name, [part for part in parts_of(encoding) if part.site == "attention" and part.at_larger_grid != "nothing"], grid)
         for name, encoding, grid in encodings_of(source, size)
     ]
     return [layer for layer in named if layer[1]]

@@ -32,7 +32,7 @@ from vitrel.inspect.plot.common import (
     whole_numbers,
 )
 from vitrel.position import key_of
-from vitrel.position.resize import clipped_rows
+from vitrel.position.resample import clipped_rows
 from vitrel.position.t5 import T5
 from vitrel.position.terms import parts_of
 

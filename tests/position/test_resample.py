@@ -7,7 +7,7 @@ from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from helpers import each
 from vitrel import Grid, create_position
-from vitrel.position.resize import POLICIES, resize_table
+from vitrel.position.resample import POLICIES, resample_table
 
 CASES = [((14, 14), (24, 24)), ((7, 9), (12, 10)), ((4, 4), (28, 20)), ((2, 3), (5, 7))]
 
@@ -21,7 +21,7 @@ def bias(encoding, grid):
 def test_geometric_equals_timm(source, target):
     table = torch.randn(Grid(*source).classes(), 3)
     expected = resize_rel_pos_bias_table(table, target, (Grid(*target).classes(), 3), source)
-    torch.testing.assert_close(resize_table(table, Grid(*source), Grid(*target), "geometric"), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(resample_table(table, Grid(*source), Grid(*target), "geometric"), expected, atol=1e-5, rtol=1e-5)
 
 
 @each(("source", "target"), CASES)
@@ -29,31 +29,31 @@ def test_bicubic_equals_microsoft(source, target):
     table = torch.randn(Grid(*source).classes(), 3)
     image = table.T.reshape(1, 3, 2 * source[0] - 1, 2 * source[1] - 1)
     expected = F.interpolate(image, size=(2 * target[0] - 1, 2 * target[1] - 1), mode="bicubic").flatten(2)[0].T
-    torch.testing.assert_close(resize_table(table, Grid(*source), Grid(*target), "bicubic"), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(resample_table(table, Grid(*source), Grid(*target), "bicubic"), expected, atol=1e-5, rtol=1e-5)
 
 
 @each("policy", POLICIES)
 def test_an_axis_that_does_not_grow_is_read_exactly(policy):
     """Where timm resamples both axes as soon as one of them changes."""
     table = torch.randn(5 * 7, 2)
-    grown = resize_table(table, Grid(3, 4), Grid(6, 4), policy).view(11, 7, 2)
+    grown = resample_table(table, Grid(3, 4), Grid(6, 4), policy).view(11, 7, 2)
     torch.testing.assert_close(grown[5], table.view(5, 7, 2)[2], atol=1e-6, rtol=1e-6)  # row offset 0, every column offset
 
 
 @each("key", ["table", "factorized"])
 @each("policy", POLICIES)
 def test_smaller_grid_is_the_exact_center(key, policy):
-    encoding = create_position(key, Grid(6, 7, 1), 2, 8, resize=policy)
+    encoding = create_position(key, Grid(6, 7, 1), 2, 8, policy=policy)
     large = bias(encoding, Grid(6, 7, 1))
     inside = [0] + [1 + y * 7 + x for y in range(4) for x in range(5)]
     assert torch.equal(bias(encoding, Grid(4, 5, 1)), large[:, inside][:, :, inside])
-    assert encoding.resized(Grid(4, 5, 1)) == {}
+    assert encoding.resampled(Grid(4, 5, 1)) == {}
 
 
 @each("key", ["table", "factorized"])
 def test_clip_repeats_the_edge(key):
     trained, grid = Grid(3, 4), Grid(8, 9)
-    encoding = create_position(key, trained, 2, 8, resize="clip")
+    encoding = create_position(key, trained, 2, 8, policy="clip")
     small, large = encoding(trained).tables, encoding(grid).tables
     for a, b in zip(small, large, strict=True):
         offsets = grid.offsets(a.axis).reshape(len(b.bias[0]), -1)
@@ -62,12 +62,12 @@ def test_clip_repeats_the_edge(key):
         known = trained.offsets(a.axis).reshape(len(a.bias[0]), -1)
         rows = (wanted[:, None] == known[None]).all(-1).long().argmax(1)
         assert torch.equal(b.bias, a.bias[:, rows])
-    assert sum(encoding.resized(grid).values()) == 0
+    assert sum(encoding.resampled(grid).values()) == 0
 
 
 @each("key", ["table", "factorized"])
 def test_geometric_keeps_the_neighbors(key):
-    encoding = create_position(key, Grid(5, 5), 2, 8, resize="geometric", init_std=0.5)
+    encoding = create_position(key, Grid(5, 5), 2, 8, policy="geometric", init_std=0.5)
     near = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
 
     def value(grid, offset):
@@ -101,7 +101,7 @@ def test_compiled_path_is_exact_at_the_trained_grid(key):
 def test_counts_and_shares():
     table = create_position("table", Grid(14, 14), 3, 8)
     assert table.unseen(Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)  # the 67 % of the protocol
-    assert table.resized(Grid(24, 24)) == {"table geometric": 729 * 3}
-    assert table.resized(Grid(24, 10)) == {"table geometric": 729 * 3}
-    assert create_position("factorized", Grid(14, 14), 3, 8).resized(Grid(24, 10)) == {"factorized geometric": 27 * 3}
-    assert create_position("absolute", Grid(14, 14, 1), 3, 8).resized(Grid(7, 7, 1)) == {"absolute bicubic": 196 * 24}
+    assert table.resampled(Grid(24, 24)) == {"table geometric": 729 * 3}
+    assert table.resampled(Grid(24, 10)) == {"table geometric": 729 * 3}
+    assert create_position("factorized", Grid(14, 14), 3, 8).resampled(Grid(24, 10)) == {"factorized geometric": 27 * 3}
+    assert create_position("absolute", Grid(14, 14, 1), 3, 8).resampled(Grid(7, 7, 1)) == {"absolute bicubic": 196 * 24}

@@ -27,7 +27,7 @@ class Taps(NamedTuple):
     weight: Tensor  # [T, K] float32
 
 
-def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
+def resample_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
     """Resample a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
 
     With target <= source each remaining offset keeps its row, whatever the policy.
@@ -43,13 +43,13 @@ def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
     """
     if is_known(source, target) and source == target:
         return rows
-    if check_choice("resize_axis", "policy", policy, ("clip", *_TAPS)) == "clip":
+    if check_choice("resample_axis", "policy", policy, ("clip", *_TAPS)) == "clip":
         return rows.index_select(0, clipped_rows(target, source - 1, device=rows.device))
     return _weighted_sum(rows, axis_taps(source, target, policy, device=rows.device))
 
 
-def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
-    """Resample a table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resize_axis` along both axes.
+def resample_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
+    """Resample a table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resample_axis` along both axes.
 
     All rows after those of the source's offsets belong to prefix tokens and are kept unchanged.
 
@@ -57,12 +57,12 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
         table: [(2h-1)(2w-1) (+3), H].
         source: grid h x w of the table.
         target: grid h' x w' of the result.
-        policy: of `resize_axis`.
+        policy: of `resample_axis`.
     """
     if same_size(source, target):
         return table
     prefix = len(table) - source.offset_classes()
-    if check_choice("resize_table", "policy", policy, ("clip", *_TAPS)) == "clip":
+    if check_choice("resample_table", "policy", policy, ("clip", *_TAPS)) == "clip":
         return table.index_select(0, _clipped_lattice(source[:2], target[:2], prefix, device=table.device))
     return _weighted_sum(table, table_taps(source[:2], target[:2], prefix, policy, device=table.device))
 
@@ -71,7 +71,7 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
     """Return the taps of a table over one axis of offsets, T = 2*target-1.
 
-    The arguments are those of `resize_axis`, but not policy "clip".
+    The arguments are those of `resample_axis`, but not policy "clip".
     """
     return _padded(_line_taps(source, target, policy, device))
 
@@ -92,7 +92,7 @@ def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, po
         source: (h, w) of the table in patches.
         target: (h, w) of the result in patches.
         prefix: number of rows that follow and are copied.
-        policy: of `resize_axis`, but not "clip".
+        policy: of `resample_axis`, but not "clip".
         device: of the result.
     """
     y, x = (_line_taps(n, m, policy, device) for n, m in zip(source, target, strict=True))
@@ -155,14 +155,14 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
     return out.to(rows.dtype)
 
 
-def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
+def resampled_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
     """Return {"key policy": number of values resampled} on `grid`, for an encoding with one table per axis.
 
     Only the tables of axes that grow are resampled: empty if no axis grows, 0 for "clip".
 
     Args:
         key: name of the encoding.
-        policy: of `resize_axis`.
+        policy: of `resample_axis`.
         trained: the training grid.
         grid: the current grid.
         width: number of values in a row of the tables.
@@ -172,7 +172,7 @@ def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -
     return {f"{key} {policy}": 0 if policy == "clip" else count} if grown else {}
 
 
-def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:
+def resample_embedding(embedding: Tensor, target: Grid) -> Tensor:
     """Resample an absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
     image = upcast(embedding.permute(2, 0, 1)[None])  # [1, C, h, w]
     image = F.interpolate(image, size=(target.h, target.w), mode="bicubic", antialias=True, align_corners=False)

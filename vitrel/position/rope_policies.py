@@ -1,8 +1,8 @@
-"""Rules that lower rotary frequencies on a grid larger than the training grid: `scaling` of rope_axial and rope_mixed.
+"""Policies of rope_axial and rope_mixed, which lower rotary frequencies on a grid larger than the training grid.
 
 s = side / training side along each axis, at least 1, so a smaller grid changes nothing.
 
-- none: frequencies as trained.
+- keep: frequencies as trained.
 - linear: frequency / s (position interpolation, arXiv 2306.15595).
 - ntk: frequency times s^(-t/(T-1)) for band t of T; keeps the fastest band and divides the slowest by s (NTK-aware: base times
   s^(d/(d-2)), d = 2T).
@@ -11,13 +11,12 @@ s = side / training side along each axis, at least 1, so a smaller grid changes 
   of both axes.
 
 yarn's turns were chosen for language: at 1 radian per patch, 14 patches make 2.2 turns, so on such a grid yarn is nearly
-linear. `yarn_turns` moves the ramp. `scaling_strength` p replaces s by s^p: with 0.5 a grid of twice the side is read as one of
+linear. `yarn_turns` moves the ramp. `policy_strength` p replaces s by s^p: with 0.5 a grid of twice the side is read as one of
 1.4 times the side.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,41 +24,28 @@ from torch import Tensor
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 
-SCALINGS = ("none", "linear", "ntk", "yarn")
-OPTIONS = {
-    "scaling": "rule",
-    "scaling_strength": "strength",
-    "yarn_turns": "turns",
-}  # option: field of Scaling
+POLICIES = ("keep", "linear", "ntk", "yarn")
 
 
-class Scaling(NamedTuple):
-    """A rule for rotary frequencies on larger grids."""
+class RotaryPolicy(NamedTuple):
+    """A policy for rotary frequencies on larger grids."""
 
-    key: str  # of the encoding, for errors
-    rule: str  # one of SCALINGS
+    name: str  # one of POLICIES
     trained: Grid  # the training grid
     turns: tuple[float, float]  # yarn divides bands below the first number of turns and keeps those above the second
     strength: float = 1.0  # the power of s
 
-    def checked(self) -> "Scaling":
-        """Return self; raise ValueError for an unknown rule or an impossible number."""
-        if self.rule not in SCALINGS:
-            raise ValueError(f"{self.key} scaling {self.rule!r} is unknown; choose one of {', '.join(SCALINGS)}")
+    def check(self, key: str) -> None:
+        """Raise ValueError for an impossible number; `key` is the encoding's name, for errors."""
         if len(self.turns) != 2 or not self.turns[0] < self.turns[1]:
-            raise ValueError(f"{self.key} needs yarn_turns=(slow, fast) with slow < fast, not {self.turns}")
+            raise ValueError(f"{key} needs yarn_turns=(slow, fast) with slow < fast, not {self.turns}")
         if not 0 < self.strength < math.inf:
-            raise ValueError(f"{self.key} needs a scaling_strength above 0, not {self.strength}")
-        return self
-
-    def switched(self, options: Mapping[str, Any]) -> "Scaling":
-        """Return a copy with the values of `options` whose names are in OPTIONS; raise ValueError for an impossible value."""
-        return self._replace(**{field: options[name] for name, field in OPTIONS.items() if name in options}).checked()
+            raise ValueError(f"{key} needs a policy_strength above 0, not {self.strength}")
 
     @property
     def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
-        """Return rule, training grid, turns and strength as hashable arguments for functions with @cached_geometry."""
-        return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
+        """Return name, training grid, turns and strength as hashable arguments for functions with @cached_geometry."""
+        return self.name, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
         """Return frequencies changed for `grid`, of the shape of `freqs`.
@@ -69,13 +55,13 @@ class Scaling(NamedTuple):
             bands: number of different bands.
             grid: the current grid.
         """
-        if self.rule == "none":
+        if self.name == "keep":
             return freqs
         growth = _growth(*grid[:2], self.trained[:2], float(self.strength), device=freqs.device).to(freqs.dtype)
         growth = growth.view(2, *(1,) * (freqs.dim() - 1))
-        if self.rule == "linear":
+        if self.name == "linear":
             return freqs / growth
-        if self.rule == "ntk":
+        if self.name == "ntk":
             band = torch.arange(freqs.shape[-1], device=freqs.device) % bands
             return freqs * growth ** (-band.to(freqs.dtype) / max(bands - 1, 1))
         turns = torch.stack((freqs[0] * self.trained.h, freqs[1] * self.trained.w)).abs() / (2 * math.pi)
@@ -83,14 +69,12 @@ class Scaling(NamedTuple):
         return freqs * (1 - divided * (1 - 1 / growth))
 
     def temperature(self, grid: Grid, device: torch.device) -> Tensor | None:
-        """Return Terms.temperature on `grid`, 0-d: a factor of all logits but biases; None unless the rule is yarn."""
-        return _temperature(*grid[:2], self.trained[:2], float(self.strength), device=device) if self.rule == "yarn" else None
+        """Return Terms.temperature on `grid`, 0-d: a factor of all logits but biases; None unless the policy is yarn."""
+        return _temperature(*grid[:2], self.trained[:2], float(self.strength), device=device) if self.name == "yarn" else None
 
-    def resized(self, grid: Grid) -> dict[str, int]:
-        """Return the rule in use on a larger grid, as PositionEncoding.resized, with 0 since no parameter is resampled."""
-        grows = grid.h > self.trained.h or grid.w > self.trained.w
-        strength = "" if self.strength == 1 else f" {self.strength:g}"
-        return {f"{self.key} {self.rule}{strength}": 0} if grows and self.rule != "none" else {}
+    def acts_on(self, grid: Grid) -> bool:
+        """Return whether frequencies on `grid` differ from the trained ones."""
+        return self.name != "keep" and (grid.h > self.trained.h or grid.w > self.trained.w)
 
 
 @cached_geometry
