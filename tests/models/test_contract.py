@@ -282,13 +282,12 @@ def test_compile_many_sizes_in_two_graphs():
 
 
 # What the compiled and exported layers of tests/layers lack, which are of every encoding: tokens that embeddings are added to.
-AROUND_LAYERS = ["vitrel_vit_n8_sincos", "vitrel_swin_n_absolute_rope_mixed"]
+AROUND_LAYERS = "vitrel_swin_n_absolute_rope_mixed"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AROUND_LAYERS)
-def test_compile_embeddings_in_two_graphs(name):
-    check_compiled(build(name, **({"depth": 1} if "_vit_" in name else {"depths": (1,), "num_heads": (1,)})), SIZES[::2])
+def test_compile_embeddings_in_two_graphs():
+    check_compiled(build(AROUND_LAYERS, depths=(1,), num_heads=(1,)), SIZES[::2])
 
 
 OTHER_TRUNKS = {  # what the weights of other code need
