@@ -1,5 +1,6 @@
 """Every test starts from the same seed, and parallel workers do not fight over cores."""
 
+import itertools
 import os
 
 import pytest
@@ -48,14 +49,29 @@ def brief_evaluations(request):
         yield
 
 
+@pytest.hookimpl(trylast=True)  # after the selection by -m
 def pytest_collection_modifyitems(items):
-    """The longest tests come first, so that no worker is left with one at the end. Before them come tests that fork, in every
-    worker: PyTorch does not train in the fork of a process whose autograd engine has started threads, as some later tests (of
-    compiled models) make it do.
+    """Every worker begins with its share of the tests that fork; then come the longest, so that none is left with one.
+
+    PyTorch does not train in the fork of a process whose autograd engine has started threads, as some later tests (of compiled
+    models) make it do. xdist gives each worker one stretch of the list, and an idle one takes from the end of another's.
     """
 
-    def place(item):
-        slow = item.get_closest_marker("slow")
-        return not hasattr(getattr(item, "module", None), "in_child"), -(slow.kwargs.get("seconds", 0) if slow else 0)
+    def forks(item):
+        return hasattr(getattr(item, "module", None), "in_child")
 
-    items.sort(key=place)
+    def seconds(item):
+        slow = item.get_closest_marker("slow")
+        return slow.kwargs.get("seconds", 0) if slow else 0
+
+    items.sort(key=seconds, reverse=True)
+    forking, workers = [item for item in items if forks(item)], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    stretches, left = [], len(items)
+    for worker in range(workers):
+        stretches.append((left // (workers - worker), forking[worker::workers]))
+        left -= stretches[-1][0]
+    turns = itertools.cycle(stretches)
+    for item in items:
+        if not forks(item):
+            next(stretch for size, stretch in turns if len(stretch) < size).append(item)
+    items[:] = [item for _, stretch in stretches for item in stretch]

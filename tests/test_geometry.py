@@ -15,6 +15,7 @@ from torch._dynamo.utils import get_static_address_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
+from helpers import each
 from vitrel import Grid, Table, Terms, geometry
 from vitrel.geometry import cached_geometry
 from vitrel.ops import attention, window_attention
@@ -207,7 +208,7 @@ def test_a_graph_for_any_size_holds_one_operator(shift):
     assert torch.Tag.cudagraph_unsafe in torch.ops.vitrel.cached_geometry.default.tags
 
 
-@pytest.mark.parametrize("size", GRIDS[:2])
+@each("size", GRIDS[:2])
 def test_the_operators_fake_tensors_are_as_the_real_ones(size):
     for key in ((*size, (4, 3), (2, 1)), ((5, 4), size, 3, "geometric"), ((5, 4), size, 0, "bicubic")):
         name = "vitrel.ops.window._windows" if len(key[2:]) == 2 and isinstance(key[2], tuple) else table_taps.__module__

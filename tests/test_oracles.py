@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import oracles
-from helpers import golden, script
+from helpers import each, golden, script
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -86,7 +86,7 @@ def test_sincos_by_hand():
     assert_allclose(tokens[6], row + column)
 
 
-@pytest.mark.parametrize(("key", "parameters"), [("rope_axial", {}), ("rope_mixed", {"freqs": draw(3, 2, 2, 4)})])
+@each(("key", "parameters"), [("rope_axial", {}), ("rope_mixed", {"freqs": draw(3, 2, 2, 4)})])
 def test_rope_depends_on_offsets_only_and_leaves_prefix_tokens(key, parameters):
     q, k, v = (np.repeat(draw(i, 2, 1, 8), 13, axis=1) for i in range(3))
     logits, _ = oracles.ORACLES[key](q, k, v, 3, 4, 1, **parameters)
@@ -117,9 +117,7 @@ def test_window_canvas_borders():
     assert seen_on_canvas(7, 5, (7, 7), (3, 3)).all()
 
 
-@pytest.mark.parametrize(
-    ("h", "w", "window", "shift"), [(8, 12, (4, 4), (2, 2)), (6, 8, (3, 4), (1, 2)), (4, 9, (4, 3), (0, 1))]
-)
+@each(("h", "w", "window", "shift"), [(8, 12, (4, 4), (2, 2)), (6, 8, (3, 4), (1, 2)), (4, 9, (4, 3), (0, 1))])
 def test_window_canvas_is_swins_roll_and_mask(h, w, window, shift):
     """Where windows divide the grid Swin's own construction is right: roll by -s, cut, keep apart the regions rolled round."""
     token = np.roll(np.arange(h * w).reshape(h, w), (-shift[0], -shift[1]), (0, 1))

@@ -7,10 +7,8 @@ import re
 from itertools import takewhile
 from pathlib import Path
 
-import pytest
-
 import vitrel
-from helpers import ROOT
+from helpers import ROOT, each
 from helpers.sources import sources, trees
 
 CORE = ["geometry", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
@@ -153,21 +151,21 @@ def parameters(node):
 PUBLIC = {name: value for name in vitrel.__all__ if callable(value := getattr(vitrel, name))}
 
 
-@pytest.mark.parametrize("name", sorted(name for name, value in PUBLIC.items() if not hasattr(value, "_fields")))
+@each("name", sorted(name for name, value in PUBLIC.items() if not hasattr(value, "_fields")))
 def test_public_functions_and_classes_describe_every_argument(name):
     names = [*inspect.signature(PUBLIC[name]).parameters]
     if len(names) > 1:
         assert names in (described(PUBLIC[name].__doc__), described(PUBLIC[name].__init__.__doc__))
 
 
-@pytest.mark.parametrize("key", sorted(vitrel.POSITIONS))
+@each("key", sorted(vitrel.POSITIONS))
 def test_encodings_describe_every_option(key):
     """All have grid, num_heads, head_dim, device and dtype, which `create_position` describes."""
     signature = inspect.signature(vitrel.POSITIONS[key]).parameters.values()
     assert described(vitrel.POSITIONS[key].__doc__) == [p.name for p in signature if p.kind is p.KEYWORD_ONLY]
 
 
-@pytest.mark.parametrize("name", sorted(name for name, value in PUBLIC.items() if hasattr(value, "_fields")))
+@each("name", sorted(name for name, value in PUBLIC.items() if hasattr(value, "_fields")))
 def test_fields_of_public_tuples_have_a_comment(name):
     lines = inspect.getsource(PUBLIC[name]).splitlines()
     fields = [line for line in lines if re.match(rf"    ({'|'.join(PUBLIC[name]._fields)}): ", line)]
@@ -185,7 +183,7 @@ def test_described_arguments_exist():
     assert wrong == {}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+@each("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda p: p.name)
 def test_configs_have_their_header(path: Path):
     header = [line.lower() for line in path.read_text().splitlines() if line.startswith("#")]
     for word in ("command", "hardware", "time", "expected", "measured"):

@@ -13,7 +13,7 @@ import warnings
 import pytest
 
 import vitrel
-from helpers import ROOT
+from helpers import ROOT, each
 from vitrel import cli
 from vitrel.cli import train
 from vitrel.cli.options import check_data, is_name
@@ -48,7 +48,7 @@ def test_warnings_are_one_line(capsys, monkeypatch):
     assert "a.py:1: DeprecationWarning" in warnings.formatwarning("old", DeprecationWarning, "a.py", 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "status"),
     [
         (["--help"], 0),
@@ -81,7 +81,7 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     assert "Traceback" not in said and (said if status else done.stdout)
 
 
-@pytest.mark.parametrize(
+@each(
     ("module", "arguments"),
     [
         ("pandas", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
@@ -148,7 +148,7 @@ def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
     assert len(train.HELP.splitlines()) <= 50
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "named"),
     [
         ("vitrel_swin_t", True),

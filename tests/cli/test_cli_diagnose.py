@@ -7,7 +7,7 @@ import timm
 from PIL import Image
 
 import vitrel
-from helpers import command
+from helpers import command, each
 
 tool = command("diagnose")
 SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
@@ -39,7 +39,7 @@ def test_the_names_on_the_command_line(capsys):
     assert "the model has no attention" in text and "pos_embed bicubic" in text
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (["test_vitt", "--size", "96"], "unknown model 'test_vitt'; nearest: test_vit"),

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from helpers import printed_commands
+from helpers import each, printed_commands
 from helpers.pictures import write_classes
 from helpers.runs import at, in_child, on_two, status
 from vitrel import cli
@@ -37,7 +37,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "recipe", "keys"),
     [
         (["--model", "deit", "--pretrained", "--data=flowers"], "finetune",
@@ -295,7 +295,7 @@ def test_bad_settings_are_one_line_as_of_other_subcommands(tmp_path, options, te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["rich", "tensorboard", "albumentations"])
+@pytest.mark.parametrize("module", ["rich", "albumentations"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, capfd, module):
     """Some are imported at the start, others when a run needs them."""
     for split in ("train", "val"):

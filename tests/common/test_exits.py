@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from helpers import each
 from vitrel.common.exits import Terminated, reported, terminable
 
 
@@ -82,7 +83,7 @@ def test_names_that_are_no_utf8_can_be_printed(tmp_path, monkeypatch):
     assert (tmp_path / "out").read_text("utf-8") == "caf\\udce9\n"
 
 
-@pytest.mark.parametrize(("last", "status", "said"), [("pass", 0, ""), ("sys.exit('no')", 1, "no\n"), ("sys.exit(2)", 2, "")])
+@each(("last", "status", "said"), [("pass", 0, ""), ("sys.exit('no')", 1, "no\n"), ("sys.exit(2)", 2, "")])
 def test_a_short_program_ends_with_its_output_and_status(last, status, said):
     program = f"""
 import atexit, sys

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, each
 from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded, write_cells
 
 
@@ -119,14 +119,12 @@ def test_a_part_of_another_machine_is_removed_once_nobody_writes_it(tmp_path):
     assert parts(tmp_path) == [fresh] and platform.node() != "elsewhere"
 
 
-@pytest.mark.parametrize(
-    "text", ["=1+1", "+a", "-a", "@a", "\ta", "\ra", "\na", "'=1", "''@x", "-0.5 0.4 0.4", "=", "-", "'-1.5"]
-)
+@each("text", ["=1+1", "+a", "-a", "@a", "\ta", "\ra", "\na", "'=1", "''@x", "-0.5 0.4 0.4", "=", "-", "'-1.5"])
 def test_text_that_a_spreadsheet_would_run_is_escaped_and_comes_back(text):
     assert guarded(text) == f"'{text}" and unguarded(guarded(text)) == text
 
 
-@pytest.mark.parametrize("cell", ["plain", "a=b", "'quoted'", "", "-1.5", "+2e-3", "-inf", -1.5, -3, None, True, "é", "'"])
+@each("cell", ["plain", "a=b", "'quoted'", "", "-1.5", "+2e-3", "-inf", -1.5, -3, None, True, "é", "'"])
 def test_other_cells_stay_as_they_are(cell):
     assert guarded(cell) == cell and unguarded(cell) is cell
 

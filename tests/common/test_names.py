@@ -5,6 +5,7 @@ import pytest
 import timm
 
 import vitrel
+from helpers import each
 from vitrel.common.names import nearest
 from vitrel.evaluate.checkpoint import load_model
 from vitrel.train.tuning import check_registered
@@ -12,7 +13,7 @@ from vitrel.train.tuning import check_registered
 ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalized")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         ("rope", ["rope_axial", "rope_mixed", "rope_normalized"]),
@@ -30,7 +31,7 @@ def test_encodings(name, expected):
     assert nearest(name, vitrel.POSITIONS) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     "ask",
     [vitrel.create_model, check_registered, load_model],
     ids=["create_model", "train", "evaluate"],

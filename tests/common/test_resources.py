@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from helpers import each
 from vitrel.common.exits import reported
 from vitrel.common.resources import lack_of, loading_failed, out_of_memory
 
@@ -50,7 +51,7 @@ KILLED = [  # tests/train/test_faults.py kills one
 BUS = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are")
 
 
-@pytest.mark.parametrize(
+@each(
     ("fault", "text"),
     [(full, "--shm-size"), (no_room, "memory ran out (CUDA out of memory."), (KILLED[0], "was killed"),
      (KILLED[1], "was killed"), (BUS, "--shm-size")],

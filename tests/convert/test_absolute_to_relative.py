@@ -8,7 +8,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from helpers import shared
+from helpers import each, shared
 from vitrel import Grid, create_position, load_pretrained
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.fit import attended, change_basis, fit_attention, minimize, refit_linear
@@ -61,7 +61,7 @@ def copy_with(block, key, **options):
     return fresh
 
 
-@pytest.mark.parametrize("key", FITTED)
+@each("key", FITTED)
 def test_attention_of_a_known_encoding_is_found_again(key):
     """Planted in one block, fitted in a copy that starts without it: its attention comes back, of any kind of encoding."""
     torch.manual_seed(0)
@@ -80,8 +80,8 @@ def test_attention_of_a_known_encoding_is_found_again(key):
     assert all(p.requires_grad and p.grad is None for p in fitted.parameters())
 
 
-@pytest.mark.parametrize("key", ["cpb", "rope_mixed", "shaw"])
-@pytest.mark.parametrize("size", [(8, 8), (5, 6)])
+@each("key", ["cpb", "rope_mixed", "shaw"])
+@each("size", [(8, 8), (5, 6)])
 def test_in_windows_the_table_that_is_there_is_followed(key, size):
     """Shifted windows of 4x4 on a grid that they divide, and on one that is padded."""
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_a_minimum_that_is_not_found_changes_nothing():
     assert values[0].item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@each("bias", [True, False])
 def test_refitting_a_layer_is_weighted_ridge_regression(bias):
     layer, x, wanted = nn.Linear(3, 2, bias=bias), torch.randn(4, 5, 3), torch.randn(4, 5, 2)
     weight, before = torch.rand(4, 5), layer.weight.detach().clone()
@@ -240,7 +240,7 @@ def vision_transformer(**options):
     return model
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {},
@@ -346,16 +346,16 @@ def test_refusals():
             absolute_to_relative(model, bad)
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=25)
 def test_imagenet_weights_survive_the_conversion():
-    """ViT-Tiny, fitted to 96 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
+    """ViT-Tiny, fitted to 48 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
     folder, images = shared("data/imagenette224"), shared("data/ilsvrc-val-nette224")
     path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
     model = load_pretrained(timm.create_model("vitrel_vit_ti16_absolute"), path).eval()
     prepare = Prepare((128, 128), (0.5,) * 3, (0.5,) * 3)
     fit, val = Folder(folder, "train", prepare), Folder(images, "val", prepare, n=100)
-    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::35][:96]  # the others are in `val`
-    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=16)
+    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::70][:48]  # the others are in `val`
+    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=8)
     dropped = copy.deepcopy(model)
     dropped.pos_embed = None
     lines = (images / "imagenet_index.tsv").read_text().splitlines()[1:]

@@ -10,16 +10,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrel
+from helpers import each
 from helpers.timm_peers import NAMES, SMALL, apart, peer, scattered
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
-NATIVE = ("vit_small_patch16_224", "deit3_small_patch16_384", "beit_base_patch16_224", "eva02_small_patch14_336",
-          "vit_small_patch16_dinov3", "vit_relpos_small_patch16_224", "swin_tiny_patch4_window7_224",
-          "swinv2_tiny_window8_256", "vit_so150m2_patch16_reg1_gap_256", "samvit_base_patch16_224")  # fmt: skip
 LARGE = ("swin_base_patch4_window12_384", "swinv2_base_window12to24_192to384")
 TWO = dict(depths=(2, 1), num_heads=(1, 2))  # stages that hold whole windows of a small image
-AT_FIFTY = {  # of every family, at a small size of its own
+AT_MANY = {  # of every family, at a small size of its own
     "vit_base_patch16_224": dict(img_size=64),
     "deit_tiny_distilled_patch16_224": dict(img_size=(48, 80)),
     "beit_base_patch16_224": dict(img_size=64),
@@ -98,18 +96,10 @@ def test_same_function(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AT_FIFTY)
-def test_fifty_sizes(name):
-    ours = vitrel.from_timm(peer(name, **AT_FIFTY[name]))
-    runs_anywhere(ours, sizes(ours, 50))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NATIVE)
-def test_native(name):
-    """Of every family at its own width and size."""
-    theirs = scattered(timm.create_model(name, **(dict(depths=(2, 1, 1, 1)) if "swin" in name else dict(depth=3))))
-    assert_same(vitrel.from_timm(theirs), theirs)
+@each("name", AT_MANY)
+def test_many_sizes(name):
+    ours = vitrel.from_timm(peer(name, **AT_MANY[name]))
+    runs_anywhere(ours, sizes(ours, 12))
 
 
 def test_a_name_is_built_with_its_arguments(tmp_path):
@@ -182,8 +172,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", [VIT, EVA, BEIT, SWIN])
+@each("change", CHANGES)
+@each("name", [VIT, EVA, BEIT, SWIN])
 def test_changed_after_construction(name, change):
     theirs = peer(name)
     CHANGES[change](theirs)
@@ -194,7 +184,7 @@ def test_changed_after_construction(name, change):
     assert a.numel() == b.numel() and apart(a.reshape(b.shape), b) <= 2e-6
 
 
-@pytest.mark.parametrize("name", [VIT, EVA, BEIT])
+@each("name", [VIT, EVA, BEIT])
 def test_a_size_of_no_whole_patches(name):
     """timm leaves the last pixels out, and says so nowhere."""
     theirs, image = peer(name, img_size=(119, 100)), torch.randn(1, 3, 119, 100)
@@ -203,7 +193,7 @@ def test_a_size_of_no_whole_patches(name):
     assert apart(vitrel.from_timm(theirs)(whole), theirs(image)) <= 2e-6
 
 
-@pytest.mark.parametrize("name", [VIT, EVA, SWIN, SWIN2])
+@each("name", [VIT, EVA, SWIN, SWIN2])
 def test_type_and_mode(name):
     theirs = peer(name)
     image = torch.randn(2, 3, *theirs.patch_embed.img_size)
@@ -214,7 +204,7 @@ def test_type_and_mode(name):
     assert apart(ours.eval()(image.bfloat16()).float(), exact) < 0.05
 
 
-@pytest.mark.parametrize("name", [VIT, EVA, BEIT, "deit_tiny_distilled_patch16_224", REL, SAM, SWIN, SWIN2])
+@each("name", [VIT, EVA, BEIT, "deit_tiny_distilled_patch16_224", REL, SAM, SWIN, SWIN2])
 def test_drop_rates(name):
     """The same kinds at the same rates, where they act."""
     rates = dict(drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.3, drop_path_rate=0.4)
@@ -282,7 +272,7 @@ REFUSED = {  # {name: (builder, words of the reason)}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refusals(name):
     build, words = REFUSED[name]
     model = meta(name) if build is None else build()
@@ -312,7 +302,7 @@ def test_with_an_encoding_in_one_call():
         vitrel.from_timm(theirs, absolute="drop")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "reason"),
     [
         ("hiera_tiny_224", "pools the queries"),

@@ -2,6 +2,8 @@
 
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import timm
@@ -12,6 +14,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 import vitrel
+from helpers import each
 from helpers.small_runs import fit, small
 from helpers.timm_peers import WINDOWS, apart, peer, scattered
 from helpers.variants import SMALL as FEW
@@ -58,8 +61,9 @@ def assert_equal(again, model):
 
 
 def round_trip(model, tmp_path):
-    vitrel.save(model, tmp_path / "model.safetensors")
-    again = vitrel.load(tmp_path / "model.safetensors")
+    path = Path(tempfile.mkdtemp(dir=tmp_path)) / "model.safetensors"
+    vitrel.save(model, path)
+    again = vitrel.load(path)
     assert_equal(again, model.eval())
     return again
 
@@ -70,8 +74,7 @@ def test_every_row(name, tmp_path):
     assert again.pretrained_cfg["architecture"] == name
 
 
-@pytest.mark.parametrize("trunk", [ViT, pytest.param(Swin, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("key", "options"), OPTIONS, ids=[f"{key}-{options or ''}" for key, options in OPTIONS])
+@each(("key", "options", "trunk"), [(*case, ViT) for case in OPTIONS] + [(*case, Swin) for case in OPTIONS[::6]])
 def test_every_encoding(key, options, trunk, tmp_path):
     position_args = FEW.get(key, {}) | options
     if POSITIONS[key].site == "attention" and POSITIONS[key].policies:
@@ -170,8 +173,7 @@ def test_every_route(route, tmp_path):
     assert drops[0] == drops[1]
     assert again.current_arguments() == model.current_arguments()
     if route in THROUGH_TIMM:
-        (tmp_path / "twice").mkdir()
-        round_trip(again, tmp_path / "twice")
+        round_trip(again, tmp_path)
 
 
 def test_mixed_types(tmp_path):

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, prune
 from torchvision.models import feature_extraction
 
 import vitrel
+from helpers import each
 from helpers.optimized import assert_near, check, graph, lively, picture, small, twins, uses_onednn
 from vitrel.cpu import optimize as module
 from vitrel.cpu.optimize import OneDNNLinear, onednn_is_faster, restore
@@ -90,7 +91,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each("name", LAYERS)
 def test_layers_of_every_kind(name):
     plain, model = twins(nn.Sequential(LAYERS[name]()).eval())
     inputs = [torch.randn(3, 5, 12), torch.randn(5, 12, 3).mT, torch.randn(1, 5, 12).expand(4, -1, -1)]
@@ -118,7 +119,7 @@ def test_a_linear_layer_itself():
     assert type(restore(model)) is nn.Linear
 
 
-@pytest.mark.parametrize("x", [torch.randn(4, 12).double(), torch.randn(4, 11), torch.randn(12, 4), torch.randn(4, 12).half()])
+@each("x", [torch.randn(4, 12).double(), torch.randn(4, 11), torch.randn(12, 4), torch.randn(4, 12).half()])
 def test_wrong_inputs_are_refused_as_by_the_plain_layer(x):
     texts = []
     for m in twins(nn.Linear(12, 10).eval()):
@@ -138,7 +139,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_models(name):
     """Outputs near the plain model's, through oneDNN; weights put in place of others are seen; and `restore` undoes it."""
     plain, model = twins(lively(MODELS[name]()))

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 
-from helpers import ROOT
+from helpers import ROOT, each
 from vitrel import cli
 from vitrel.cli.options import packaged
 from vitrel.cli.train import _without, expanded
@@ -70,7 +70,7 @@ def test_few_blocks_are_not_run():
     assert len(left_out) <= 3, left_out
 
 
-@pytest.mark.parametrize("line", [line for line, argv in COMMANDS.items() if argv[0] != "train"])
+@each("line", [line for line, argv in COMMANDS.items() if argv[0] != "train"])
 def test_command_lines_parse(line):
     argv = COMMANDS[line]
     assert argv[0] in cli.COMMANDS

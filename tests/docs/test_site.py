@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, each
 from tools.docs import encodings
 from vitrel import POSITIONS
 from vitrel.cli import COMMANDS
@@ -83,7 +83,7 @@ def test_links_to_what_a_page_is_made_from_lead_to_that_page():
     assert _generated("vitrel/position/rope.py", "") == ""
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each("page", PAGES)
 def test_relative_links_of_a_page_reach_files_of_the_checkout(page):
     text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)

@@ -5,7 +5,7 @@ import torch
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
-from helpers import script
+from helpers import each, script
 
 example = script("examples/detection.py")
 SIZE = (70, 109)  # neither patches nor windows divide it, and each doubling of the stride rounds up
@@ -13,7 +13,7 @@ STRIDES = {"vitrel_swin_n": [2, 4, 8, 16, 32], "vitrel_vit_n8_rope_mixed": [4, 8
 NAMES = list(STRIDES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 @torch.no_grad()
 def test_maps_have_their_strides(name):
     pyramid = example.Pyramid(name, 16).eval()
@@ -22,8 +22,8 @@ def test_maps_have_their_strides(name):
     assert [x.shape for x in maps] == [(2, 16, -(-SIZE[0] // s), -(-SIZE[1] // s)) for s in pyramid.strides]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("pixel", [(3, 5), (37, 100), (69, 108)], ids=str)
+@each("name", NAMES)
+@each("pixel", [(3, 5), (37, 100), (69, 108)], ids=str)
 @torch.no_grad()
 def test_a_pixel_acts_most_on_the_cell_over_it(name, pixel):
     """Cell (i, j) of a map belongs to the pixels from (i, j) * stride: what joins position in the image and in the map."""
@@ -57,7 +57,7 @@ def test_anchors_stand_where_their_cells_are():
     assert at == len(centers)
 
 
-@pytest.mark.parametrize(("size", "off"), [((800, 1333), [0, 166]), ((800, 1344), [0, 0])], ids=str)
+@each(("size", "off"), [((800, 1333), [0, 166]), ((800, 1344), [0, 0])], ids=str)
 def test_why_torchvision_pads_to_32(size, off):
     """Its own anchors at stride 8 end 166 px left of the last column's cell where 1333 px make 167 columns."""
     strides = [8, 16, 32]
@@ -66,7 +66,7 @@ def test_why_torchvision_pads_to_32(size, off):
     assert (torch.tensor([792, (-(-size[1] // 8) - 1) * 8]) - theirs[last]).tolist() == off
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_step_reaches_every_parameter(name):
     model, (image, target) = example.detector(name, SIZE, 16), example.scene(SIZE)
     sum(model([image], [target]).values()).backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.skew import relative_shift, skew
-from helpers import GOLDEN
+from helpers import GOLDEN, each
 from vitrel.grid import Grid
 
 GRIDS = [Grid(3, 4), Grid(4, 3, 2), Grid(1, 5, 1), Grid(5, 1), Grid(1, 1, 1), Grid(7, 2, 3)]
@@ -34,8 +34,8 @@ def test_shift_of_the_last_queries_and_its_gradient():
     assert torch.autograd.gradcheck(relative_shift, x)
 
 
-@pytest.mark.parametrize("axis", ["h", "w"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each("axis", ["h", "w"])
+@each("grid", GRIDS, ids=str)
 def test_equal_to_the_gather(grid, axis):
     scores = torch.randn(2, 3, grid.tokens, grid.classes(axis), dtype=torch.float64)
     for rows in range(grid.h + 1):

@@ -6,6 +6,7 @@ from torch import nn
 
 import oracles
 from examples.two_stream import PatchPredictor, permutation_masks, train, two_stream_attention
+from helpers import each
 from helpers.variants import make, oracle_logits, perturbed, serving
 from vitrel import Grid, Terms
 
@@ -18,8 +19,8 @@ def draw(*shape):
     return torch.randn(*shape, dtype=double)
 
 
-@pytest.mark.parametrize("memory", [0, 4])
-@pytest.mark.parametrize("key", ["none", "table", "log_decay", "rope_mixed"])
+@each("memory", [0, 4])
+@each("key", ["none", "table", "log_decay", "rope_mixed"])
 def test_two_streams_equal_the_oracle(key, memory):
     grid = Grid((6 + memory) // 2, 2)
     encoding = perturbed(make(key, grid, HEADS, DIM, dtype=double))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import founding_documents
 import numpy as np
-import pytest
 import torch
 from numpy.testing import assert_allclose
 
 import vitrel
 from examples.skew import relative_shift
+from helpers import each
 
 DOCUMENTS = json.loads((Path(__file__).parent / "founding_documents.json").read_text())
 CASES = DOCUMENTS["cases"]
@@ -407,13 +407,13 @@ def test_every_case_is_checked():
     assert VITREL.keys() == CASES.keys() == founding_documents.ABOUT.keys()
 
 
-@pytest.mark.parametrize("name", VITREL)
+@each("name", VITREL)
 def test_by_vitrel(name):
     with torch.no_grad():
         compare(VITREL[name](CASES[name]["inputs"]), CASES[name]["expected"])
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_printed_values_differ_where_the_file_says_so(name):
     """Neither more nor fewer entries, each with a reason."""
     case = CASES[name]
@@ -599,7 +599,7 @@ def test_every_statement_is_checked():
     assert all(statement in COMPUTED or re.match(r"00\d ", statement["right"]) for statement in DOCUMENTS["statements"])
 
 
-@pytest.mark.parametrize("statement", COMPUTED, ids=lambda statement: statement["id"])
+@each("statement", COMPUTED, ids=lambda statement: statement["id"])
 def test_statements(statement):
     with torch.no_grad():
         compare(STATEMENTS[statement["id"]](), statement["values"])

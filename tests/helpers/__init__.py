@@ -1,22 +1,63 @@
 """Helpers of the tests: the repository root, golden files, and optional real data beside the checkout."""
 
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from vitrel import cli
 from vitrel.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
+
+
+def each(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Callable:
+    """As `pytest.mark.parametrize`, in one test: for cheap cases of one property, of which collecting would cost more.
+
+    Every case starts from the same seed; a failure names its case. A case may skip itself, but not all of them.
+    """
+    names, cases = names.split(",") if isinstance(names, str) else list(names), list(cases)
+    assert cases, "a loop over nothing tests nothing"
+    parameters = type(pytest.param())
+    assert not any(case.marks for case in cases if isinstance(case, parameters)), "a case in a loop has no marks of its own"
+
+    def decorate(test: Callable) -> Callable:
+        signature = inspect.signature(test)
+        assert set(names) <= set(signature.parameters), f"{test.__name__} does not take {names}"
+
+        @functools.wraps(test)
+        def run(**fixtures: object) -> None:
+            skipped = []
+            for case in cases:
+                values = case.values if isinstance(case, parameters) else case if len(names) > 1 else (case,)
+                torch.manual_seed(0)
+                try:
+                    test(**fixtures, **dict(zip(names, values, strict=True)))
+                except pytest.skip.Exception as skip:
+                    skipped.append(str(skip))
+                except (Exception, pytest.fail.Exception) as error:
+                    error.add_note(f"in the case {', '.join(f'{n}={v!s:.200}' for n, v in zip(names, values, strict=True))}")
+                    raise
+            if len(skipped) == len(cases):
+                pytest.skip(skipped[0])
+
+        left = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        run.__signature__ = signature.replace(parameters=left)
+        return run
+
+    return decorate
 
 
 def golden(key: str) -> dict:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers import each
 from helpers.variants import VARIANTS, make, perturbed, qkv, tensors
 from vitrel.grid import Grid
 from vitrel.inputs.crop import Crop, crop_terms
@@ -57,8 +58,8 @@ def check(encoding, crop: Crop) -> None:
                 torch.testing.assert_close(f, w, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize(("key", "options"), ALL, ids=IDS)
+@each("prefix", [0, 2])
+@each(("key", "options"), ALL, ids=IDS)
 def test_logits_of_the_whole(key, options, prefix):
     torch.manual_seed(0)
     encoding = perturbed(make(key, Grid(4, 5, prefix), dtype=torch.float64, **options)).eval()
@@ -99,13 +100,13 @@ def test_one_graph_for_every_crop():
         torch.testing.assert_close(compiled(h, w, y, x), cropped(h, w, y, x))
 
 
-@pytest.mark.parametrize(("origin", "h", "w"), [((3, 0), 4, 2), ((0, 6), 2, 2), ((-1, 0), 2, 2), ((0, 0), 0, 2)])
+@each(("origin", "h", "w"), [((3, 0), 4, 2), ((0, 6), 2, 2), ((-1, 0), 2, 2), ((0, 0), 0, 2)])
 def test_a_crop_outside(origin, h, w):
     with pytest.raises(ValueError, match=rf"a crop of {h}x{w} tokens at row .* is not inside the 6x7 grid: origin counts"):
         crop_terms(Terms(), Crop(Grid(6, 7), origin, h, w))
 
 
-@pytest.mark.parametrize(
+@each(
     ("terms", "message"),
     [
         (

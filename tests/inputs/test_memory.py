@@ -9,6 +9,7 @@ import torch
 
 import oracles
 import vitrel  # noqa: F401  registers the models with timm
+from helpers import each
 from helpers.variants import GENERAL, IN_ATTENTION, VARIANTS, make, perturbed, serving, spread
 from oracles.streams import PAIRS
 from vitrel.grid import Grid
@@ -87,7 +88,7 @@ def assert_same(found, wanted, atol=1e-9):
         torch.testing.assert_close(own, other, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("key", "options", "prefix"), spread(VARIANTS, (0, 2)))
+@each(("key", "options", "prefix"), spread(VARIANTS, (0, 2)))
 def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
     model, image = model_of(key, options, prefix), strip()
     found, _ = in_tiles(model, image, length=2, height=image.shape[2])
@@ -95,8 +96,7 @@ def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [0, 1, 3])
-@pytest.mark.parametrize(("key", "options"), OFFSETS_ONLY, ids=lambda value: str(value))
+@each(("key", "options", "length"), [(*case, (0, 1, 3)[i % 3]) for i, case in enumerate(OFFSETS_ONLY)])
 def test_encodings_that_read_offsets_need_no_height(key, options, length):
     model, image = model_of(key, options, prefix=0 if key.startswith("rope") else 1), strip()
     found, memory = in_tiles(model, image, length=length)
@@ -176,7 +176,7 @@ def test_checkpointing_and_shared_encodings_and_layer_scale():
         torch.testing.assert_close(model.get_parameter(key).grad, value)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
+@each("backend", GENERAL)
 def test_backends_and_compositions(backend):
     model, image = model_of("absolute+rope_mixed"), strip()
     wanted = whole(model, image)
@@ -209,7 +209,7 @@ def test_a_registered_model_in_half_precision():
     assert tokens.isfinite().all()
 
 
-@pytest.mark.parametrize("key", ["absolute", "sincos"])
+@each("key", ["absolute", "sincos"])
 def test_absolute_positions_need_the_height(key):
     with pytest.raises(ValueError, match="pass height, in pixels of the whole strip"):
         forward_memory(model_of(key), strip())
@@ -251,8 +251,8 @@ def test_only_the_last_tile_may_end_inside_a_patch():
     assert_same([found, forward_memory(model, rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("key", ["absolute", "table", "rope_normalized", "absolute+rope_mixed"])
+@each("prefix", [0, 2])
+@each("key", ["absolute", "table", "rope_normalized", "absolute+rope_mixed"])
 def test_the_last_tile_may_be_shorter_than_a_patch(key, prefix):
     """As the whole strip, whose last patch is filled with zeros; also where it is all that later tiles could remember."""
     for pixels in (1, PATCH - 1):
@@ -300,8 +300,8 @@ def in_segments(encoding, q, k, v, length):
     return torch.cat(found, 2)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2])
-@pytest.mark.parametrize("key", list(PAIRS))
+@each("length", [0, 1, 2])
+@each("key", list(PAIRS))
 def test_segments_equal_the_recurrence_of_the_paper(key, length):
     encoding = perturbed(make(key, WHOLE, HEADS, DIM, dtype=torch.float64, **({"policy": "clip"} if key == "table" else {})))
     q, k, v = draw(3, 1, HEADS, WHOLE.tokens, DIM)
@@ -312,8 +312,8 @@ def test_segments_equal_the_recurrence_of_the_paper(key, length):
     torch.testing.assert_close(in_segments(encoding, q, k, v, length)[0], torch.from_numpy(wanted), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("key", ["table", "rope_mixed", "shaw", "deberta", "lookhere"])
+@each("backend", GENERAL)
+@each("key", ["table", "rope_mixed", "shaw", "deberta", "lookhere"])
 def test_one_row_of_queries_over_a_full_key_grid(key, backend):
     heads = 4 if key == "lookhere" else HEADS
     encoding = perturbed(make(key, Grid(*WHOLE[:2], 1), heads, DIM, dtype=torch.float64))

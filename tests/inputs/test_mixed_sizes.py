@@ -5,6 +5,7 @@ import timm
 import torch
 
 import vitrel
+from helpers import each
 from helpers.variants import IN_ATTENTION, KEYS
 from vitrel.inputs import features_mixed, forward_mixed
 
@@ -52,17 +53,17 @@ def check(model, sizes=SIZES):
         assert (gradients[0][name] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_every_encoding_in_a_vit(key):
     check(build("vitrel_vit_n8_none", position=key), SIZES[1:3])
 
 
-@pytest.mark.parametrize("key", [*IN_ATTENTION, "absolute+rope_mixed"])
+@each("key", [*IN_ATTENTION, "absolute+rope_mixed"])
 def test_every_encoding_in_a_swin(key):
     check(build("vitrel_swin_n", position=key, depths=(2, 1), num_heads=(1, 2)), SIZES[1:3])
 
 
-@pytest.mark.parametrize("trunk", TRUNKS)
+@each("trunk", TRUNKS)
 def test_other_trunks(trunk):
     check(build("vitrel_vit_n8_none", **TRUNKS[trunk]))
 
@@ -72,7 +73,7 @@ def test_swin_v2_and_a_temperature():
     check(build("vitrel_vit_n8_table", position_args=dict(temperature="log_n")))
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_gradient_checkpointing_and_training(name):
     model = build(name).train()
     _, padded = batch()
@@ -84,7 +85,7 @@ def test_gradient_checkpointing_and_training(name):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_rope_axial", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_rope_axial", "vitrel_swin_n"])
 def test_autocast(name):
     model = build(name)
     images, padded = batch()

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+from helpers import each
 from helpers.variants import perturbed
 from vitrel.inputs.tiles import _Axis, tile_margins, tiled_features
 
@@ -55,7 +56,7 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "extra"),
     [*((name, (13, 29)) for name in MODELS), *(("v1", extra) for extra in ((0, 0), (1, 2)))],
 )
@@ -79,7 +80,7 @@ def test_equal_to_the_whole(name, extra):
     assert all(h <= largest[0] and w <= largest[1] for h, w in seen)
 
 
-@pytest.mark.parametrize("size", [(31, 300), (250, 7), (100, 100), (120, 121)])
+@each("size", [(31, 300), (250, 7), (100, 100), (120, 121)])
 def test_an_axis_that_fits_is_not_cut(size):
     model = build("v1")
     image = picture(model, size)
@@ -96,7 +97,7 @@ def test_single_precision_and_another_tile():
             torch.testing.assert_close(tiled_features(model, image, tile), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["v1", "v1 deep", "v1 odd depths", "v1 non-square", "v2", "vit"])
+@each("name", ["v1", "v1 deep", "v1 odd depths", "v1 non-square", "v2", "vit"])
 def test_no_less_overlap_will_do(name):
     """A tile cut out of the image and run as an image of its own is exact up to its margins, and not one token farther."""
     model = build(name)
@@ -138,7 +139,7 @@ def test_no_less_overlap_will_do(name):
             assert differs(found, wanted).any()
 
 
-@pytest.mark.parametrize("name", ["v1", "v2"])
+@each("name", ["v1", "v2"])
 def test_what_a_crop_knows_exactly(name):
     """Every crop of a small image, those of less than a window too, which lose the shift that the whole has."""
     model = build(name)
@@ -157,8 +158,8 @@ def test_what_a_crop_knows_exactly(name):
     assert lost  # the last crop is one whose windows are all others
 
 
-@pytest.mark.parametrize("depths", [(1,), (2,), (2, 2, 2), (1, 2), (2, 1), (2, 6, 2), (2, 2, 6, 2), (2, 0, 1)])
-@pytest.mark.parametrize("window", [1, 3, 4])
+@each("depths", [(1,), (2,), (2, 2, 2), (1, 2), (2, 1), (2, 6, 2), (2, 2, 6, 2), (2, 0, 1)])
+@each("window", [1, 3, 4])
 def test_every_token_is_written_once_and_exact(depths, window):
     """For every length of the axis the tiles follow each other, at every stage, within what they know exactly."""
     blocks = [tuple((window, window // 2 * (j % 2)) for j in range(depth)) for depth in depths]
@@ -230,7 +231,7 @@ def test_gradients():
         torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["v1", "vit"])
+@each("name", ["v1", "vit"])
 def test_gradient_checkpointing_and_autocast(name):
     model = build(name, torch.float32)
     image = picture(model, (150, 130), torch.float32)

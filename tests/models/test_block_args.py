@@ -7,6 +7,7 @@ from timm.layers import LayerScale, SwiGLU
 from torch import nn
 
 import vitrel
+from helpers import each
 from vitrel import resolution_report
 from vitrel.grid import Grid
 from vitrel.layers import Attention
@@ -78,8 +79,8 @@ def test_impossible_options():
         ViT(**SMALL | WINDOWED, block_args=dict(global_blocks=(0,)))
 
 
-@pytest.mark.parametrize("position", ["decomposed", "table", "rope_mixed"])
-@pytest.mark.parametrize("size", [(48, 48), (56, 40), (16, 8)])
+@each("position", ["decomposed", "table", "rope_mixed"])
+@each("size", [(48, 48), (56, 40), (16, 8)])
 def test_windows_are_windows(position, size):
     """Equal to attention in every window apart; what is left at the edge is a smaller window, no padding is seen."""
     options = dict(

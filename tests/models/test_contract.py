@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
 
 import vitrel
+from helpers import each
 from helpers.variants import MODELS, perturbed
 from helpers.variants import small_model as build
 from vitrel import load_pretrained
@@ -26,7 +27,7 @@ TRIO = [*PAIR, "vitrel_swinv2_n"]
 KINDS = [*TRIO, "vitrel_vit_n8_absolute_rope_mixed", "vitrel_vit_n8_deberta", "vitrel_swin_n_shaw", "vitrel_swin_n_cpb"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_intermediates_equal_features(name):
     model, image = build(name), torch.randn(2, 3, 96, 72)
     final, found = model.forward_intermediates(image)
@@ -56,7 +57,7 @@ class Calls:
         self.inputs.clear(), self.outputs.clear()
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@each("norm", [False, True])
 def test_intermediates_of_a_vit(norm):
     """Prefix tokens apart, both layouts, and the last norm on all of them or on none."""
     model, image = build("vitrel_vit_n8_table", reg_tokens=2), torch.randn(2, 3, 96, 72)
@@ -121,7 +122,7 @@ def test_masks_of_intermediates_in_other_models(twins):
         windowed.get_intermediate_layers(image, attn_mask=mask[:64, :64])
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@each("norm", [False, True])
 def test_intermediates_of_a_swin(norm):
     """The last norm has the width of the last stage, so it acts there alone."""
     model, image = build("vitrel_swin_n"), torch.randn(2, 3, 96, 72)
@@ -137,7 +138,7 @@ def test_intermediates_of_a_swin(norm):
         model.forward_intermediates(image, output_fmt="NLC")
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_intermediates_stop_early(name):
     model, image = build(name), torch.randn(1, 3, 64, 64)
     calls, units, each = Calls(model), len(model.feature_info), 1 if "_vit_" in name else 2  # blocks of a unit
@@ -148,7 +149,7 @@ def test_intermediates_stop_early(name):
             assert len(calls.outputs) == each * (last + 1 if early else units)
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_pruning(name):
     model, image = build(name), torch.randn(1, 3, 64, 64)
     expected = model.forward_intermediates(image, indices=[0, 1], intermediates_only=True)
@@ -159,7 +160,7 @@ def test_pruning(name):
     assert model(image).shape[-1] == model.num_features
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_features_only(name):
     model = timm.create_model(name, features_only=True).eval()
     for size in [(96, 96), (80, 120)]:
@@ -173,7 +174,7 @@ def test_features_only(name):
     assert len(two(torch.randn(1, 3, 64, 64))) == 2
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_classifier(name):
     model, image = build(name), torch.randn(2, 3, 64, 64)
     features = model.forward_features(image)
@@ -187,7 +188,7 @@ def test_classifier(name):
     assert model(image).shape == features.shape
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_pool_size_in_the_config(name):
     model = build(name)
     features = model.forward_features(torch.randn(1, 3, *model.img_size))
@@ -195,7 +196,7 @@ def test_pool_size_in_the_config(name):
     assert pool is None or features.shape[1:3] == pool
 
 
-@pytest.mark.parametrize("name", KINDS)
+@each("name", KINDS)
 def test_gradient_checkpointing(name):
     """Off, on, off again: equal gradients, and when on every block runs a second time, in the backward pass."""
     model, image = shallow(name), torch.randn(2, 3, 72, 64)
@@ -218,7 +219,7 @@ def test_gradient_checkpointing(name):
     assert len(calls.inputs) == 2 * blocks
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_absolute", "vitrel_swin_n"])
 def test_layer_decay_groups(name):
     model = build(name)
     groups = timm.optim.param_groups_layer_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
@@ -233,7 +234,7 @@ def test_layer_decay_groups(name):
     assert len({scale[id(p)] for n, p in named.items() if n.startswith(first)}) == 1  # position decays with its block
 
 
-@pytest.mark.parametrize("name", KINDS)
+@each("name", KINDS)
 def test_fx_features_are_exact(name):
     model, image = shallow(name), torch.randn(1, 3, 80, 56)
     extractor = create_feature_extractor(model, {model.feature_info[1]["module"]: "mid", "norm": "last"})
@@ -241,7 +242,7 @@ def test_fx_features_are_exact(name):
     assert torch.equal(out["last"], model.forward_features(image))
 
 
-@pytest.mark.parametrize("name", TRIO)
+@each("name", TRIO)
 def test_torchvision_feature_extraction(name):
     """With timm's list of leaves, torchvision's extractor is exact at sizes it was not traced at."""
     model, leaves = build(name), dict(leaf_modules=[*get_notrace_modules()])
@@ -262,7 +263,7 @@ def test_feature_classes():
         assert [f.shape[1:3] for f in model(image)] == [(32, 32), (16, 16), (8, 8)]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@each("name", KINDS)
 def test_trace(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2,), "num_heads": (1,)}
     model, image = build(name, **few), torch.randn(2, 3, 64, 64)
@@ -281,13 +282,12 @@ def test_compile_many_sizes_in_two_graphs():
 
 
 # What the compiled and exported layers of tests/layers lack, which are of every encoding: tokens that embeddings are added to.
-AROUND_LAYERS = ["vitrel_vit_n8_sincos", "vitrel_swin_n_absolute_rope_mixed"]
+AROUND_LAYERS = "vitrel_swin_n_absolute_rope_mixed"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AROUND_LAYERS)
-def test_compile_embeddings_in_two_graphs(name):
-    check_compiled(build(name, **({"depth": 1} if "_vit_" in name else {"depths": (1,), "num_heads": (1,)})), SIZES[::2])
+def test_compile_embeddings_in_two_graphs():
+    check_compiled(build(AROUND_LAYERS, depths=(1,), num_heads=(1,)), SIZES[::2])
 
 
 OTHER_TRUNKS = {  # what the weights of other code need
@@ -309,9 +309,10 @@ OTHER_TRUNKS = {  # what the weights of other code need
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", OTHER_TRUNKS)
 def test_compile_and_export_other_trunks(trunk):
+    """One of each: tests/layers compiles and exports the encodings."""
     model = build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS[trunk])
-    if trunk == "windows":  # tests/layers compiles the encodings
-        check_compiled(model, SIZES[::3])
+    if trunk == "windows":
+        return check_compiled(model, SIZES[::3])
     program = export(model, (64, 64))
     for batch, size in [(3, (96, 56)), (1, (40, 88))]:
         image = torch.randn(batch, 3, *size)

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from helpers import each
 from helpers.variants import MODELS
 from helpers.variants import small_model as build
 from vitrel import POSITIONS
@@ -90,7 +91,7 @@ class MadeOnTheCPU(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_forward_makes_nothing_on_the_cpu(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}
     model, image = timm.create_model(name, device="meta", **few), torch.empty(2, 3, 50, 72, device="meta")

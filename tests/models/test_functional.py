@@ -2,10 +2,10 @@
 
 import copy
 
-import pytest
 import torch
 from torch.func import functional_call, grad, stack_module_state, vmap
 
+from helpers import each
 from helpers.variants import IN_ATTENTION, KEYS, small_model
 
 COMPOSED = ["absolute_rope_mixed", "rope_mixed_table"]
@@ -35,7 +35,7 @@ def assert_close(found, expected):
         )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_an_ensemble_and_gradients_per_image(name):
     """On a grid that is not the training grid and, in a Swin, is no multiple of the shifted windows."""
     models, images = [build(name) for _ in range(2)], torch.randn(2, 3, 24, 56 if "_vit_" in name else 14).double()
@@ -56,7 +56,7 @@ def test_an_ensemble_and_gradients_per_image(name):
         assert_close({name: x[i] for name, x in of_images.items()}, gradients(models[0], image[None]))
 
 
-@pytest.mark.parametrize("key", ["rope_axial", "absolute"])
+@each("key", ["rope_axial", "absolute"])
 def test_an_ensemble_in_training_draws_for_each_model(key):
     """Perturbed coordinates, with randomness="different"."""
     model = build(f"vitrel_vit_n8_{key}", position_args={"rescale_coords": 2.0}).train()
@@ -66,7 +66,7 @@ def test_an_ensemble_in_training_draws_for_each_model(key):
     assert (a - b).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_rope_mixed_table", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_rope_mixed_table", "vitrel_swin_n"])
 def test_forward_derivatives(name):
     """torch.func.jvp against the product with the gradient."""
     model, images = build(name), torch.randn(2, 3, 24, 24).double()
@@ -77,7 +77,7 @@ def test_forward_derivatives(name):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_vit_n8_shaw", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_table", "vitrel_vit_n8_shaw", "vitrel_swin_n"])
 def test_a_batch_of_no_image_trains_nothing(name):
     model = build(name).train()
     out = model(torch.zeros(0, 3, 64, 64).double())

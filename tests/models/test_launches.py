@@ -4,12 +4,13 @@ import pytest
 import timm
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vitrel
+from helpers import each
 from helpers.gpu import Unread, autocast
 from helpers.variants import MODELS
-from tools.benchmark.traffic import Traffic
 from vitrel import geometry
 from vitrel.ops import BACKENDS, use_backend
 from vitrel.ops.backends import flex
@@ -19,6 +20,17 @@ from vitrel.ops.capability import TABLE
 def few_blocks(name):
     """Keywords for one block, a Swin for a stage with and without a shift and one after it."""
     return {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators, without views and allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name().partition("::")[2].partition(".")[0]
+        self.count += not (operator.is_view or name in ("detach", "alias", "_unsafe_view") or "empty" in name)
+        return operator(*args, **(kwargs or {}))
 
 
 def launches(model, size, train):
@@ -35,16 +47,17 @@ def launches(model, size, train):
 
     model.train(train)
     run()
-    with Traffic() as counted:
+    with Launches() as counted:
         run()
-    return len(counted.launches)
+    return counted.count
 
 
-NARROW = {"swin": {"embed_dim": 24}, "vit": {"embed_dim": 48}}  # the width changes no number of operators
+# The width changes no number of operators, and two blocks (of a stage) are as good as many.
+NARROW = {"swin": {"embed_dim": 24, "depths": (2, 2, 2, 2)}, "vit": {"embed_dim": 48, "depth": 2}}
 
 
 def beit(size):
-    return timm.create_model("beit_base_patch16_224", embed_dim=48, num_heads=6, init_values=None, img_size=size)
+    return timm.create_model("beit_base_patch16_224", num_heads=6, init_values=None, img_size=size, **NARROW["vit"])
 
 
 def at(name, **how):
@@ -53,18 +66,18 @@ def at(name, **how):
 
 SWIN, ANY = {"strict_img_size": False, "drop_path_rate": 0.0}, {"dynamic_img_size": True}
 TWINS = {  # (ours, timm's of the same function): {size: operators of ours, forward and training}
-    ("vitrel_swin_t", at("swin_tiny_patch4_window7_224", **SWIN)): {224: (193, 714), 256: (195, 718)},
-    ("vitrel_swinv2_t", at("swinv2_tiny_window8_256", drop_path_rate=0.0)): {256: (397, 1278)},
-    ("vitrel_vit_s16_absolute", at("vit_small_patch16_224", **ANY)): {224: (126, 376), 256: (129, 384)},
-    ("vitrel_vit_s16_table", beit): {224: (137, 577), 256: (173, 601)},
-    ("vitrel_vit_s16_rope_axial", at("vit_small_patch16_rope_224", **ANY)): {256: (233, 589)},
-    ("vitrel_vit_s16_rope_mixed", at("vit_small_patch16_rope_mixed_224", **ANY)): {256: (293, 925)},
+    ("vitrel_swin_t", at("swin_tiny_patch4_window7_224", **SWIN)): {224: (133, 472), 256: (135, 476)},
+    ("vitrel_swinv2_t", at("swinv2_tiny_window8_256", drop_path_rate=0.0)): {256: (269, 856)},
+    ("vitrel_vit_s16_absolute", at("vit_small_patch16_224", **ANY)): {224: (26, 76), 256: (28, 83)},
+    ("vitrel_vit_s16_table", beit): {224: (27, 105), 256: (31, 109)},
+    ("vitrel_vit_s16_rope_axial", at("vit_small_patch16_rope_224", **ANY)): {256: (43, 109)},
+    ("vitrel_vit_s16_rope_mixed", at("vit_small_patch16_rope_mixed_224", **ANY)): {256: (53, 165)},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ours", "twin"), TWINS, ids=lambda given: given if isinstance(given, str) else "timm")
-def test_at_most_as_many_operators_as_timms(ours, twin):
+def test_hardly_more_operators_than_timms(ours, twin):
     """At the native size, and at another, which rotations do not tell apart; forward and training."""
     for size, allowed in TWINS[ours, twin].items():
         model = vitrel.create_model(ours, **(NARROW["swin"] | {"drop_path_rate": 0.0} if "swin" in ours else NARROW["vit"]))
@@ -74,10 +87,10 @@ def test_at_most_as_many_operators_as_timms(ours, twin):
             with use_backend("sdpa"):  # which a GPU takes
                 count = launches(model, size, train)
             assert count <= allowed[train], f"{ours} at {size}, {train=}: {count} operators"
-            assert max(count, here) <= 1.02 * theirs, f"{ours} at {size}, {train=}: {count}, {here}, timm's {theirs}"
+            assert max(count, here) <= theirs + 4, f"{ours} at {size}, {train=}: {count}, {here}, timm's {theirs}"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_nothing_is_read_back(name):
     model = vitrel.create_model(name, num_classes=2, **few_blocks(name))
     with Unread():
@@ -91,7 +104,7 @@ def test_what_reads_back_is_found():
         torch.ones(3)[torch.ones(3) > 0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_forward_on_a_device_that_holds_no_values(name):
     """With whatever backend "auto" takes on a GPU."""
     model = vitrel.create_model(name, num_classes=2, device="meta", **few_blocks(name))

@@ -12,6 +12,7 @@ from timm.layers import DropPath
 from timm.models import group_modules, group_parameters, save_for_hf
 from timm.optim import param_groups_weight_decay
 
+from helpers import each
 from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained, resolution_report
 from vitrel.layers import Block
 
@@ -34,7 +35,7 @@ def pooled(x, kind, dims):
     return {"avg": average, "max": largest, "avgmax": (average + largest) / 2}[kind]
 
 
-@pytest.mark.parametrize("pool", ["avg", "max", "avgmax", "token", ""])
+@each("pool", ["avg", "max", "avgmax", "token", ""])
 def test_pooling_of_a_vit(pool):
     """Prefix tokens, here a class token and two registers, take no part but in "token" and in ""."""
     model, image = build("vitrel_vit_n8_table", global_pool=pool, reg_tokens=2), torch.randn(2, 3, 48, 72)
@@ -47,7 +48,7 @@ def test_pooling_of_a_vit(pool):
     assert by_pooling == ((True, False) if pool in ("avg", "max", "avgmax") else (False, True))
 
 
-@pytest.mark.parametrize("pool", ["avg", "max", "avgmax", ""])
+@each("pool", ["avg", "max", "avgmax", ""])
 def test_pooling_of_a_swin(pool):
     model, image = build("vitrel_swin_n", global_pool=pool), torch.randn(2, 3, 48, 72)
     x = model.forward_features(image)  # [B, 6, 9, C]
@@ -55,7 +56,7 @@ def test_pooling_of_a_swin(pool):
     torch.testing.assert_close(model(image), model.get_classifier()(x))
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_classifier_back_and_forth(name):
     """No pooling and back, new classes, none and back: always the definition, from the same features."""
     model, image = build(name), torch.randn(2, 3, 48, 72)
@@ -72,7 +73,7 @@ def test_classifier_back_and_forth(name):
     assert torch.equal(model.forward_features(image), features)
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_other_numbers_of_channels(name):
     for channels in (1, 5):
         model = build(name, in_chans=channels)
@@ -101,7 +102,7 @@ def test_register_tokens():
     assert (model(image) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_attention_dropout(name):
     model, plain = build(name, attn_drop_rate=0.5), build(name)
     plain.load_state_dict(model.state_dict())
@@ -118,8 +119,8 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("rates", [dict(proj_drop_rate=0.3), dict(drop_rate=0.1, proj_drop_rate=0.2, drop_path_rate=0.0)])
-@pytest.mark.parametrize("kind", TWINS)
+@each("rates", [dict(proj_drop_rate=0.3), dict(drop_rate=0.1, proj_drop_rate=0.2, drop_path_rate=0.0)])
+@each("kind", TWINS)
 def test_projection_dropout_where_timm_has_it(kind, rates):
     """After attention's projection, inside the MLP and after it."""
     ours, theirs = (timm.create_model(name, **TWINS[kind][2], **rates) for name in TWINS[kind][:2])
@@ -130,9 +131,7 @@ def test_projection_dropout_where_timm_has_it(kind, rates):
     assert sum("proj_drop" in name for name in own) == len(own.keys() - {"head_drop", "head.drop"}) / 3 > 0
 
 
-@pytest.mark.parametrize(
-    "rates", [dict(proj_drop_rate=0.3), dict(pos_drop_rate=0.4), dict(pos_drop_rate=0.1, proj_drop_rate=0.2)]
-)
+@each("rates", [dict(proj_drop_rate=0.3), dict(pos_drop_rate=0.4), dict(pos_drop_rate=0.1, proj_drop_rate=0.2)])
 def test_dropout_of_a_vit_is_timms(rates):
     """The same random numbers drop the same activations; none in evaluation."""
     ours, theirs = (timm.create_model(name, **TWINS["vit"][2], **rates) for name in TWINS["vit"][:2])
@@ -145,14 +144,14 @@ def test_dropout_of_a_vit_is_timms(rates):
     assert (outputs[0] - outputs[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("mlp_norm", [False, True])
+@each("mlp_norm", [False, True])
 def test_projection_dropout_of_swiglu(mlp_norm):
     model = build("vitrel_vit_n8_table", block_args=dict(mlp="swiglu", mlp_norm=mlp_norm), proj_drop_rate=0.5)
     assert {(block.mlp.drop1.p, block.mlp.drop2.p) for block in model.blocks} == {(0.5, 0.5)}
     assert {block.attn.proj_drop.p for block in model.blocks} == {0.5}
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_dropout_before_the_classifier(name):
     model, image = build(name, drop_rate=0.5), torch.randn(2, 3, 64, 40)
     features = model.forward_features(image)
@@ -163,7 +162,7 @@ def test_dropout_before_the_classifier(name):
     assert dropped == pytest.approx(0.5, abs=0.15)
 
 
-@pytest.mark.parametrize("name", PAIR)
+@each("name", PAIR)
 def test_stochastic_depth(name):
     """The rate rises from 0 to `drop_path_rate` with depth; each sample drops attention and MLP independently, in training."""
     model, image = build(name, drop_path_rate=0.5), torch.randn(2, 3, 64, 40)
@@ -191,8 +190,8 @@ def test_stochastic_depth(name):
     assert any((change == 0).all() for change in outcomes)
 
 
-@pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_table", "vitrel_swin_n"])
+@each("coarse", [False, True])
+@each("name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_groups(name, coarse):
     """Stem, blocks (coarse, for a Swin: stages) in order, head: every parameter and every module in one group."""
     model = build(name)
@@ -214,7 +213,7 @@ def test_groups(name, coarse):
     assert all(modules[n.rpartition(".")[0]] == layer[n] for n in layer if "." in n)
 
 
-@pytest.mark.parametrize("name", FOUR)
+@each("name", FOUR)
 def test_copies(name):
     model, image = build(name), torch.randn(2, 3, 72, 56)
     expected = model(image)
@@ -253,7 +252,7 @@ def test_a_composition_through_a_folder(tmp_path):
 UNTRAINED = (72, 104)  # pixels; the models are built for 64x64
 
 
-@pytest.mark.parametrize("name", FOUR)
+@each("name", FOUR)
 def test_half_precision_stays_near_float32(name):
     """Logits of standard deviation 0.14 to 0.77, largest errors over 8 seeds on a CPU: bfloat16 0.015, float16 0.0015,
     autocast 0.010. The bounds are three times that."""
@@ -273,7 +272,7 @@ def test_half_precision_stays_near_float32(name):
             torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("name", FOUR)
+@each("name", FOUR)
 def test_double_precision_agrees_with_float32(name):
     model, image = build(name, std=0.05), torch.randn(2, 3, *UNTRAINED)
     double = copy.deepcopy(model).double()(image.double())
@@ -285,7 +284,7 @@ def test_double_precision_agrees_with_float32(name):
     assert torch.equal(created(image.double()), double)
 
 
-@pytest.mark.parametrize(("name", "dtype"), itertools.product(PAIR, [torch.bfloat16, torch.float64]))
+@each(("name", "dtype"), itertools.product(PAIR, [torch.bfloat16, torch.float64]))
 def test_training_step_in_another_precision(name, dtype):
     model = build(name, std=0.05).to(dtype).train()
     model(torch.randn(2, 3, *UNTRAINED, dtype=dtype)).square().sum().backward()

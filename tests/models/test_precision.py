@@ -6,10 +6,13 @@ import pytest
 import timm
 import torch
 
-from helpers.variants import IN_ATTENTION, KEYS
+from helpers import each
 
-MODELS = [("vitrel_vit_ti16_none", key) for key in KEYS] + [("vitrel_swin_t", key) for key in IN_ATTENTION]
-FAR = ("rope_mixed", "alibi")  # at 1024 px, where a table says nothing that it does not at 512
+# Positions that grow with the grid, one learned by offset and one added to tokens; that terms are those of float32 is tested of
+# every encoding in tests/position.
+MODELS = [("vitrel_vit_ti16_none", key, size) for key, size in [("rope_mixed", 1024), ("alibi", 1024), ("absolute", 512)]]
+MODELS += [("vitrel_vit_ti16_none", key, 512) for key in ("transformer_xl", "fire", "pape")]
+MODELS += [("vitrel_swin_t", key, 512) for key in ("cpb", "table")]
 SMALL = {
     "vitrel_vit_ti16_none": dict(embed_dim=32, num_heads=2, depth=1),
     "vitrel_swin_t": dict(embed_dim=16, depths=(2, 2), num_heads=(2, 2)),
@@ -35,12 +38,10 @@ def outputs(model, image):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [224, 512])
-@pytest.mark.parametrize(("name", "key"), MODELS, ids=[f"{name}-{key}" for name, key in MODELS])
+@pytest.mark.parametrize(("name", "key", "size"), MODELS)
 def test_half_precision_at_any_size(name, key, size):
     """Trained at 224 px. The bounds are twice the largest error of models of two blocks (0.049 and 0.0059, on a CPU)."""
     model = build(name, key)
-    size = 1024 if size == 512 and key in FAR else size
     image = torch.randn(1, 3, size, size)
     with torch.inference_mode():
         exact = model(image)
@@ -50,7 +51,7 @@ def test_half_precision_at_any_size(name, key, size):
             assert error <= BOUNDS[mode], f"{mode}: {error:.4f}"
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_ti16_none", "vitrel_swin_t"])
+@each("name", ["vitrel_vit_ti16_none", "vitrel_swin_t"])
 def test_channels_last_images(name):
     model, image = build(name, "table" if "swin" in name else "rope_mixed"), torch.randn(2, 3, 96, 160)
     torch.testing.assert_close(model(image.to(memory_format=torch.channels_last)), model(image), atol=1e-5, rtol=1e-5)
@@ -58,9 +59,7 @@ def test_channels_last_images(name):
     torch.testing.assert_close(model(image.to(memory_format=torch.channels_last)), model(image), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "key", ["rope_axial", "rope_mixed", "rope_normalized", "alibi", "log_decay", "cpb", "fire", "transformer_xl"]
-)
+@each("key", ["rope_axial", "rope_mixed", "rope_normalized", "alibi", "log_decay", "cpb", "fire", "transformer_xl"])
 def test_positions_are_computed_in_float32(key):
     """In bfloat16 a position at 1024 px would be off by whole patches: the terms are those of float32, rounded at the end."""
     exact = build("vitrel_vit_ti16_none", key)

@@ -9,6 +9,7 @@ from timm.models import save_for_hf
 from timm.optim import param_groups_weight_decay
 
 import vitrel
+from helpers import each
 from vitrel import POSITIONS
 from vitrel.models.create import on_meta
 
@@ -56,7 +57,7 @@ EVERY = [*dict.fromkeys([*SMALL, *(name for name in NAMES if re.fullmatch(PUBLIS
 EACH_SIZE = [name for name in NAMES if re.fullmatch(r"vitrel_(vit_[a-z0-9]+_table|swin_[a-z]|swinv2_[a-z])", name)]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@each("name", EVERY)
 def test_config_and_construction_on_meta(name):
     stages = 3 if re.match(r"vitrel_swin(v2)?_n", name) else 4
     model = timm.create_model(name, device="meta", **({"depth": 1} if "_vit_" in name else {"depths": (1,) * stages}))
@@ -187,9 +188,7 @@ def test_set_input_size_takes_timms_call():
         vit.set_input_size(224, patch_size=16)
 
 
-@pytest.mark.parametrize(
-    "name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"]
-)
+@each("name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"])
 def test_initialization_after_the_meta_device(name):
     """to_empty leaves garbage in every tensor; init_weights draws parameters and refills the constants of fixed encodings."""
     model = timm.create_model(name, num_classes=4, device="meta").to_empty(device="cpu")
@@ -220,7 +219,7 @@ def test_rectangular_patches_and_other_depths():
     assert len(timm.create_model("vitrel_swin_n", depths=(2, 2), num_heads=(1, 2), features_only=True).feature_info) == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("keywords", "error", "text"),
     [
         (dict(position="tabel"), ValueError, "did you mean 'table'"),
@@ -246,7 +245,7 @@ def test_construction_errors(keywords, error, text):
         timm.create_model("vitrel_vit_n8_table", **keywords)
 
 
-@pytest.mark.parametrize("window", [0, -3, (4, 0)])
+@each("window", [0, -3, (4, 0)])
 def test_windows_must_be_positive(window):
     with pytest.raises(ValueError, match=r"window (height|width) must be at least 1 token, not"):
         timm.create_model("vitrel_swin_n", window_size=window)
@@ -288,7 +287,7 @@ def test_a_damaged_folder_is_named_with_the_way_out(tmp_path, text):
         vitrel.create_model(f"local-dir:{tmp_path}/none")
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_input_errors(name):
     model = timm.create_model(name)
     patch = model.patch_embed.patch_size[0]
@@ -300,7 +299,7 @@ def test_input_errors(name):
         model(torch.zeros(1, 1, 64, 64))
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_cpb", "vitrel_swinv2_n", "test_vit", "swin_tiny_patch4_window7_224"])
+@each("name", ["vitrel_vit_n8_cpb", "vitrel_swinv2_n", "test_vit", "swin_tiny_patch4_window7_224"])
 def test_a_model_on_the_meta_device_has_the_shapes_of_the_model(name):
     with on_meta():
         shapes = timm.create_model(name)

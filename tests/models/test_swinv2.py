@@ -9,6 +9,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.swin_transformer_v2 import WindowAttention as TimmAttention
 
 import vitrel
+from helpers import each
 from vitrel.grid import Grid
 from vitrel.layers import Attention
 from vitrel.ops.window import windows
@@ -40,8 +41,8 @@ def assert_same(ours, theirs, image, tolerance):
         assert (parameter.grad - expected[name]).norm() <= tolerance * (1 + expected[name].norm()), name
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-@pytest.mark.parametrize(
+@each("backend", ["sdpa", "reference"])
+@each(
     "options",
     [
         dict(img_size=64, window_size=4, depths=(2, 2), num_heads=(2, 4)),
@@ -87,7 +88,7 @@ def test_tiny_equals_timm_at_256():
     assert_same(ours, theirs, torch.randn(1, 3, 256, 256), 2e-5)
 
 
-@pytest.mark.parametrize(("name", "peer"), [("t", "tiny"), ("s", "small"), ("b", "base")])
+@each(("name", "peer"), [("t", "tiny"), ("s", "small"), ("b", "base")])
 def test_shapes_of_the_published_models(name, peer):
     ours = timm.create_model(f"vitrel_swinv2_{name}", device="meta")
     theirs = timm.create_model(f"swinv2_{peer}_window8_256", device="meta")
@@ -129,7 +130,7 @@ def test_no_weight_decay():
     assert len(scales) == 6 and model.no_weight_decay() == scales | model.position_parameters()
 
 
-@pytest.mark.parametrize("position", ["none", "table", "factorized", "rope_axial", "rope_mixed", "absolute+rope_mixed+table"])
+@each("position", ["none", "table", "factorized", "rope_axial", "rope_mixed", "absolute+rope_mixed+table"])
 def test_any_position_at_any_size(position):
     model = perturb(timm.create_model("vitrel_swinv2_n", position=position, num_classes=5))
     for size in [(64, 64), (72, 40), (30, 100)]:
@@ -150,8 +151,8 @@ def opposed(dim, heads, window, shift):
     return attn
 
 
-@pytest.mark.parametrize(("h", "w"), [(8, 8), (7, 10), (3, 5), (12, 6)])
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@each(("h", "w"), [(8, 8), (7, 10), (3, 5), (12, 6)])
+@each("backend", ["sdpa", "reference"])
 def test_no_weight_leaks_at_the_largest_scale(h, w, backend):
     """Each token sees its own region at cosine -1 (logit -100), all others at +1 (logit 100): exactly zero weight there."""
     attn, (mh, mw), shift = opposed(8, 1, (4, 4), (2, 2)), (4, 4), (2, 2)

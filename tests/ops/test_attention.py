@@ -9,6 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
+from helpers import each
 from helpers.variants import GENERAL, refusal
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, window_attention
@@ -85,9 +86,9 @@ def serves(backend, terms, grid):
         pytest.skip(f"{backend} refuses these terms, as it says: {reason}")
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("fields", [[], *([f] for f in FIELDS), FIELDS], ids=lambda f: "+".join(f) or "plain")
+@each("backend", GENERAL)
+@each("grid", GRIDS, ids=str)
+@each("fields", [[], *([f] for f in FIELDS), FIELDS], ids=lambda f: "+".join(f) or "plain")
 def test_equals_the_oracle(fields, grid, backend):
     terms, _, angle = make_terms(grid, fields)
     serves(backend, terms, grid)
@@ -97,8 +98,8 @@ def test_equals_the_oracle(fields, grid, backend):
         np.testing.assert_allclose(out[b].numpy(), oracle(q[b], k[b], v[b], terms, grid, angle), atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("fields", [FIELDS, [f for f in FIELDS if f != "value"]], ids=["all", "no value"])
+@each("backend", GENERAL)
+@each("fields", [FIELDS, [f for f in FIELDS if f != "value"]], ids=["all", "no value"])
 def test_gradients(fields, backend):
     """Every input and every term against finite differences."""
     grid = Grid(2, 3, 1)
@@ -118,8 +119,8 @@ def test_gradients(fields, backend):
     assert gradcheck(function, (q, k, v, *leaves), atol=1e-6, fast_mode=True)  # a random projection of the Jacobian
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("kind", ["bool", "additive"])
+@each("backend", GENERAL)
+@each("kind", ["bool", "additive"])
 def test_masks(backend, kind):
     """True means attend; a query that sees no key returns 0, with finite gradients everywhere."""
     grid = Grid(2, 3, 1)
@@ -137,8 +138,8 @@ def test_masks(backend, kind):
         assert gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("queries", [1, 3, 7])
+@each("backend", GENERAL)
+@each("queries", [1, 3, 7])
 def test_fewer_queries_are_the_last_rows(backend, queries):
     grid = Grid(2, 3, 1)
     terms, _, _ = make_terms(grid, FIELDS if backend == "reference" else [f for f in FIELDS if f != "value"])
@@ -148,7 +149,7 @@ def test_fewer_queries_are_the_last_rows(backend, queries):
     torch.testing.assert_close(part, whole[:, :, -queries:], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
+@each("backend", GENERAL)
 def test_a_temperature_is_a_scale(backend):
     grid = Grid(2, 3)
     terms, _, _ = make_terms(grid, ["bias", "query", "key", "rotary", "query_bias", "scale"])
@@ -158,8 +159,8 @@ def test_a_temperature_is_a_scale(backend):
     torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", GENERAL)
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("backend", GENERAL)
 def test_low_precision_inputs(backend, dtype):
     """float32 terms with half-precision q, k, v: the output has v's type and stays near the float32 result."""
     grid = Grid(4, 5)
@@ -174,7 +175,7 @@ def test_low_precision_inputs(backend, dtype):
     torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
+@each("backend", GENERAL)
 def test_dropout_is_unbiased(backend):
     q, k = torch.zeros(2, 1, 2, 6, 4)
     v = torch.ones(1, 2, 6, 4)
@@ -183,7 +184,7 @@ def test_dropout_is_unbiased(backend):
     assert out.mean() == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shapes", "grid", "backend", "text"),
     [
         (((1, 2, 6, 4),) * 3, Grid(2, 4), "auto", "6 keys and 6 values do not fit the 2x4 grid with 0 prefix tokens"),
@@ -201,7 +202,7 @@ def test_errors(shapes, grid, backend, text):
         attention(*(torch.zeros(s) for s in shapes), Terms(), grid, backend=backend)
 
 
-@pytest.mark.parametrize(
+@each(
     ("mask", "text"),
     [
         (torch.ones(6, 6, dtype=torch.int64), r"bool \(True = attend\) or additive floats, not torch.int64; use mask.bool\(\)"),
@@ -214,9 +215,9 @@ def test_integer_masks_are_refused(mask, text):
         attention(*torch.zeros(3, 1, 2, 6, 4), Terms(), Grid(2, 3), mask)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6), (6, 1), (2, 1, 1, 6), (1, 2, 6, 6)])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64, torch.bfloat16])
+@each("backend", GENERAL)
+@each("shape", [(), (6,), (6, 6), (1, 6), (6, 1), (2, 1, 1, 6), (1, 2, 6, 6)])
+@each("dtype", [torch.bool, torch.float32, torch.float64, torch.bfloat16])
 def test_any_mask_that_broadcasts(shape, dtype, backend):
     q, k, v = torch.randn(3, 2, 2, 6, 4)
     mask = torch.rand(shape) > 0.3 if dtype == torch.bool else torch.randn(shape).to(dtype)
@@ -227,8 +228,8 @@ def test_any_mask_that_broadcasts(shape, dtype, backend):
     torch.testing.assert_close(attention(q, k, v, Terms(), Grid(2, 3), mask, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("backend", GENERAL)
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_a_large_finite_penalty_is_not_a_mask(dtype, backend):
     """A row at -1e9 or at float32's minimum sees every key alike; rounded to -inf in half precision it would see none."""
     q, k, v = torch.zeros(3, 1, 1, 6, 4).to(dtype)
@@ -238,7 +239,7 @@ def test_a_large_finite_penalty_is_not_a_mask(dtype, backend):
         torch.testing.assert_close(out, v, atol=0.01, rtol=0.01)
 
 
-@pytest.mark.parametrize(
+@each(
     ("terms", "text"),
     [
         (Terms(tables=(Table(bias=torch.zeros(2, 13 * 13)),)), r"bias table over 'hw' has shape \(2, 169\).* needs \(2, 15\)"),
@@ -261,8 +262,8 @@ def test_terms_of_another_grid_are_refused(terms, text):
         window_attention(torch.zeros(1, 5, 5, 24), terms, Grid(5, 5), (2, 3), (0, 0), 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cast", [False, True])
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("cast", [False, True])
 def test_parabolas_that_cancel(dtype, cast):
     """All along one diagonal, so rows, columns and diagonals cancel on the other: summed in float32, whatever q's type."""
     grid = Grid(24, 20)
@@ -277,7 +278,7 @@ def test_parabolas_that_cancel(dtype, cast):
             assert (found.float() - exact).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each("grid", GRIDS, ids=str)
 def test_biases_of_all_axes_as_one(grid):
     terms, _, _ = make_terms(grid, ["bias"])
     expected = sum(table.bias[:, grid.index(table.axis)] for table in terms.tables)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import oracles
+from helpers import each
 from helpers.variants import IN_ATTENTION, VARIANTS, make, oracle_logits, perturbed, serving, spread
 from vitrel import Grid
 from vitrel.ops import attention, window_attention
@@ -26,7 +27,7 @@ def regions(h, w, window, shift):
     return found.values()
 
 
-@pytest.mark.parametrize(("key", "options", "size"), spread(CASES, [(5, 7), (3, 4), (2, 9), (9, 6)]))
+@each(("key", "options", "size"), spread(CASES, [(5, 7), (3, 4), (2, 9), (9, 6)]))
 def test_equals_the_oracle_of_each_window(key, options, size):
     """Alike for every backend that takes the terms; Shaw's values have a test of their own below."""
     (h, w), window, shift, heads, dim = size, (3, 4), (1, 2), 4, 8
@@ -49,7 +50,7 @@ def test_equals_the_oracle_of_each_window(key, options, size):
         np.testing.assert_allclose(out[0].view(h, w, heads, dim).numpy(), expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
+@each("per_head", [False, True])
 def test_values_of_shaw(per_head):
     """One window at a time, as global attention in which the tokens of other windows are masked."""
     window, shift, heads, dim, (h, w) = (3, 4), (1, 2), 2, 8, (5, 7)
@@ -67,7 +68,7 @@ def test_values_of_shaw(per_head):
             torch.testing.assert_close(out[:, y, x], own[:, :, slot].flatten(1), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize(("key", "options"), CASES, ids=str)
+@each(("key", "options"), CASES, ids=str)
 def test_backends_agree_on_gradients(key, options):
     options = options | ({"values": False} if key == "shaw" else {})
     encoding = perturbed(make(key, Grid(3, 4), 2, 8, dtype=double, **options))

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import vmap
 
+from helpers import each
 from helpers.variants import IN_ATTENTION, make, perturbed, tensors
 from vitrel import Grid, Table, Terms
 from vitrel.ops import BACKENDS, attention, window_attention
@@ -103,7 +104,7 @@ def assert_near(found, expected):
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize(("entry", "name", "axis"), CASES)
+@each(("entry", "name", "axis"), CASES)
 def test_one_tensor_alone_requires_a_gradient(entry, name, axis):
     """Its gradient is the reference's. Backends without a backward pass refuse; no other backend refuses for a gradient."""
     run, leaf = runner(entry, name, axis)
@@ -121,7 +122,7 @@ def test_one_tensor_alone_requires_a_gradient(entry, name, axis):
             assert_near(torch.autograd.grad((out * weight).sum(), leaf)[0], expected)
 
 
-@pytest.mark.parametrize(("entry", "name", "axis"), CASES)
+@each(("entry", "name", "axis"), CASES)
 def test_one_tensor_alone_in_forward_mode(entry, name, axis):
     run, leaf = runner(entry, name, axis)
     tangent, found = torch.randn_like(leaf), {}
@@ -135,7 +136,7 @@ def test_one_tensor_alone_in_forward_mode(entry, name, axis):
     assert INTERPRETED or len(found) > 1 or name in ("value", *OUTSIDE[4:])
 
 
-@pytest.mark.parametrize(("entry", "name", "axis"), CASES)
+@each(("entry", "name", "axis"), CASES)
 def test_one_tensor_alone_is_mapped(entry, name, axis):
     """torch.func.vmap over it, as over the parameters of an ensemble: values and gradients of a loop."""
     run, leaf = runner(entry, name, axis)
@@ -217,9 +218,9 @@ def out_of_range(kind, size):
     return bias, Terms(tables=tuple(tables))
 
 
-@pytest.mark.parametrize(("dtype", "cast"), HALVES)
-@pytest.mark.parametrize("kind", RANGES)
-@pytest.mark.parametrize("entry", ENTRIES)
+@each(("dtype", "cast"), HALVES)
+@each("kind", RANGES)
+@each("entry", ENTRIES)
 def test_finite_biases_out_of_range_stay_finite(entry, kind, dtype, cast):
     """Rounded to half precision they would be infinite: NaN for a bonus, and a penalty of all keys would hide them."""
     bias, terms = out_of_range(kind, far(dtype))
@@ -245,8 +246,8 @@ def test_finite_biases_out_of_range_stay_finite(entry, kind, dtype, cast):
     assert INTERPRETED or count > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@each("dtype", [torch.float16, torch.float32], ids=str)
+@each("backend", ["sdpa", "reference"])
 def test_masks_and_biases_of_a_wider_type(backend, dtype):
     """In float64, at its limit: finite, and no pair is hidden."""
     k, v = (torch.randn(1, HEADS, GRID.tokens, D).to(dtype) for _ in range(2))
@@ -258,8 +259,8 @@ def test_masks_and_biases_of_a_wider_type(backend, dtype):
         torch.testing.assert_close(out, v.mean(-2, keepdim=True).expand_as(v), atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("key", ["table", "factorized", "rope_mixed", "decomposed"] if INTERPRETED else IN_ATTENTION)
-@pytest.mark.parametrize("entry", ENTRIES)
+@each("key", ["table", "factorized", "rope_mixed", "decomposed"] if INTERPRETED else IN_ATTENTION)
+@each("entry", ENTRIES)
 def test_a_batch_of_no_image_gives_gradients_of_zero(entry, key):
     """As the sum over an empty batch: not None, which an optimizer or a distributed reduction would take otherwise."""
     encoding = perturbed(make(key, GRID, HEADS, D))

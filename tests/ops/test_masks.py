@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from helpers import each
 from helpers.variants import GENERAL
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention
@@ -28,10 +29,10 @@ def random_mask(kind, *shape):
     return visible if kind == "bool" else torch.randn(shape, dtype=double).masked_fill(~visible, -math.inf)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("kind", ["bool", "additive"])
-@pytest.mark.parametrize("leading", [(), (1, 1), (2, 1), (1, 2), (2, 2), (2,)], ids=str)
-@pytest.mark.parametrize("queries", [1, 3, 7])
+@each("backend", GENERAL)
+@each("kind", ["bool", "additive"])
+@each("leading", [(), (1, 1), (2, 1), (1, 2), (2, 2), (2,)], ids=str)
+@each("queries", [1, 3, 7])
 def test_fewer_queries_with_a_mask(queries, leading, kind, backend):
     """A mask of the last M queries gives the last M rows of the whole; a row that sees nothing is 0. Gradients too."""
     (q, k, v), terms, grid = problem()
@@ -47,7 +48,7 @@ def test_fewer_queries_with_a_mask(queries, leading, kind, backend):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
+@each("backend", GENERAL)
 def test_a_mask_over_keys_alone(backend):
     """[B, 1, 1, N], as for padded batches: hidden keys and their values have no effect on any query."""
     (q, k, v), terms, grid = problem()
@@ -59,7 +60,7 @@ def test_a_mask_over_keys_alone(backend):
     torch.testing.assert_close(out, other, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
+@each("backend", GENERAL)
 def test_a_causal_mask_equals_growing_keys(backend):
     """Query by query with a causal mask: decoding one token at a time gives the same rows as one call."""
     (q, k, v), terms, grid = problem(Grid(1, 6))
@@ -73,8 +74,8 @@ def test_a_causal_mask_equals_growing_keys(backend):
     torch.testing.assert_close(last, whole[:, :, 5:], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["bool", "additive"])
-@pytest.mark.parametrize("key", ["lookhere", "xpos", "lookhere+table"])
+@each("kind", ["bool", "additive"])
+@each("key", ["lookhere", "xpos", "lookhere+table"])
 def test_a_mask_and_a_field_of_view(key, kind):
     """A head whose visible keys are all masked sees none and returns 0, whichever of the two hid them."""
     grid = Grid(3, 3)

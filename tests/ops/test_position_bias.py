@@ -4,14 +4,15 @@ import pytest
 import torch
 
 import vitrel
+from helpers import each
 from vitrel import POSITIONS, Grid, create_position
 from vitrel.ops.reference import masked_logits
 
 CONTENT = {"shaw", "decomposed", "transformer_xl", "deberta", "rope_axial", "rope_mixed", "rope_normalized", "xpos", "pape"}
 
 
-@pytest.mark.parametrize("grid", [Grid(3, 4), Grid(2, 5, 2)])
-@pytest.mark.parametrize("key", [key for key, encoding in POSITIONS.items() if encoding.site == "attention"])
+@each("grid", [Grid(3, 4), Grid(2, 5, 2)])
+@each("key", [key for key, encoding in POSITIONS.items() if encoding.site == "attention"])
 def test_it_is_what_the_reference_adds_or_is_refused(key, grid):
     torch.manual_seed(0)
     encoding = create_position(key, Grid(3, 3, grid.prefix), 2, 8)

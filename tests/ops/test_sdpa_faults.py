@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
+from helpers import each
 from helpers.gpu import autocast
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, sdpa, sdpa_faults, window_attention
@@ -22,7 +23,7 @@ TABLES_ONLY = TRAINED._replace(grad=False, mask_grad=True)
 CUDNN, EFFICIENT = {"CUDNN_ATTENTION"}, {"EFFICIENT_ATTENTION"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("stack", "case", "kernels"),
     [
         # pytorch 196678: 64 keys modulo 128

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import oracles
+from helpers import each
 from helpers.variants import GENERAL
 from vitrel import Grid, Table, Terms
 from vitrel.ops import window_attention
@@ -47,9 +48,9 @@ def check(h, w, window, shift, backend, heads=2, dim=4):
 GRIDS = [(1, 1), (5, 5), (7, 7), (12, 12), (12, 9), (8, 20), (3, 16), (14, 14), (15, 6), (1, 30), (30, 1)]
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize("shift", [(0, 0), (3, 3), (2, 0)])
-@pytest.mark.parametrize("size", GRIDS, ids=lambda s: f"{s[0]}x{s[1]}")
+@each("backend", GENERAL)
+@each("shift", [(0, 0), (3, 3), (2, 0)])
+@each("size", GRIDS, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_equals_the_brute_force_oracle(size, shift, backend):
     h, w = size
     qkv, table = torch.randn(1, h, w, 3 * 2 * 4, dtype=double), torch.randn(2, 13, 13, dtype=double)
@@ -59,10 +60,8 @@ def test_equals_the_brute_force_oracle(size, shift, backend):
     torch.testing.assert_close(canvas(qkv, (7, 7), shift, 2, table)[0], torch.from_numpy(expected), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("backend", GENERAL)
-@pytest.mark.parametrize(
-    ("window", "shift"), [((7, 7), (3, 3)), ((4, 6), (2, 3)), ((5, 3), (0, 2)), ((8, 8), (7, 1)), ((1, 1), (0, 0))]
-)
+@each("backend", GENERAL)
+@each(("window", "shift"), [((7, 7), (3, 3)), ((4, 6), (2, 3)), ((5, 3), (0, 2)), ((8, 8), (7, 1)), ((1, 1), (0, 0))])
 def test_outputs_and_gradients(window, shift, backend):
     for h, w in [(1, 1), (2, 11), (6, 7), (9, 9), (13, 8), (10, 17), (30, 5)]:
         check(h, w, window, shift, backend)
@@ -87,9 +86,9 @@ def test_padding_is_never_seen_and_nothing_wraps():
         assert seen.sum() == pytest.approx(1.0) and seen[3:].sum() == 0 and seen[:, 3:].sum() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [(5, 5), (8, 8), (8, 6), (3, 9)])
-@pytest.mark.parametrize("backend", GENERAL)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("size", [(5, 5), (8, 8), (8, 6), (3, 9)])
+@each("backend", GENERAL)
 def test_masks_hold_against_large_logits(size, dtype, backend):
     """The first region, cut off by the shift, sees itself at logits of -200 and v = 1; padding and the far side of the cyclic
     border have logits of +200 and v = 1000, which a mask of -100 would let through."""
@@ -102,7 +101,7 @@ def test_masks_hold_against_large_logits(size, dtype, backend):
     torch.testing.assert_close(out, v.to(dtype), atol=0, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         (dict(window=(0, 7)), "window height must be at least 1 token, not 0"),

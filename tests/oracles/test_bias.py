@@ -7,6 +7,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import oracles
+from helpers import each
 from oracles.bias import log_spaced
 from oracles.inputs import assert_same, draw, from_corner, no_content, qkv
 
@@ -66,7 +67,7 @@ def test_directions():
     assert_allclose(logits[0, below_right, 8], -math.log(1 + 20**0.5))
 
 
-@pytest.mark.parametrize(("key", "options"), [("alibi", {}), ("log_decay", {"decay": 0.7})])
+@each(("key", "options"), [("alibi", {}), ("log_decay", {"decay": 0.7})])
 def test_renormalized_distances_are_in_patches_of_the_training_grid(key, options):
     rule = oracles.ORACLES[key]
     kept = from_corner(rule(*no_content(2, 3), **options)[0], 2, 3)

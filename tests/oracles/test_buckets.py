@@ -3,10 +3,10 @@
 import math
 
 import numpy as np
-import pytest
 from numpy.testing import assert_allclose
 
 import oracles
+from helpers import each
 from oracles.inputs import no_content
 
 
@@ -19,7 +19,7 @@ def test_published_boundaries():
         assert oracles.t5_bucket(-distance) == (bucket + 16 if distance else 0)
 
 
-@pytest.mark.parametrize(("num_buckets", "max_distance", "bidirectional"), [(32, 128, False), (8, 4, True), (12, 20, True)])
+@each(("num_buckets", "max_distance", "bidirectional"), [(32, 128, False), (8, 4, True), (12, 20, True)])
 def test_the_formula_as_published(num_buckets, max_distance, bidirectional):
     """T5's own floating-point formula, a hair above its exact powers; it measures key minus query."""
     count = num_buckets // 2 if bidirectional else num_buckets
@@ -41,8 +41,8 @@ def test_defaults_follow_the_training_length():
     assert oracles.t5_axis(14, max_distance=128)[0] < oracles.t5_axis(14)[0]
 
 
-@pytest.mark.parametrize("length", [2, 3, 7, 14, 16, 24, 200])
-@pytest.mark.parametrize("bidirectional", [True, False])
+@each("length", [2, 3, 7, 14, 16, 24, 200])
+@each("bidirectional", [True, False])
 def test_every_default_bucket_is_reached_in_training_and_no_other_at_a_larger_grid(length, bidirectional):
     count, farthest = oracles.t5_axis(length, bidirectional=bidirectional)
 

@@ -5,6 +5,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import oracles
+from helpers import each
 from oracles.inputs import assert_same, no_content, qkv
 
 ABOVE, BELOW, LEFT, RIGHT = range(4)
@@ -79,7 +80,7 @@ def test_sizes_of_the_views():
         assert all(seen(fov, 0, 0)) and all(any(seen(fov, *delta)) for delta in offsets)
 
 
-@pytest.mark.parametrize(
+@each(
     ("heads", "fov", "expected"),
     [
         (1, 90, [1 / 4]),

@@ -7,6 +7,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import oracles
+from helpers import each
 from oracles.inputs import assert_same, draw, qkv
 from oracles.rotary import content_factor, rescaled
 
@@ -25,7 +26,7 @@ def test_axial_is_a_mixed_rope():
         assert_same(oracles.rope_axial(*qkv(3, 4, 1, width=16), base=base), expected)
 
 
-@pytest.mark.parametrize("base", [100.0, 10.0])
+@each("base", [100.0, 10.0])
 def test_normalized_is_a_mixed_rope_of_the_grids_size(base):
     """A step along an axis of n is 2/n of the coordinate, 4 pi / n / period of angle; only differences count."""
     h, w = 3, 5

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers import each
 from vitrel import Grid, Terms, combine, create_position
 from vitrel.position import split_position
 
@@ -40,7 +41,7 @@ def test_two_rotations_are_refused():
         combine(once, once)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error", "text"),
     [
         (("tabel", (4, 4), 2, 8), ValueError, "unknown position 'tabel'; did you mean 'table'"),
@@ -59,7 +60,7 @@ def test_unknown_option():
         create_position("table", (4, 4), 2, 8, bse=3)
 
 
-@pytest.mark.parametrize("key", ["absolute", "table", "factorized"])
+@each("key", ["absolute", "table", "factorized"])
 def test_prefix_tokens_must_agree(key):
     with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, but the grid has 1"):
         create_position(key, (4, 4), 2, 8)(Grid(4, 4, 1))

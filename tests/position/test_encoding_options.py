@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import oracles
+from helpers import each
 from helpers.variants import KEYS, attend, make, oracle_output, perturbed, qkv, tensors
 from vitrel import POSITIONS, Grid, create_position
 
 
-@pytest.mark.parametrize("base", [None, 10.0, 50.0])
+@each("base", [None, 10.0, 50.0])
 def test_frequencies_of_rope_mixed(base):
     """Magnitudes base^(-4t/D), base 10 unless given, once along a random direction per head and once at right angles to it."""
     heads, n = 64, 4
@@ -29,7 +30,7 @@ def test_frequencies_of_rope_mixed(base):
     assert turn[0] < -2.5 and turn[-1] > 2.5 and turn.diff().max() < 1  # all around, not one direction for all heads
 
 
-@pytest.mark.parametrize("base", [None, 100.0, 10.0])
+@each("base", [None, 100.0, 10.0])
 def test_frequencies_of_rope_axial(base):
     encoding = create_position("rope_axial", Grid(3, 3), 2, 16, **({} if base is None else {"base": base}))
     cos, sin = encoding(Grid(2, 2, 1)).rotary  # [1, N, D/2]
@@ -39,7 +40,7 @@ def test_frequencies_of_rope_axial(base):
         torch.testing.assert_close((cos[0, row], sin[0, row]), (angle.cos(), angle.sin()))
 
 
-@pytest.mark.parametrize("base", [None, 10000.0, 100.0])
+@each("base", [None, 10000.0, 100.0])
 def test_frequencies_of_sincos(base):
     encoding = create_position("sincos", Grid(3, 3), 2, 8, **({} if base is None else {"base": base}))
     frequency = torch.tensor([(base or 10000.0) ** (-t / 4) for t in range(4)])
@@ -56,8 +57,8 @@ def test_base_of_transformer_xl():
     torch.testing.assert_close(rows[2, :4], torch.tensor([math.sin(1), math.sin(0.1), math.cos(1), math.cos(0.1)]))
 
 
-@pytest.mark.parametrize("policy", ["linear", "ntk", "yarn"])
-@pytest.mark.parametrize("key", ["rope_axial", "rope_mixed"])
+@each("policy", ["linear", "ntk", "yarn"])
+@each("key", ["rope_axial", "rope_mixed"])
 def test_rope_policies_act_on_larger_grids_alone(key, policy):
     torch.manual_seed(0)
     plain, scaled = make(key, Grid(6, 5), dim=16), make(key, Grid(6, 5), dim=16, policy=policy)
@@ -74,7 +75,7 @@ def test_rope_policies_act_on_larger_grids_alone(key, policy):
         assert torch.equal(plain(larger).rotary[0][..., :4], scaled(larger).rotary[0][..., :4])
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_log_n_temperature(key):
     """The factor of the oracle at any grid, exactly 1 at the trained one, and no parameter renamed."""
     trained = Grid(4, 3, 1)
@@ -119,7 +120,7 @@ def test_alibi_slopes():
         assert not list(fixed.parameters()) and list(dict(learned.named_parameters())) == ["slopes"]
 
 
-@pytest.mark.parametrize("key", ["alibi", "log_decay"])
+@each("key", ["alibi", "log_decay"])
 def test_directional_begins_symmetric_and_can_lean(key):
     plain, directional = make(key, Grid(3, 4)), make(key, Grid(3, 4), directional=True)
     directional.load_state_dict(plain.state_dict(), strict=False)
@@ -139,8 +140,8 @@ def test_positive_parameters_stay_positive():
     assert 0.02 <= a.min() < 0.2 and 1.8 < a.max() <= 2 and 0.01 <= b.min() < 0.1 and 0.9 < b.max() <= 1
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 12, 16, 24])
-@pytest.mark.parametrize("fov", [180, 90, 45])
+@each("heads", [1, 2, 3, 4, 6, 12, 16, 24])
+@each("fov", [180, 90, 45])
 def test_lookhere_heads(heads, fov):
     """Every token sees itself; the last heads see everything; the fields of view have the angle they say."""
     bias = make("lookhere", Grid(3, 3), heads, fov=fov)(Grid(41, 41)).tables[0].bias
@@ -164,7 +165,7 @@ def test_lookhere_with_one_head_warns_that_no_head_is_directed():
         make("lookhere", Grid(3, 3), 2)
 
 
-@pytest.mark.parametrize(("fov", "heads"), [(180, 5), (90, 11), (45, 11)])
+@each(("fov", "heads"), [(180, 5), (90, 11), (45, 11)])
 def test_lookhere_has_every_view_from_as_many_heads_on_as_it_says(fov, heads):
     def views(count):
         bias = make("lookhere", Grid(3, 3), count, fov=fov)(Grid(3, 3)).tables[0].bias
@@ -201,7 +202,7 @@ def test_xpos_is_bounded_towards_prefix_tokens():
 DRAWN = ["absolute", "table", "factorized", "clipped", "t5", "shaw", "deberta", "decomposed", "transformer_xl"]
 
 
-@pytest.mark.parametrize("key", DRAWN)
+@each("key", DRAWN)
 def test_standard_deviation_at_initialization(key):
     for options in [{}] if key == "absolute" else [{}, {"init_std": 0.3}]:
         for parameter in create_position(key, Grid(40, 50), 8, 8, **options).parameters():
@@ -250,8 +251,8 @@ def test_transformer_xl_under_a_temperature():
 SHARED = [key for key, encoding in POSITIONS.items() if encoding.rotates] + ["sincos", "transformer_xl"]  # by the axes
 
 
-@pytest.mark.parametrize(("trained", "grid"), [((1, 5), (1, 8, 1)), ((5, 1), (8, 1, 1)), ((1, 1), (3, 1)), ((4, 1), (3, 4, 1))])
-@pytest.mark.parametrize("key", SHARED)
+@each(("trained", "grid"), [((1, 5), (1, 8, 1)), ((5, 1), (8, 1, 1)), ((1, 1), (3, 1)), ((4, 1), (3, 4, 1))])
+@each("key", SHARED)
 def test_a_sequence_needs_an_even_width_alone(key, trained, grid):
     """On a grid of one row or column 4 need not divide the width, also where the sequence grows by a rule."""
     trained, grid = Grid(*trained), Grid(*grid)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from helpers import each
 from vitrel import Grid, create_position
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "options", "text"),
     [
         (
@@ -66,19 +67,19 @@ def test_wrong_options(key, options, text):
         create_position(key, Grid(4, 4), 2, 8, **options)
 
 
-@pytest.mark.parametrize(("key", "dim"), [("rope_axial", 6), ("rope_mixed", 10), ("rope_normalized", 6), ("xpos", 6)])
+@each(("key", "dim"), [("rope_axial", 6), ("rope_mixed", 10), ("rope_normalized", 6), ("xpos", 6)])
 def test_head_width(key, dim):
     with pytest.raises(ValueError, match=f"{key} needs a head width divisible by 4"):
         create_position(key, Grid(4, 4), 2, dim)
 
 
-@pytest.mark.parametrize("key", ["sincos", "transformer_xl"])
+@each("key", ["sincos", "transformer_xl"])
 def test_width(key):
     with pytest.raises(ValueError, match=f"{key} needs a width divisible by 4"):
         create_position(key, Grid(4, 4), 1, 6)
 
 
-@pytest.mark.parametrize("grid", [(0, 4), (4, 0), (4, 4, -1)])
+@each("grid", [(0, 4), (4, 0), (4, 4, -1)])
 def test_impossible_grids(grid):
     with pytest.raises(ValueError, match="position 'table' needs sides, num_heads and head_dim of at least 1"):
         create_position("table", grid, 2, 8)

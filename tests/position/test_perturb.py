@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
+from helpers import each
 from helpers.variants import make
 from vitrel import Grid, create_position
 from vitrel.position import terms
@@ -56,7 +57,7 @@ def test_one_draw_serves_all_coordinates_in_float32():
     assert perturb(at) is at
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_off_by_default_and_in_evaluation(key):
     """No draw, the same parameters and the very same values; on, two steps differ."""
     plain, moved = make(key, Grid(4, 6, 1), dim=16), make(key, Grid(4, 6, 1), dim=16, **ALL)
@@ -76,8 +77,8 @@ def test_off_by_default_and_in_evaluation(key):
             assert torch.equal(a[..., :1, :], b[..., :1, :]) and a.shape == b.shape and a.dtype == b.dtype  # the prefix row
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("key", KEYS)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("key", KEYS)
 def test_draws_of_zero_are_the_identity(key, dtype):
     plain, moved = (make(key, Grid(5, 6, 2), dim=16, dtype=dtype, **options) for options in ({}, NOTHING))
     moved.load_state_dict(plain.state_dict())
@@ -85,7 +86,7 @@ def test_draws_of_zero_are_the_identity(key, dtype):
         assert moved.perturbs and same(read(moved, grid), read(plain, grid))
 
 
-@pytest.mark.parametrize("size", [(4, 6), (1, 5), (7, 1)])
+@each("size", [(4, 6), (1, 5), (7, 1)])
 def test_rows_are_sampled_as_torch_samples_images(size):
     h, w = size
     embedding = torch.randn(h, w, 3)
@@ -132,7 +133,7 @@ def test_rotations_move_in_patches(largest):
     torch.testing.assert_close(mixed(grid).rotary[0][:, 1:], angle.cos(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_half_precision_perturbs_in_float32(key):
     exact = make(key, Grid(14, 14), dim=16, **ALL)
     half = copy.deepcopy(exact).bfloat16()
@@ -210,7 +211,7 @@ def test_a_trained_model_does_not_depend_on_what_perturbed_it():
     assert not torch.equal(moved(image), moved(image))
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "options", "text"),
     [
         ("absolute", dict(shift_coords=-0.1), "absolute needs shift_coords of at least 0, or None for none, not -0.1"),

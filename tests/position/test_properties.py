@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import oracles
+from helpers import each
 from helpers.variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, attend, make, perturbed, qkv, tensors
 from vitrel import POSITIONS, Grid, PositionEncoding, create_position
 from vitrel.ops import attention
@@ -27,7 +28,7 @@ def logits_of(encoding, grid, q, k):
     return logits - logits.diagonal(dim1=1, dim2=2)[..., None]
 
 
-@pytest.mark.parametrize(("key", "options"), [v for v in VARIANTS if v[0] in IN_ATTENTION], ids=str)
+@each(("key", "options"), [v for v in VARIANTS if v[0] in IN_ATTENTION], ids=str)
 def test_translation_invariance(key, options):
     """With one q and one k everywhere, a token-token logit is a function of the offset alone."""
     grid, trained = Grid(5, 6, 2), Grid(4, 4, 2)
@@ -76,7 +77,7 @@ CHANNELS = {  # fixed encodings that give each axis its own channels: those of t
 HEADS = {"xpos": [2, 3, 0, 1], "lookhere": [0, 2, 1, 3]}  # heads that look one way: those that look the other
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_transpose_equivariance(key):
     grid = Grid(3, 4, 1)
     heads = 1 if key == "sincos" else 4  # its two halves are those of the whole width
@@ -92,7 +93,7 @@ def test_transpose_equivariance(key):
     torch.testing.assert_close(out, swapped, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_permutation_control(key):
     """Only `none` may be permutation-equivariant: this catches an encoding that is silently ignored."""
     grid = Grid(3, 4)
@@ -104,7 +105,7 @@ def test_permutation_control(key):
     assert error < 1e-5 if key == "none" else error > 1e-2
 
 
-@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+@each(("key", "options"), VARIANTS, ids=VARIANT_IDS)
 def test_other_grids_change_nothing_in_the_module(key, options):
     """Trained size, others, trained size again: bit-identical terms and state."""
     trained = Grid(4, 5, 1)
@@ -135,8 +136,8 @@ NOTHING_CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("trained", [Grid(7, 7), Grid(3, 8, 1), Grid(1, 5), Grid(2, 1), Grid(14, 14, 1)], ids=str)
-@pytest.mark.parametrize(("key", "options"), NOTHING_CHANGES, ids=str)
+@each("trained", [Grid(7, 7), Grid(3, 8, 1), Grid(1, 5), Grid(2, 1), Grid(14, 14, 1)], ids=str)
+@each(("key", "options"), NOTHING_CHANGES, ids=str)
 def test_nothing_changes_means_nothing_untrained_is_read(key, options, trained):
     """Rows addressed at four times the grid are rows addressed at the training grid. Options may give that up."""
     if options.get("radius") == (0, 2) or ({"radius", "num_buckets"} & set(options) and min(trained[:2]) < 5):
@@ -149,7 +150,7 @@ def test_nothing_changes_means_nothing_untrained_is_read(key, options, trained):
         assert not (read & ~small[name]).any(), f"{name}: rows that no training pair addresses are read at a larger grid"
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "options"),
     [
         ("t5", {"num_buckets": 32, "max_distance": 128}),
@@ -167,7 +168,7 @@ def test_options_beyond_the_training_grid_are_told(key, options):
     assert encoding.saturated(grid) < encoding.unseen(grid)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_behavior_is_what_it_says(key):
     """Only "resampled" resamples parameters at a larger grid; every policy is named in what was resampled."""
     encoding, larger = make(key, Grid(4, 3)), Grid(9, 3)
@@ -179,8 +180,8 @@ def test_behavior_is_what_it_says(key):
             assert f"{key} {policy}" in make(key, Grid(4, 3), policy=policy).resampled(larger)
 
 
-@pytest.mark.parametrize(("trained", "grid"), [(Grid(4, 3), Grid(7, 5)), (Grid(4, 3), Grid(2, 9)), (Grid(4, 3), Grid(2, 2))])
-@pytest.mark.parametrize("key", KEYS)
+@each(("trained", "grid"), [(Grid(4, 3), Grid(7, 5)), (Grid(4, 3), Grid(2, 9)), (Grid(4, 3), Grid(2, 2))])
+@each("key", KEYS)
 def test_unseen_and_saturated_by_counting(key, trained, grid):
     """Offset cells counted one by one. Rescaled and absolute encodings have none outside; clipped ones read trained rows."""
     cells = [(y, x) for y in range(1 - grid.h, grid.h) for x in range(1 - grid.w, grid.w)]
@@ -191,7 +192,7 @@ def test_unseen_and_saturated_by_counting(key, trained, grid):
     assert encoding.saturated(grid) == pytest.approx(outside if key in ("clipped", "t5", "shaw", "deberta") else 0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "options"),
     [
         ("clipped", {"radius": (3, 1)}),
@@ -221,7 +222,7 @@ def test_saturated_with_other_options_by_counting(key, options):
     assert make(key, trained, **options).saturated(grid) == pytest.approx(count / grid.offset_classes())
 
 
-@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+@each(("key", "options"), VARIANTS, ids=VARIANT_IDS)
 def test_half_precision_does_not_round_positions(key, options):
     """A model cast to bfloat16 computes coordinates, angles and rows as the float32 one does from the same parameters:
     rotations, fixed encodings and gated rows (which can cancel) stay float32, other learned rows are rounded once, at the end.
@@ -237,7 +238,7 @@ def test_half_precision_does_not_round_positions(key, options):
             assert torch.equal(a.to(b.dtype), b) and not b.isnan().any()
 
 
-@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+@each(("key", "options"), VARIANTS, ids=VARIANT_IDS)
 def test_autocast_does_not_round_terms(key, options):
     encoding = make(key, Grid(4, 4), **options)
     expected = tensors(encoding(Grid(6, 9)))
@@ -246,7 +247,7 @@ def test_autocast_does_not_round_terms(key, options):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_is_final(key):
     """An encoding derives from an abstract class alone, and nothing derives from it."""
     (base,) = POSITIONS[key].__bases__
@@ -262,7 +263,7 @@ def test_the_interface_is_abstract():
     assert {c for c in found if c.__module__[:7] == "vitrel."} == {*POSITIONS.values(), Composition}
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_interface(key):
     """One signature, a docstring that opens with the key and names its source, and options by keyword only."""
     encoding = POSITIONS[key]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
+from helpers import each
 from vitrel import Grid, create_position
 from vitrel.position.resample import POLICIES, resample_table
 
@@ -16,14 +17,14 @@ def bias(encoding, grid):
     return sum(table.bias[:, grid.index(table.axis)] for table in encoding(grid).tables)
 
 
-@pytest.mark.parametrize(("source", "target"), CASES)
+@each(("source", "target"), CASES)
 def test_geometric_equals_timm(source, target):
     table = torch.randn(Grid(*source).classes(), 3)
     expected = resize_rel_pos_bias_table(table, target, (Grid(*target).classes(), 3), source)
     torch.testing.assert_close(resample_table(table, Grid(*source), Grid(*target), "geometric"), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("source", "target"), CASES)
+@each(("source", "target"), CASES)
 def test_bicubic_equals_microsoft(source, target):
     table = torch.randn(Grid(*source).classes(), 3)
     image = table.T.reshape(1, 3, 2 * source[0] - 1, 2 * source[1] - 1)
@@ -31,7 +32,7 @@ def test_bicubic_equals_microsoft(source, target):
     torch.testing.assert_close(resample_table(table, Grid(*source), Grid(*target), "bicubic"), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each("policy", POLICIES)
 def test_an_axis_that_does_not_grow_is_read_exactly(policy):
     """Where timm resamples both axes as soon as one of them changes."""
     table = torch.randn(5 * 7, 2)
@@ -39,8 +40,8 @@ def test_an_axis_that_does_not_grow_is_read_exactly(policy):
     torch.testing.assert_close(grown[5], table.view(5, 7, 2)[2], atol=1e-6, rtol=1e-6)  # row offset 0, every column offset
 
 
-@pytest.mark.parametrize("key", ["table", "factorized"])
-@pytest.mark.parametrize("policy", POLICIES)
+@each("key", ["table", "factorized"])
+@each("policy", POLICIES)
 def test_smaller_grid_is_the_exact_center(key, policy):
     encoding = create_position(key, Grid(6, 7, 1), 2, 8, policy=policy)
     large = bias(encoding, Grid(6, 7, 1))
@@ -49,7 +50,7 @@ def test_smaller_grid_is_the_exact_center(key, policy):
     assert encoding.resampled(Grid(4, 5, 1)) == {}
 
 
-@pytest.mark.parametrize("key", ["table", "factorized"])
+@each("key", ["table", "factorized"])
 def test_clip_repeats_the_edge(key):
     trained, grid = Grid(3, 4), Grid(8, 9)
     encoding = create_position(key, trained, 2, 8, policy="clip")
@@ -64,7 +65,7 @@ def test_clip_repeats_the_edge(key):
     assert sum(encoding.resampled(grid).values()) == 0
 
 
-@pytest.mark.parametrize("key", ["table", "factorized"])
+@each("key", ["table", "factorized"])
 def test_geometric_keeps_the_neighbors(key):
     encoding = create_position(key, Grid(5, 5), 2, 8, policy="geometric", init_std=0.5)
     near = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
@@ -85,7 +86,7 @@ def test_absolute_equals_timm():
         torch.testing.assert_close(encoding(Grid(*size, 1)).tokens, expected[0], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("key", ["absolute", "table", "factorized"])
+@each("key", ["absolute", "table", "factorized"])
 def test_compiled_path_is_exact_at_the_trained_grid(key):
     """Compiled graphs take no branch on the size, so they run the resampling even where it must be the identity."""
     grid = Grid(5, 4, 1)

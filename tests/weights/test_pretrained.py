@@ -12,7 +12,7 @@ from timm.models import load_state_dict
 from torchvision.datasets import ImageFolder
 
 import vitrel
-from helpers import shared
+from helpers import each, shared
 from vitrel.weights.load import plan_weights
 
 SHORT = dict(depths=(2, 2, 2, 2), embed_dim=48, num_classes=10)
@@ -56,7 +56,7 @@ def same(ours, theirs, image, rename):
         assert (gradient - expected).norm() <= 2e-5 * expected.norm() + 1e-7, name
 
 
-@pytest.mark.parametrize("layout", ["timm", "microsoft"])
+@each("layout", ["timm", "microsoft"])
 def test_swin_equals_timm(layout):
     theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
     state = theirs.state_dict() if layout == "timm" else to_microsoft(theirs.state_dict())
@@ -69,7 +69,7 @@ def test_swin_equals_timm(layout):
 SHORT_V2 = dict(img_size=64, window_size=4, depths=(2, 2), num_heads=(2, 4), embed_dim=32, num_classes=10)
 
 
-@pytest.mark.parametrize("layout", ["timm", "microsoft"])
+@each("layout", ["timm", "microsoft"])
 def test_swin_v2_in_both_layouts(layout):
     """Microsoft keeps tables of offsets, old files of timm a zero bias of keys; the part of a composition is found."""
     theirs = perturb(timm.create_model("swinv2_tiny_window8_256", **SHORT_V2))
@@ -108,7 +108,7 @@ def test_versions_of_swin_do_not_load_into_each_other():
         vitrel.load_pretrained(first, second.state_dict())
 
 
-@pytest.mark.parametrize("size", [(224, 224), (448, 448), (224, 320)])
+@each("size", [(224, 224), (448, 448), (224, 320)])
 def test_vit_equals_timm(size):
     theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, dynamic_img_size=True))
     ours = timm.create_model("vitrel_vit_ti16_absolute", depth=2, num_classes=10).eval()

@@ -12,6 +12,7 @@ from torch import nn
 from torchvision.models import swin_transformer as tv
 
 import vitrel
+from helpers import each
 from vitrel.models import Swin
 
 WINDOW = (3, 5)
@@ -256,7 +257,7 @@ def microsoft_back(gradients, rope=""):
     return {n: g.flip(0) if n.endswith("rope_freqs") else g for n, g in out.items()}
 
 
-@pytest.mark.parametrize("ape", [False, True])
+@each("ape", [False, True])
 def test_microsoft_with_windows_that_are_no_squares(ape):
     theirs = perturb(Microsoft(ape=ape))
     state = theirs.state_dict() | {"layers.0.blocks.1.attn_mask": torch.zeros(16, 15, 15)}
@@ -273,8 +274,8 @@ def test_microsoft_with_windows_that_are_no_squares(ape):
         assert torch.equal(table[5 * 13 + 6], state["layers.1.blocks.1.attn.relative_position_bias_table"][2 * 9 + 4])
 
 
-@pytest.mark.parametrize("table", [False, True])
-@pytest.mark.parametrize("rope", ["mixed", "axial"])
+@each("table", [False, True])
+@each("rope", ["mixed", "axial"])
 def test_naver(rope, table):
     theirs = perturb(Microsoft(table=table, rope=rope, eps=1e-6))
     ours = swin(position=f"rope_{rope}+table" if table else f"rope_{rope}", norm_eps=1e-6)

@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrel
+from helpers import each
 from helpers.vit_peers import HEADS, SCALED, SIZES, SMALL, C, D, ours, perturb, renamed, same
 from vitrel.weights.load import plan_weights
 
@@ -26,8 +27,8 @@ EVA02 = dict(mlp_ratio=4 * 2 / 3, swiglu_mlp=True, ref_feat_shape=(16, 16))
 EVA02_AUTHORS = ((r"mlp.fc1_g", "mlp.w1"), (r"mlp.fc1_x", "mlp.w2"), (r"mlp.fc2", "mlp.w3"), (r"mlp.norm", "mlp.ffn_ln"))
 
 
-@pytest.mark.parametrize("size", [(48, 48), (128, 128), (64, 40)])
-@pytest.mark.parametrize("kind", ["tiny", "base", "authors"])
+@each("size", [(48, 48), (128, 128), (64, 40)])
+@each("kind", ["tiny", "base", "authors"])
 def test_eva02(kind, size):
     """Interleaved pairs counted on a 16x16 grid; tiny packs SwiGLU and q, k, v, base has them apart and a norm inside."""
     tiny = kind == "tiny"
@@ -41,7 +42,7 @@ def test_eva02(kind, size):
     same(vitrel.load_pretrained(model, state), peer, torch.randn(2, 3, *size), (True, False))
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@each("bias", [False, True])
 def test_registers_with_rope(bias):
     """timm's vit_medium_patch16_rope_reg1_gap: no class token, no embedding, positions on a 16x16 grid."""
     kind = dict(qkv_bias=bias, init_values=1.0, class_token=False, num_reg_tokens=1)
@@ -55,8 +56,8 @@ def test_registers_with_rope(bias):
 ROPE_VIT = dict(attn_type="rope", init_values=1.0, global_pool="token", rope_grid_indexing="xy")
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
+@each("absolute", [False, True])
+@each("mixed", [False, True])
 def test_rope_vit_of_timm(mixed, absolute):
     """Columns before rows: mixed has both in its frequencies, axial in the order of the pairs."""
     kind = dict(rope_type="mixed", rope_temperature=10.0) if mixed else dict(rope_temperature=100.0)
@@ -102,7 +103,7 @@ class NaverRope(nn.Module):
         return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@each("mixed", [False, True])
 def test_rope_vit_of_naver(mixed):
     peer = perturb(NaverRope(mixed))
     state = renamed(peer.state_dict(), (r"^trunk\.", ""), (r"ls(\d)\.gamma", r"gamma_\1"))
@@ -117,8 +118,8 @@ DINOV3 = dict(
 )
 
 
-@pytest.mark.parametrize("authors", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "qkvb", "plus"])
+@each("authors", [False, True])
+@each("kind", ["plain", "qkvb", "plus"])
 def test_dinov3(kind, authors):
     """The authors mask the bias of the keys instead of leaving it out; their "plus" models have SwiGLU of 8 n channels."""
     plus, bias = kind == "plus", kind != "plain"
@@ -174,7 +175,7 @@ def test_through_timm_from_a_file(tmp_path, suffix):
 OF_EVA = "rope_axial (base=10000.0, reference=(16, 16))"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "layout"),
     [
         ("eva02_tiny_patch14_336", f"EVA-02, which rotates q and k by {OF_EVA}"),

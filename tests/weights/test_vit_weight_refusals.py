@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
 import vitrel
+from helpers import each
 from helpers.vit_peers import SCALED, SMALL, C, ours, perturb, renamed
 from vitrel.weights.load import plan_weights
 
@@ -39,7 +40,7 @@ def refused(model, peer, error, *words, **options):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "own", "words", "fix"),
     [
         (dict(pre_norm=True), {}, "a norm before the blocks (CLIP) (build with pre_norm=True, patch_bias=False)",
@@ -105,7 +106,7 @@ MIXED = ROPE_VIT | dict(rope_type="mixed")
 FOUR = dict(reg_tokens=4, qkv_bias=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("peer", "own", "words"),
     [
         (EVA02, ("absolute+rope_axial", SWIGLU, OF_EVA02), "rope_axial with base=100.0, reference=None: build it with"),
@@ -135,7 +136,7 @@ def test_reference_of_a_config_file_is_a_list():
     vitrel.load_pretrained(own, eva(**EVA02).state_dict())
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "position", "own", "words"),
     [
         ({}, "rope_axial", {}, "not in the file: blocks.0.position <rope_axial>, blocks.1.position <rope_axial>."),
@@ -175,7 +176,7 @@ def test_other_prefix_tokens():
     vitrel.load_pretrained(ours("absolute", reg_tokens=2), VisionTransformer(**SMALL).state_dict(), allow_unset=["reg_token"])
 
 
-@pytest.mark.parametrize(("key", "depth"), [("rope_axial", 1), ("rope_mixed", 1), ("rope_axial", 3), ("rope_mixed", 3)])
+@each(("key", "depth"), [("rope_axial", 1), ("rope_mixed", 1), ("rope_axial", 3), ("rope_mixed", 3)])
 def test_rotary_files_of_another_depth(key, depth):
     peer = eva(**ROPE_VIT | (dict(rope_type="mixed") if key == "rope_mixed" else dict(rope_temperature=100.0)))
     words = f"What differs: {'more' if depth == 1 else 'fewer'} blocks in the file (blocks.{depth if depth == 1 else 2}..."

@@ -13,11 +13,12 @@ from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
 import vitrel
+from helpers import each
 from helpers.vit_peers import HEADS, SCALED, SIZES, SMALL, C, ours, perturb, renamed, same
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("authors", [False, True])
+@each("size", SIZES)
+@each("authors", [False, True])
 def test_deit_iii(size, authors):
     """Layer scale, and an embedding without a row for the class token."""
     peer = perturb(VisionTransformer(**SMALL, init_values=1.0, no_embed_class=True, dynamic_img_size=True))
@@ -27,10 +28,8 @@ def test_deit_iii(size, authors):
     same(model, peer, torch.randn(2, 3, *size))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    "options", [dict(), dict(class_token=False, global_pool="avg"), dict(no_embed_class=True), dict(global_pool="avg")]
-)
+@each("size", SIZES)
+@each("options", [dict(), dict(class_token=False, global_pool="avg"), dict(no_embed_class=True), dict(global_pool="avg")])
 def test_registers(size, options):
     peer = perturb(VisionTransformer(**SMALL, reg_tokens=4, dynamic_img_size=True, **options))
     own = {name: value for name, value in options.items() if name != "no_embed_class"}
@@ -71,8 +70,8 @@ def test_non_square_source():
     torch.testing.assert_close(transposed(image), model(image), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("size", [(48, 48), (56, 80)])
-@pytest.mark.parametrize("absolute", [False, True])
+@each("size", [(48, 48), (56, 80)])
+@each("absolute", [False, True])
 def test_beit_tables_per_layer(absolute, size):
     """Prefix rows, biases of q and v alone, layer scale, a norm after pooling; timm's larger tables are our "geometric"."""
     peer = perturb(Beit(**SMALL, init_values=1.0, use_rel_pos_bias=True, use_abs_pos_emb=absolute))
@@ -107,7 +106,7 @@ def test_beit_at_a_smaller_size():
     assert (peer(image) - small(image)).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("share", [False, True])
+@each("share", [False, True])
 def test_beit_shared_table(share):
     """Into a shared encoding, or copied to every block: then the blocks' gradients sum to the peer's."""
     peer = perturb(Beit(**SMALL, use_shared_rel_pos_bias=True, use_abs_pos_emb=False))
@@ -120,8 +119,8 @@ def test_beit_shared_table(share):
         torch.testing.assert_close(model(image), peer(image), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("class_token", [False, True])
+@each("shared", [False, True])
+@each("class_token", [False, True])
 def test_timm_relative_position_bias(shared, class_token):
     peer = VisionTransformerRelPos(
         **SMALL, rel_pos_type="bias", shared_rel_pos=shared, class_token=class_token, fc_norm=True, init_values=1.0
@@ -163,7 +162,7 @@ def before_the_neck(model, peer, image):
     return model, peer
 
 
-@pytest.mark.parametrize("layout", ["timm", "sam", "vitdet"])
+@each("layout", ["timm", "sam", "vitdet"])
 def test_sam(layout):
     """Grids that the window divides; at others SAM attends to its padding. The class row of pretraining is dropped."""
     peer = sam()

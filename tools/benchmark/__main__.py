@@ -1,11 +1,9 @@
-"""Benchmark models and attention against other libraries; writes results/benchmark/<device>/<suite>.
+"""Benchmark models and attention against timm and PyTorch; writes results/benchmark/<device>/<suite>.
 
     python -m tools.benchmark --suite cpu         # models on the CPU; run again: only missing rows
     python -m tools.benchmark --suite gpu         # models on the GPU
     python -m tools.benchmark --suite ops         # attention: backends and peers, and cost against the number of tokens
-    python -m tools.benchmark --suite kernels     # attention in the shapes of a GPU, and which kernel of SDPA serves a bias
     python -m tools.benchmark --suite sizes       # models over eight resolutions: speed, memory, compilations
-    python -m tools.benchmark --suite profile     # time of a model by kind of work
     python -m tools.benchmark --suite cpu --quick # small models and few repeats: a smoke test
     python -m tools.benchmark --suite cpu --table # table and plots again, from the samples
 
@@ -23,12 +21,11 @@ from typing import NamedTuple
 
 import torch
 
-from tools.benchmark.attention import kernel_cases, ops_cases
+from tools.benchmark.attention import attention_cases
 from tools.benchmark.engine import Case, Engine
-from tools.benchmark.model_cases import model_cases, resolution_cases
+from tools.benchmark.models import model_cases, resolution_cases
 from tools.benchmark.samples import ROOT, Samples, machine, read_rows
-from tools.benchmark.shares import share_cases
-from tools.benchmark.tables import Page, attention_page, model_page, resolution_page, share_page, write
+from tools.benchmark.tables import Page, attention_page, model_page, resolution_page, write
 
 _MODELS = (
     "vitrel/grid.py",
@@ -37,7 +34,7 @@ _MODELS = (
     "vitrel/ops/backends/*.py",
     "vitrel/layers/*.py",
     "vitrel/models/*.py",
-    *(f"tools/benchmark/{name}.py" for name in ("models", "model_cases", "engine", "worker")),
+    *(f"tools/benchmark/{name}.py" for name in ("models", "engine", "worker")),
 )
 _OPS = (
     "vitrel/ops/*.py",
@@ -66,10 +63,8 @@ class Suite(NamedTuple):
 SUITES = {
     "cpu": Suite("Models", model_cases, model_page, _MODELS, _WEIGHTS),
     "gpu": Suite("Models", model_cases, model_page, _MODELS, _WEIGHTS),
-    "ops": Suite("Kernels", ops_cases, attention_page, _OPS, _NUMBERS),
-    "kernels": Suite("Kernels", kernel_cases, attention_page, _OPS, _NUMBERS),
+    "ops": Suite("Kernels", attention_cases, attention_page, _OPS, _NUMBERS),
     "sizes": Suite("Models over resolutions", resolution_cases, resolution_page, _MODELS, _WEIGHTS),
-    "profile": Suite("Where the time goes", share_cases, share_page, (*_MODELS, "tools/benchmark/shares.py")),
 }
 
 

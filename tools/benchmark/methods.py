@@ -1,8 +1,7 @@
-"""Methods of attention: every backend, the Triton kernels with other numbers of warps, and the usual code of peers."""
+"""Methods of attention: every backend, and the usual code of peers."""
 
-import importlib
+import functools
 import os
-import types
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,34 +18,27 @@ Function = Callable[[Shape, Sequence[Tensor], Terms, Sequence[Tensor]], Tensor]
 FLOOR = "sdpa without bias"
 GATHERED = "sdpa + gathered bias"
 _SLOW = 1024  # tokens above which uncompiled flex_attention and the definition take minutes on a CPU
-_KERNELS = ("triton_window", "triton_global")
 
 
 class Method(NamedTuple):
     """One way to compute attention, `function(shape, inputs, terms, fixed)` (see Problem).
 
-    kind: "ours", "peer", or "floor", which has no position and is therefore not comparable. warps: of the Triton kernels, 0 for
-    their default.
+    kind: "ours", "peer", or "floor", which has no position and is therefore not comparable.
     """
 
     name: str
     function: Function
     kind: str
-    compiled: bool = False
-    warps: int = 0
 
 
 def methods(shape: Shape, gpu: bool) -> list[Method]:
-    """Return all methods for a shape, the yardstick first; one that does not support it raises when called."""
+    """Return all methods for a shape; one that does not support it raises when called."""
     chosen = [_backend("sdpa", "peer")]
     if gpu or os.environ.get("TRITON_INTERPRET") == "1":
         chosen.append(_backend("triton", "ours"))
-    if gpu:  # the interpreter has no warps
-        triton = chosen[-1]
-        chosen += [triton._replace(name=f"triton, {n} warps", warps=n) for n in (4, 8)]
     chosen += [_backend(name, "ours") for name in ("auto", *BACKENDS) if name not in ("triton", "sdpa", "flex", "reference")]
     if gpu or shape.grid.tokens <= _SLOW:
-        chosen += [_backend("flex", "peer", compiled=gpu), _backend("reference", "peer")]
+        chosen += [_backend("flex", "peer"), _backend("reference", "peer")]
     softmax = window_softmax if shape.window else global_softmax
     chosen.append(Method("softmax", softmax, "peer"))
     if shape.encoding != "rope" or shape.window:  # else there is no bias, and it would be the backend
@@ -57,43 +49,24 @@ def methods(shape: Shape, gpu: bool) -> list[Method]:
 
 
 def _compiled(shape: Shape, chosen: list[Method], gpu: bool) -> list[Method]:
-    plain = [method for method in chosen if method.name in ("sdpa", "softmax", GATHERED)]
-    peers = [(f"{method.name} compiled", torch.compile(method.function, dynamic=False)) for method in plain]
-    if shape.window:
-        peers.append(("flex in windows, compiled", torch.compile(window_flex, dynamic=False)))
-    elif not gpu and shape.encoding in ("table", "factorized"):  # on a GPU the backend is compiled
-        peers.append(("flex compiled", torch.compile(global_flex, dynamic=False)))
-    return [Method(name, function, "peer", True) for name, function in peers]
+    peers = [(method.name, method.function) for method in chosen if method.name in ("sdpa", "softmax", GATHERED)]
+    if not shape.window and not gpu and shape.encoding in ("table", "factorized"):  # on a GPU the backend is compiled
+        peers.append(("flex", global_flex))
+    return [Method(f"{name} compiled", _compile(function), "peer") for name, function in peers]
 
 
-def force_warps(number: int) -> None:
-    """Make all Triton kernels of this process use this number of warps."""
-    replaced = False
-    for module in (importlib.import_module(f"vitrel.ops.backends.{name}") for name in _KERNELS):
-        for name, function in list(vars(module).items()):
-            if name.endswith("_tile") and isinstance(function, types.FunctionType):
-                setattr(module, name, _with_warps(function, number))
-                replaced = True
-    if not replaced:
-        raise RuntimeError("no function that chooses a tile was found in the Triton kernels")
+def _compile(function: Function) -> Function:
+    made = functools.cache(lambda: torch.compile(function, dynamic=False))  # importing a compiler takes seconds
+    return lambda *given: made()(*given)
 
 
-def _with_warps(function: Callable[..., tuple], number: int) -> Callable[..., tuple]:
-    def tile(*args: object, **kwargs: object) -> tuple:
-        chosen = function(*args, **kwargs)  # (.., warps, stages), named or not
-        values = (*chosen[:-2], number, chosen[-1])
-        return chosen._make(values) if hasattr(chosen, "_make") else values
-
-    return tile
-
-
-def _backend(backend: str, kind: str, compiled: bool = False) -> Method:
+def _backend(backend: str, kind: str) -> Method:
     def run(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
         if shape.window:
             return window_attention(inputs[0], terms, shape.grid, shape.window, shape.shift, shape.heads, backend=backend)
         return attention(*inputs, terms, shape.grid, backend=backend)
 
-    return Method(backend, run, kind, compiled)
+    return Method(backend, run, kind)
 
 
 def global_softmax(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
@@ -182,23 +155,6 @@ def window_softmax(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: 
     if any(map(any, _steps(shape))):
         logits = logits.unflatten(0, (-1, len(visible))).masked_fill(~visible[:, None], float("-inf")).flatten(0, 1)
     return _reversed(shape, logits.softmax(-1) @ v)
-
-
-def window_flex(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """Shifted-window attention by flex_attention, which looks up bias and mask."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q, k, v = _partitioned(shape, inputs[0])
-    visible, indices = fixed[0], fixed[2:]
-    q, k = rotated(q, k, terms)
-    count, biases = len(visible), [table.bias for table in terms.tables]
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        for bias, index in zip(biases, indices, strict=True):
-            score = score + bias[h, index[i, j]]
-        return torch.where(visible[b % count, i, j], score, -float("inf"))
-
-    return _reversed(shape, flex_attention(q.contiguous(), k.contiguous(), v.contiguous(), score_mod=score_mod))
 
 
 def _floor(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:

@@ -51,11 +51,6 @@ class Samples:
         """Return whether the file has this row, measured with this code on this machine."""
         return _key({"kind": kind, **row}) in self._known
 
-    def reason(self, *kinds: str, **row: Any) -> str:
-        """Return the text of the row of one of these kinds, "" if there is none."""
-        found = (self._known.get(_key({"kind": kind, **row})) for kind in kinds)
-        return next((match["text"] for match in found if match), "")
-
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the complete rows of a file, [] if there is no file; a killed run may have left an incomplete one."""
@@ -83,8 +78,6 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
         "torch": torch.__version__,
         "triton": installed_version("triton") or "none",
         "timm": installed_version("timm") or "none",
-        "torchvision": installed_version("torchvision") or "none",
-        "transformers": installed_version("transformers") or "none",
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "interpreter": os.environ.get("TRITON_INTERPRET", ""),

@@ -83,7 +83,7 @@ class Worker:
 
     build: "module:function". function(**args) returns the call: called without arguments, it does the timed work once and
     returns {name: Tensor}. Optional attributes: set(**args) changes the next calls, checked(returned) gives the tensors for a
-    gate, about() further columns of the row, isolated the Stopwatch's option. env is set before Python starts. patience:
+    gate, isolated the Stopwatch's option. env is set before Python starts. patience:
     seconds for one answer, after which the process counts as hung. Every method raises WorkerFailed if the contender raises,
     dies or hangs.
     """
@@ -123,7 +123,7 @@ class Worker:
         self.close()
 
     def start(self) -> dict[str, float]:
-        """Build the call and run it once; return first_call_s, before_bytes (memory held before it) and compiles."""
+        """Build the call and run it once; return first_call_s and compiles."""
         return self._ask("start", *self._order)
 
     def outcome(self) -> dict[str, Tensor]:
@@ -145,10 +145,6 @@ class Worker:
         Also call_bytes: memory that a further call takes in addition; reserved_bytes: reserved by PyTorch on the GPU.
         """
         return self._ask("memory")
-
-    def about(self) -> dict[str, Any]:
-        """Return the result of call.about(), {} if it has no such method."""
-        return self._ask("about")
 
     def compiles(self) -> int:
         """Return the number of graphs compiled by dynamo so far."""
@@ -210,11 +206,12 @@ class _Served:
         module, _, function = build.partition(":")
         self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
         self.watch, self.busy = Stopwatch(self.device, getattr(self.call, "isolated", False)), 1.0
-        before, start = _settled(self.device), time.perf_counter()
+        _settled(self.device)
+        start = time.perf_counter()
         self._once()
         if self.gpu:
             torch.cuda.synchronize()
-        return {"first_call_s": time.perf_counter() - start, "before_bytes": before, "compiles": self.compiles()}
+        return {"first_call_s": time.perf_counter() - start, "compiles": self.compiles()}
 
     def outcome(self, path: str) -> str:
         tensors = getattr(self.call, "checked", dict)(self.kept)
@@ -233,9 +230,6 @@ class _Served:
         if self.gpu:
             torch.cuda.empty_cache()
         return times
-
-    def about(self) -> dict[str, Any]:
-        return self.call.about() if hasattr(self.call, "about") else {}
 
     def memory(self) -> dict[str, int | None]:
         self.kept = None  # if it were freed within the call, the call would seem to take less

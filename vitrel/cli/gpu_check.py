@@ -66,7 +66,7 @@ def steps_of(folder: Path, device: str, quick: bool) -> list[Step]:
     tune = (*command, "tune", *small, "--device", device, "--seconds", "360", "--out", str(folder / "profile.json"))
     steps = [Step("tune", 420, (tune,))]
     if (CHECKOUT / "tools" / "benchmark").is_dir():
-        suites = ("cpu",) if device == "cpu" else ("kernels", "gpu")
+        suites = ("cpu",) if device == "cpu" else ("ops", "gpu")
         benchmark = (sys.executable, "-m", "tools.benchmark", "--out", str(folder / "benchmark"))
         limits = ("--quick", "--seconds", "1") if quick else ("--seconds", "240")
         steps.append(Step("benchmarks", 660, tuple((*benchmark, "--suite", suite, *limits) for suite in suites)))

@@ -100,7 +100,7 @@ _KERNEL_TABLES = "its kernels serve bias and query tables only, no key, value or
 _ONE_AXIS = "its kernels serve query tables of one axis only, and only in global attention"
 
 TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
-    # Not taken by "auto" until a GPU has been measured (python -m tools.benchmark --suite kernels).
+    # Not taken by "auto" until a GPU has been measured (python -m tools.benchmark --suite ops).
     "triton": Row(
         refuses=(
             ("not triton-installed", "Triton is not installed"),

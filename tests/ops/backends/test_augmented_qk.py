@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from helpers import each
 from helpers.sizes import Sizes
 from helpers.variants import IN_ATTENTION, VARIANTS, call, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
@@ -41,8 +42,8 @@ def bias_terms(grid, heads=2, std=0.5, dtype=torch.float32):
     return Terms(tables=tables)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize(("key", "options"), CASES, ids=str)
+@each("grid", GRIDS, ids=str)
+@each(("key", "options"), CASES, ids=str)
 def test_equals_the_reference(key, options, grid):
     """Outputs and all gradients, all queries and the last row of them."""
     encoding = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double, **options))
@@ -101,8 +102,8 @@ def test_temperature():
     assert not out.allclose(augmented_qk.attention(q, k, v, terms._replace(temperature=None), grid))
 
 
-@pytest.mark.parametrize("key", ["factorized", "decomposed", "shaw", "deberta"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@each("key", ["factorized", "decomposed", "shaw", "deberta"])
+@each(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_lower_precision(key, dtype, tolerance):
     grid = Grid(5, 3, 1)
     encoding = perturbed(make(key, grid, dtype=dtype))
@@ -124,9 +125,9 @@ def test_float32_tables_with_half_precision_inputs():
     torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("cast", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("prefix", [0, 1])
+@each("cast", [None, torch.float16, torch.bfloat16])
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("prefix", [0, 1])
 def test_hidden_keys(prefix, dtype, cast):
     """-inf in one table, in two of one axis and beside a query table, also where autocast rounds q: no NaN."""
     if dtype != torch.float32 and cast not in (None, dtype):
@@ -172,7 +173,7 @@ def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
     assert encoding.key_h.grad is not None and max(sizes.seen) <= n * width < n * n
 
 
-@pytest.mark.parametrize("backend", ["augmented_qk", "sdpa"])
+@each("backend", ["augmented_qk", "sdpa"])
 def test_pape_has_no_scores_of_all_offsets(backend):
     """Forward and backward: at most [N, N], by columns at most the 50 parabolas or 8 + 12 + 10 + 21 columns of every token."""
     grid = Grid(12, 10)
@@ -185,7 +186,7 @@ def test_pape_has_no_scores_of_all_offsets(backend):
     assert max(sizes.seen) == (n * n if backend == "sdpa" else n * 56) < n * grid.offset_classes()
 
 
-@pytest.mark.parametrize("side", [32, 48])
+@each("side", [32, 48])
 def test_squared_distances_keep_their_precision(side):
     """Near neighbors in bfloat16, far from the corner: as columns of coordinates the logit would be off by 0.25 and more."""
     grid = Grid(side, side)
@@ -225,14 +226,14 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
+@each(("terms", "changes", "text"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
 def test_refusals(terms, changes, text):
     grid = Grid(2, 3)
     reason = refusal("augmented_qk", call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
     assert text in reason and bool(text) == bool(reason)
 
 
-@pytest.mark.parametrize("axis", ["h", "h+w"])
+@each("axis", ["h", "h+w"])
 def test_every_kind_of_row(axis):
     """Bias, query, key and value rows together, those of prefix tokens too."""
     grid = Grid(3, 4, 2)
@@ -243,7 +244,7 @@ def test_every_kind_of_row(axis):
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize(("key", "options"), [(k, o) for k, o in VARIANTS if k in IN_ATTENTION], ids=str)
+@each(("key", "options"), [(k, o) for k, o in VARIANTS if k in IN_ATTENTION], ids=str)
 def test_every_encoding_is_served_or_refused(key, options):
     """Those with tables over rows, columns and diagonals are served, lattices are not."""
     grid = Grid(3, 4)

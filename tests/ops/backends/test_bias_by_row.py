@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from helpers import each
 from helpers.sizes import Sizes
 from helpers.variants import perturbed
 from tools.benchmark.worker import extra_bytes
@@ -71,8 +72,8 @@ def assert_equal(found, expected, limit=1e-12):
         torch.testing.assert_close(a, b, atol=limit, rtol=limit)
 
 
-@pytest.mark.parametrize("axes", [("hw",), ("h",), ("w",), ("h", "w"), ("hw", "w")], ids="+".join)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each("axes", [("hw",), ("h",), ("w",), ("h", "w"), ("hw", "w")], ids="+".join)
+@each("grid", GRIDS, ids=str)
 def test_equals_the_loops(grid, axes):
     """24x14 takes several blocks of queries, the last one shorter."""
     tables, (q, k, v) = {axis: table(grid, axis) for axis in axes}, inputs(grid)
@@ -85,8 +86,8 @@ def test_equals_the_loops(grid, axes):
         np.testing.assert_allclose(a.numpy(), b, atol=1e-11)
 
 
-@pytest.mark.parametrize("temperature", [None, torch.tensor(0.3, dtype=double, requires_grad=True)], ids=["none", "tensor"])
-@pytest.mark.parametrize("grid", [Grid(3, 5), Grid(4, 3, 3)], ids=str)
+@each("temperature", [None, torch.tensor(0.3, dtype=double, requires_grad=True)], ids=["none", "tensor"])
+@each("grid", [Grid(3, 5), Grid(4, 3, 3)], ids=str)
 def test_other_terms_beside_tables(grid, temperature):
     """Rotation, a bias of queries, a scale and a temperature: none of them changes what the table adds."""
     rope = perturbed(create_position("rope_mixed", grid, 2, 8, dtype=double))
@@ -97,8 +98,8 @@ def test_other_terms_beside_tables(grid, temperature):
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("grid", [Grid(3, 4), Grid(18, 15, 1)], ids=str)
-@pytest.mark.parametrize(
+@each("grid", [Grid(3, 4), Grid(18, 15, 1)], ids=str)
+@each(
     "shapes",
     [
         ((), (), ()),
@@ -147,7 +148,7 @@ def errors(backend, tensors, terms, grid, learned, exact, cast):
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)], found
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "of_bias", "cast"),
     [
         *((dtype, dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
@@ -167,7 +168,7 @@ def test_lower_precision(dtype, of_bias, cast):
     assert all(a <= 2 * b + 1e-13 for a, b in zip(own, peer, strict=True)), (own, peer)
 
 
-@pytest.mark.parametrize("dtype", [double, torch.float32, torch.bfloat16])
+@each("dtype", [double, torch.float32, torch.bfloat16])
 def test_hidden_keys(dtype):
     """-inf in a table: of a field of view, of a prefix token, and of queries that see no key, which return 0, not NaN."""
     grid = Grid(4, 5, 2)
@@ -185,7 +186,7 @@ def test_hidden_keys(dtype):
     assert (own[0][:, 0, 2:] == 0).all() and (own[0][:, 1] != 0).all()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 def test_checkpointing(reentrant):
     grid = Grid(17, 16)
     bias, tensors = table(grid), inputs(grid)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from helpers import each
 from helpers.variants import call, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, sdpa, why
@@ -36,7 +37,7 @@ GATED = Table("h", gated=(torch.zeros(1, 2, 8), torch.zeros(1, 3, 2)))
 REFUSALS.append((Terms(tables=(GATED,)), {}, "it serves bias tables only"))
 
 
-@pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS)
+@each(("terms", "changes", "text"), REFUSALS)
 def test_refusals(terms, changes, text):
     reason = refusal("bias_by_row", call(terms, Grid(2, 3), **changes))
     assert text in reason and bool(text) == bool(reason)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from helpers import each
 from helpers.variants import IN_ATTENTION, VARIANTS, call, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import reference
@@ -50,13 +51,13 @@ def test_equals_the_reference(key, size):
     agree(terms, grid, queries)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 0.05)])
+@each(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 0.05)])
 def test_lower_precision(dtype, atol):
     grid = Grid(3, 4, 1)
     agree(perturbed(make("table", grid))(grid), grid, dtype=dtype, atol=atol)
 
 
-@pytest.mark.parametrize("kind", ["bool", "additive"])
+@each("kind", ["bool", "additive"])
 def test_masks(kind):
     """With fewer queries than keys, and a query that sees nothing: 0."""
     grid, queries = Grid(3, 3, 1), 6
@@ -129,7 +130,7 @@ def test_every_encoding_is_served_or_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has a backward on a GPU only")
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_gradients_on_a_gpu(key):
     """Compiled, outputs and all gradients, against the reference in float64."""
     grid = Grid(9, 14, 1)

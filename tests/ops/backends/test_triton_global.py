@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 
+from helpers import each
 from helpers.sizes import Sizes
 from vitrel.grid import Grid
 from vitrel.ops import reference
@@ -119,7 +120,7 @@ CASES = [
 
 
 @on_kernels
-@pytest.mark.parametrize(("grid", "options"), QUICK, ids=str)
+@each(("grid", "options"), QUICK, ids=str)
 def test_outputs_and_gradients(grid, options):
     check(*inputs(grid, torch.float32, **options), grid, options.get("axes", ()))
 
@@ -177,7 +178,7 @@ def test_the_same_bits_again():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "reason"),
     [
         (dict(dtype=torch.float64), "float32, float16 and bfloat16, not torch.float64"),
@@ -200,7 +201,7 @@ def test_a_refused_call_raises():
         triton_global.biased_forward(q, q, q, None, None, None, Grid(4, 5), 1.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "text"),
     [
         (dict(k=torch.zeros(1, 2, 20, 16)), r"float32 \[2, 2, 20, 16\], float32 \[1, 2, 20, 16\].* twice \[B, H, 20, D\]"),

@@ -10,6 +10,7 @@ import timm
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers import each
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed, refusal, spread
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, capability, use_backend, why, window_attention
@@ -70,7 +71,7 @@ def check(run, leaves):
 
 
 @runs
-@pytest.mark.parametrize(("key", "options", "prefix"), spread([v for v in VARIANTS if v[0] in IN_ATTENTION], [0, 2]))
+@each(("key", "options", "prefix"), spread([v for v in VARIANTS if v[0] in IN_ATTENTION], [0, 2]))
 def test_every_encoding_is_right_or_refused(key, options, prefix):
     grid, heads = Grid(4, 5, prefix), heads_of(key)
     encoding = perturbed(make(key, Grid(3, 4, prefix), heads, dim=16, **options).to(DEVICE))
@@ -88,7 +89,7 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
 
 
 @runs
-@pytest.mark.parametrize("key", ["table", "factorized", "rope_mixed", "lookhere"])
+@each("key", ["table", "factorized", "rope_mixed", "lookhere"])
 def test_windows(key):
     heads, batch = heads_of(key), 2 if key == "table" else 1
     encoding = perturbed(make(key, Grid(3, 4), heads, dim=16).to(DEVICE))
@@ -100,7 +101,7 @@ def test_windows(key):
 
 
 @runs
-@pytest.mark.parametrize("entry", ["attention", "window_attention"])
+@each("entry", ["attention", "window_attention"])
 def test_scales_and_query_biases(entry):
     """What no encoding of the package combines with plain biases: a number, a 0-d tensor, and a bias of the queries."""
     grid = Grid(3, 4)
@@ -189,7 +190,7 @@ def small(name, **how):
 
 
 @runs
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_models_train_through_them(name):
     model, image = small(name)
     plain = run_model(model, image)
@@ -214,7 +215,7 @@ def test_a_compiled_model_has_no_graph_break():
 
 
 @runs
-@pytest.mark.parametrize("name", ["swin table", "vit table"])
+@each("name", ["swin table", "vit table"])
 def test_autocast(name):
     model, image = small(name)
     plain = run_model(model, image)

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from helpers import ROOT, run_in_the_interpreter
+from helpers import ROOT, each, run_in_the_interpreter
 from vitrel import Grid, Table, Terms
 from vitrel.ops import reference
 from vitrel.ops.window import windows
@@ -84,7 +84,7 @@ def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
 
 
 @runs
-@pytest.mark.parametrize(("grid", "window"), itertools.product(GRIDS, WINDOWS))
+@each(("grid", "window"), itertools.product(GRIDS, WINDOWS))
 def test_equals_the_reference(grid, window):
     """Grids that the window does not divide or that it exceeds, with and without shift, bias and rotary term; three widths."""
     n = GRIDS.index(grid) + WINDOWS.index(window)
@@ -94,14 +94,14 @@ def test_equals_the_reference(grid, window):
 
 
 @runs
-@pytest.mark.parametrize("rotary", [0, 1, 2])
-@pytest.mark.parametrize("bias", [True, False])
+@each("rotary", [0, 1, 2])
+@each("bias", [True, False])
 def test_every_combination_of_terms(bias, rotary):
     check((5, 5), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
 
 
 @runs
-@pytest.mark.parametrize(("grid", "window", "shift"), [((5, 13), (12, 12), (6, 6))])
+@each(("grid", "window", "shift"), [((5, 13), (12, 12), (6, 6))])
 def test_windows_of_more_than_one_tile(grid, window, shift):
     """With a shift along both axes, along one in an image that leaves most of a window empty; an odd size, three tiles of keys.
 
@@ -113,7 +113,7 @@ def test_windows_of_more_than_one_tile(grid, window, shift):
 
 
 @runs
-@pytest.mark.parametrize(
+@each(
     ("shift", "grids"),
     [
         ((3, 3), [(6, 1), (7, 8), (8, 8), (14, 6)]),
@@ -128,8 +128,8 @@ def test_every_border(shift, grids):
 
 
 @runs
-@pytest.mark.parametrize(("window", "shift"), [((4, 4), (2, 2)), ((3, 5), (1, 4)), ((7, 2), (3, 1))], ids=str)
-@pytest.mark.parametrize("grid", [(1, 1), (5, 5), (4, 10), (3, 16), (7, 3), (12, 9)], ids=str)
+@each(("window", "shift"), [((4, 4), (2, 2)), ((3, 5), (1, 4)), ((7, 2), (3, 1))], ids=str)
+@each("grid", [(1, 1), (5, 5), (4, 10), (3, 16), (7, 3), (12, 9)], ids=str)
 def test_the_geometry_is_that_of_vitrel_ops_window(grid, window, shift):
     """Token and region of every slot: the rule that an axis which one window holds is not shifted stands in both."""
     layout, n = windows(*grid, window, shift), window[0] * window[1]
@@ -185,8 +185,8 @@ def test_any_strides(monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize("window", [(4, 4), (9, 8)])
-@pytest.mark.parametrize("level", [-300, 300])
+@each("window", [(4, 4), (9, 8)])
+@each("level", [-300, 300])
 def test_large_logits_stay_finite(window, level):
     """Where exp would overflow, and a shift of the logits by the maximum does not; also in the rows of padding."""
     (qkv, table, *rest), grad_out = make((6, 5), window, heads=1)
@@ -236,7 +236,7 @@ def test_shapes_beyond_which_memory_would_be_read():
 def test_in_the_interpreter():
     """Of all modules with kernels, as most of a short run is the start of a process."""
     kernels = [f"ops/backends/test_triton_{name}.py" for name in ("global", "ops")]
-    others = *kernels, "ops/test_every_backend.py", "tools/benchmark/test_traffic.py"
+    others = *kernels, "ops/test_every_backend.py"
     run_in_the_interpreter(__file__, *(str(ROOT / "tests" / other) for other in others))
 
 

