@@ -72,6 +72,7 @@ NAMES = {  # of the columns that the table of all rows shows at first
     "img_size": "size",
     "tokens": "tokens",
     **{metric: f"{name} {unit}" for task in TASKS for metric, (name, unit) in task_named(task).axes.items()},
+    "ece": "ECE %",
     "low": "95 % from",
     "high": "to",
     "difference": "to training size",
