@@ -4,18 +4,18 @@
 
     sweep         the options
     checkpoint    path or model -> TrainedModel (model, preprocessing, classes)
-    prepare       data, preprocessing, size -> batches of images
+    tasks         what is predicted and scored: classification, segmentation (a file each)
+    prepare       data, preprocessing, size -> batches of images and targets
     policies      model, size -> the model for that size, and what is resampled for it
     predict       model, batches -> logits, time, memory, attention
-    score         logits, labels -> metrics and the prediction of every image, for classification
-    trials         models, sweep -> the list of rows to make
-    measure       trial -> row, through prepare, predict and score
+    trials        models, sweep -> the list of rows to make
+    measure       trial -> row, through prepare, predict and the task's score
     table         rows <-> the files of a folder
     advice        rows -> verdicts, and at most three sentences a model
     text, page    rows -> Markdown, report.html
 
-`statistics` has the estimates over seeds and images, `rescue` the search for settings that help without training, `claims` the
-verdicts on claims, `run` a whole evaluation, `compare` the configuration of training and evaluating several models and seeds.
+`statistics` has the estimates over seeds and images, `claims` the verdicts on claims, `classes` which output stands for which
+class, `run` a whole evaluation, `compare` the configuration of training and evaluating several models and seeds.
 """
 
 from typing import Any

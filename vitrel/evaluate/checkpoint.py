@@ -182,12 +182,13 @@ def trained_model(
     outputs: Mapping[str, int] | None = None,
     restrict: bool = False,
     path: Path = Path(),
-    task: str = "classification",
+    task: str = "",
 ) -> TrainedModel:
     """Wrap a model in memory as `TrainedModel`, with preprocessing from its `pretrained_cfg` where none is given.
 
     img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
-    restrict, task: see `TrainedModel`. ValueError for a model without `num_classes`, or an invalid mean or std.
+    restrict: see `TrainedModel`. task: by default the attribute `task` of the model,
+    else "classification". ValueError for a model without `num_classes`, or an invalid mean or std.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
@@ -213,7 +214,7 @@ def trained_model(
         path=path,
         outputs=outputs,
         restrict=restrict,
-        task=task,
+        task=task or getattr(model, "task", "classification"),
     )
 
 

@@ -113,7 +113,7 @@ def _measure_share(trial: Trial, sweep: Sweep, images: Images, advance: Callable
             "infer_samples_per_sec_half": half_of_rate(runner.passes),
             "peak_memory_mb": round(peak, 1),
             "memory_kind": kind,
-            "batch_size": min(runner.batch_size, images.batch_size),
+            "batch_size": min(runner.batch_size, images.batch_of(trial.preprocessing)),
             "oom": runner.oom + images.halvings - halvings,
         }
         translated = {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.tasks import ImageList
 
 CACHE_BYTES = 2 << 30
+MASK_PIXELS = 1 << 21
 Batch = tuple[Tensor, list[Any]]  # pixels [B, 3, H, W], and targets; None for images left out as unreadable
 Source = Callable[..., Dataset]
 
@@ -132,6 +134,14 @@ class Images:
         if self._growing is not None:
             self._decoded[preprocessing], self._growing = self._growing, None
 
+    def batch_of(self, preprocessing: Preprocessing) -> int:
+        """Return the number of images in a batch; for segmentation, whose outputs are as large as images, at
+        most MASK_PIXELS.
+        """
+        if preprocessing.task == "classification":
+            return self.batch_size
+        return min(self.batch_size, max(1, MASK_PIXELS // math.prod(preprocessing.size)))
+
     def order(self, preprocessing: Preprocessing, rank: int = 0, world: int = 1) -> list[int]:
         """Return the indices of the images in the order of `batches`: those of `share_of`, in the native protocol by size."""
         groups = self._groups(preprocessing, rank, world)
@@ -171,7 +181,7 @@ class Images:
         collate = partial(_batch, preprocessing=preprocessing, drawn=_is_drawn(dataset))
         while start < total:
             try:
-                batches = _batches(groups, start, self.batch_size)
+                batches = _batches(groups, start, self.batch_of(preprocessing))
                 with _how_to_go_on():
                     for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers, collate_fn=collate):
                         start += len(batch[1])

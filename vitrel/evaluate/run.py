@@ -75,6 +75,7 @@ def at_sizes(
     preprocessing: Mapping[str, Any] | None = None,
     class_indices: Mapping[str, int] | None = None,
     restrict: bool = False,
+    task: str = "",
     **settings: Any,
 ) -> pd.DataFrame:
     """Evaluate a model at many image sizes: one row per size, protocol, crop and policy, with the columns of results.csv.
@@ -93,12 +94,15 @@ def at_sizes(
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation, instead of those of the `pretrained_cfg`.
         class_indices: {class of the data: index of the model's output}, where the order of classes and outputs differs.
         restrict: compare only the logits of the data's classes.
+        task: "classification" or "segmentation", by default the attribute `task` of the model, else "classification". For
+            segmentation a data set has masks [h, w] of each image's size instead of labels, with 255 where there is no class.
         settings: fields of `Sweep`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
 
     Raises:
         ValueError: for invalid settings, for data or classes that do not fit the model, and for unsupported sizes.
     """
     options = dict(label=label, img_size=img_size, preprocessing=preprocessing, outputs=class_indices, restrict=restrict)
+    options["task"] = task
     trained = _as_trained(model, options)
     if not isinstance(data, (str, Path)) and not isinstance(data, Dataset):
         settings = {"protocols": ("scale",)} | settings

@@ -65,7 +65,9 @@ class Trial:
 
     @property
     def crop_mode(self) -> str:
-        """The model's crop mode; "" in the native protocol, which does not crop."""
+        """The model's crop mode; "" in the native protocol, which does not crop; "squash" for segmentation, of whole images."""
+        if self.budget is None and self.task.name == "segmentation":
+            return "squash"
         return self.trained.crop_mode if self.budget is None else ""
 
     @property
@@ -95,7 +97,10 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
     for protocol in sweep.protocols:
         if protocol == "sliding" and models and models[0].task != "segmentation":
             raise ValueError("the sliding protocol joins the outputs of windows pixel by pixel: it is for segmentation")
-    if models and models[0].task == "segmentation" and sweep.crop_pct is not None:
+    whole = bool(models) and models[0].task == "segmentation"
+    if whole and sweep.translations:
+        raise ValueError("translated content is for classification: masks are not translated, leave translations out")
+    if whole and sweep.crop_pct is not None:
         raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas at a size below training gives crops")
     available = {policy for trained in models for policy in policies_of(trained.model)}
     if unknown := [policy for policy in sweep.policies or () if policy not in available]:
@@ -112,9 +117,9 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
         crops = dict.fromkeys(crop for trained, _ in pairs for crop in sweep.crop_pct or (trained.crop_pct,))
         for protocol in sweep.protocols:
             native = protocol == "native"
-            for crop in (1.0,) if native else crops:
+            for crop in (1.0,) if native or whole else crops:
                 for (trained, sizes), names_at in zip(pairs, policies, strict=True):
-                    if not (native or sweep.crop_pct or crop == trained.crop_pct):
+                    if not (native or whole or sweep.crop_pct or crop == trained.crop_pct):
                         continue
                     translations = sweep.translations if size == trained.img_size and protocol == sweep.protocols[0] else ()
                     if protocol == "sliding":

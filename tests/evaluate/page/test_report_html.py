@@ -207,20 +207,6 @@ def test_shares_are_percentages(folder):
     assert contents(read_csv(folder / "results.csv"), folder, "t")["rows"][0]["pad_fraction"] == "0 12.5"
 
 
-def test_interpolation_is_no_warning_and_what_costs_is_one(folder):
-    rows = read_csv(folder / "results.csv")
-    found = {(row["label"], row["policy"], row["img_size"], row["protocol"]): row for row in contents(rows, folder, "")["rows"]}
-    assert found["vitrel_vit_n8_table", "bicubic", "64x96", "scale"]["warning"] == ""  # 18 points lower, as the table says
-    assert "77 % of the offsets did not occur" in found["vitrel_vit_n8_rope_mixed", "none", "128x128", "scale"]["warning"]
-
-    def changed(resampled):
-        edit(folder, lambda frame: frame.assign(unchanged=frame["img_size"] != "48x48", resampled_values=resampled, top1=90.0))
-        return {row["warning"] for row in contents(read_csv(folder / "results.csv"), folder, "")["rows"]}
-
-    assert changed(10) == {""}  # timm's copy with a resampled embedding
-    assert any("state dict changed" in text for text in changed(0))
-
-
 def test_classes_are_named_in_words():
     named = class_words(["011_snapdragon", "n01440764", "wall_flower", "7", "1_rose", "2_rose", "n99999999"], {"7": "tulip, a"})
     assert named == {"011_snapdragon": "snapdragon", "n01440764": "tench", "wall_flower": "wall flower", "7": "tulip"}

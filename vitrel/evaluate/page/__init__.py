@@ -21,7 +21,7 @@ from timm.data import ImageNetInfo
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.evaluate.advice import COLUMNS as JUDGED
-from vitrel.evaluate.advice import LOSES, Judged, judge
+from vitrel.evaluate.advice import Judged, judge
 from vitrel.evaluate.page.changed import PLACE, Place, changed_images, place_of
 from vitrel.evaluate.page.charts import (
     METRICS,
@@ -56,7 +56,6 @@ from vitrel.evaluate.table import (
 from vitrel.evaluate.tasks import TASKS, task_named, task_of
 from vitrel.evaluate.text import difference_text, resampled_text, verdict_text
 from vitrel.inspect.attention import NEGLIGIBLE
-from vitrel.position import POSITIONS
 
 Item = dict[str, Any]
 PROTOCOLS = {
@@ -72,6 +71,7 @@ NAMES = {  # of the columns that the table of all rows shows at first
     "img_size": "size",
     "tokens": "tokens",
     **{metric: f"{name} {unit}" for task in TASKS for metric, (name, unit) in task_named(task).axes.items()},
+    "ece": "ECE %",
     "low": "95 % from",
     "high": "to",
     "difference": "to training size",
@@ -154,7 +154,7 @@ def contents(
     details = zip(_intervals(rows, table, protocol_of), judged.rows, strict=True)
     for record, (intervals, row) in zip(records, details, strict=True):
         texts = {"resampled": resampled_text(row), "change": difference_text(row), "judged": verdict_text(row)}
-        record |= {"intervals": intervals, "warning": _warning(row), "name": _row_name(row), "metric": main_metric(row)} | texts
+        record |= {"intervals": intervals, "name": _row_name(row), "metric": main_metric(row)} | texts
     metrics = [key for key in METRICS if key in present and any(row[key] for row in table if known_number(row.get(key)))]
     sizes = sorted({row["img_size"] for row in table}, key=by_area)
     place = {id(row): at for at, row in enumerate(judged.rows)}
@@ -202,7 +202,6 @@ def contents(
         "judged": judged,
         "by_size": [records[place[id(row)]] for row in judged.by_size],
         "accuracy": [_by_size(protocol, drawn, records, sizes) for protocol in protocols],
-        "warnings": _warnings(records),
         "lead": _lead(records, data_name, protocols, sizes, trained),
         "claims": _claims(folder),
         "seen": _seen(pictures, words),
@@ -317,17 +316,6 @@ def _by_size(protocol: str, drawn: Sequence[Item], records: Sequence[Item], size
     return {"protocol": protocol, "sizes": shown_sizes, "lines": lines, "best": best if len(lines) > 1 else {}}
 
 
-def _warnings(records: Sequence[Item]) -> dict[str, str]:
-    """{curve and protocol: its warnings}."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for row in records:
-        if row["warning"]:
-            found[f"{curve_name(row['label'], row['policy'])} ({row['protocol']})"].append(
-                f"at {row['img_size']} {row['warning']}"
-            )
-    return {name: "; ".join(texts) for name, texts in found.items()}
-
-
 def _lead(records: Sequence[Item], data: str, protocols: Sequence[str], sizes: Sequence[str], trained: Sequence[str]) -> str:
     """The sentence below the title: models, data, seeds, sizes, device."""
 
@@ -420,35 +408,6 @@ def _about(key: str) -> str:
     """The description of a column for the page."""
     text = _ABOUT.get(key) or COLUMNS.get(key, "")
     return f"{text}; in percent here, as a share in results.csv" if key in SHARES or key == "pad_fraction" else text
-
-
-def _warning(row: Row) -> str:
-    """The warning of a judged row, "" for none.
-
-    It is given for a state dict that changed although nothing is resampled; and for a row that loses, together with unseen
-    offsets or a changed state dict. Interpolation alone is no warning.
-    """
-    if not (row["unchanged"] or row["resampled_values"]):
-        return "the state dict changed although nothing is resampled"
-    if row["verdict"] != LOSES:
-        return ""
-    cause = f"{100 * row['unseen']:.0f} % of the offsets did not occur in training" if _uses_untrained(row) else ""
-    cause = cause if row["unchanged"] else "the state dict changed"
-    return f"{-row['difference']:.1f} points lower, {cause}" if cause else ""
-
-
-def _uses_untrained(row: Row) -> bool:
-    """Whether a row has unseen offsets whose values are not interpolated from trained ones."""
-    return row["unseen"] > 0 and (row["saturated"] > 0 or not _stretches(row["resampled"]))
-
-
-def _stretches(resampled: str) -> bool:
-    """Whether any rule in a value of the column `resampled` is of a bias with resampled parameters, such as "table bicubic".
-
-    Unseen offsets then get values from trained ones. False for "absolute bicubic", which is not a bias.
-    """
-    encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resampled.split(" + ")) if key in POSITIONS]
-    return any((encoding.site, encoding.at_larger_grid) == ("attention", "resampled") for encoding in encodings)
 
 
 def _image_labels(changed: Sequence[Mapping[str, Any]], predictions: Predictions) -> dict[str, list[Any]]:
