@@ -46,7 +46,7 @@ def test_rows_at_several_sizes(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
             for number in range(n):
                 Image.new("RGB", (40, 60), (color + number,) * 3).save(tmp_path / split / name / f"{number}.png")
-    model = ViT(32, 8, num_classes=0, embed_dim=16, depth=1, num_heads=2, position="table")
+    model = ViT(32, 8, num_classes=2, embed_dim=16, depth=1, num_heads=2, position="table")
     trained = trained_model(model, "any", img_size=(32, 32))
     rows = list(frozen_rows(trained, str(tmp_path), [(32, 32), (24, 48)], train_images=12, val_images=6, batch_size=4))
     assert [(row.size, row.method) for row in rows] == [(s, m) for s in ("32x32", "24x48") for m in ("k-NN", "linear")]

@@ -124,8 +124,10 @@ def test_every_encoding_is_reported_without_a_run_on_the_meta_device(trunk, key)
         )  # fmt: skip
         assert not line.resampled and reported.unseen == reported.saturated == 0
     plain = json.loads(json.dumps(reported.to_dict()))
-    assert plain["resampled_values"] == reported.resampled_values
-    assert plain["encodings"][0]["effect"] == reported.encodings[0].effect
+    assert (
+        plain["resampled_values"] == reported.resampled_values
+        and plain["encodings"][0]["effect"] == reported.encodings[0].effect
+    )
     assert f"\n{key} " in str(reported) and "96x72 px, built for 64x64" in str(reported)
 
 
