@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrel  # noqa: F401  registers our names with timm
-from vitrel.models.segmenter import Segmenter
+from vitrel.models.segmenter import HEADS, Segmenter
 
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 
@@ -38,7 +38,7 @@ class Places(nn.Module):
 @pytest.mark.parametrize("size", [(64, 96), (52, 100)])
 def test_stages_are_joined_where_their_tokens_lie(size):
     """Inside, where no interpolation meets a border, every stage says the same place as the finest."""
-    places = Segmenter(Places(), 3).tokens(torch.zeros(1, 3, *size)).view(3, 2, size[0] // 4, size[1] // 4)
+    places = Segmenter(Places(), 3).features(torch.zeros(1, 3, *size)).view(3, 2, size[0] // 4, size[1] // 4)
     inside = places[..., 2:-4, 2:-4]
     assert inside.numel()
     for stage in inside[1:]:
@@ -56,9 +56,12 @@ def test_logits_lie_where_their_pixels_are():
     torch.testing.assert_close(logits[0, :, 4:-6, 4:-6], torch.stack((y, x))[:, 4:-6, 4:-6])
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_rope_mixed", "vitrel_swin_n"])
-def test_any_height_and_width(name):
-    model = Segmenter(timm.create_model(name, img_size=(32, 48), num_classes=7), 3).eval()
+def test_any_height_and_width(name, head):
+    if head != "linear":
+        pytest.importorskip("segmentation_models_pytorch")
+    model = Segmenter(timm.create_model(name, img_size=(32, 48), num_classes=7), 3, head).eval()
     with torch.no_grad():
         for size in ((32, 48), (33, 70), (17, 24)):
             logits = model(torch.randn(2, 3, *size))
@@ -79,15 +82,24 @@ def test_the_linear_head_reads_the_last_normalized_tokens():
         torch.testing.assert_close(model(image), want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("build", [vit, lambda: timm.create_model("vitrel_swin_n", img_size=(32, 48))])
-def test_every_parameter_learns_and_stands_in_timms_layers(build):
-    model = Segmenter(build(), 3)
+def swin():
+    return timm.create_model("vitrel_swin_t", img_size=(64, 96), embed_dim=16, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("build", [vit, swin])
+def test_every_parameter_learns_and_stands_in_timms_layers(build, head):
+    if head != "linear":
+        pytest.importorskip("segmentation_models_pytorch")
+    model = Segmenter(build(), 3, head)
     model(torch.randn(2, 3, 32, 48)).square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
     layers = timm.models.group_parameters(model, model.group_matcher(), reverse=True)
     assert layers.keys() == {name for name, _ in model.named_parameters()}
-    assert {name for name, layer in layers.items() if layer == max(layers.values())} >= {"head.1.weight", "head.1.bias"}
-    assert layers["backbone.patch_embed.proj.weight"] == 0
+    assert {name for name, layer in layers.items() if layer == max(layers.values())} >= {
+        name for name, _ in model.named_parameters() if name.startswith("head.")
+    }
+    assert layers["features.body.patch_embed.proj.weight"] == 0
     assert model.position_parameters() <= model.no_weight_decay() and model.position_parameters()
     assert model.position_lr_scales().keys() <= model.position_parameters()
 

@@ -17,6 +17,7 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
     "completion": ("shtab",),
     "datasets": ("datasets",),
     "s3": ("s3fs",),
+    "segmentation": ("segmentation_models_pytorch",),
 }  # fmt: skip
 
 

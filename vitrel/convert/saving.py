@@ -21,7 +21,7 @@ from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized, on_meta
-from vitrel.models.segmenter import Segmenter
+from vitrel.models.segmenter import BODY, Segmenter
 from vitrel.position import PositionEncoding
 from vitrel.weights.draft import Draft
 from vitrel.weights.load import apply_plan, plan_weights
@@ -132,7 +132,7 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         model = create_sized(about["model"], **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is of a model {about['model']} with {arguments}, which cannot be built: {error}") from error
-    backbone, head = model, {}
+    backbone, head = model, None
     if about.get("task") == "segmentation":
         model = Segmenter(backbone, arguments["num_classes"], about.get("head", "linear"))
         loaded, head = _without_head(loaded, path)
@@ -140,8 +140,8 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         _load_own(backbone, loaded, path, changes or {})
     else:
         _load_other(backbone, loaded, path)
-    if head:
-        _load_other(model.head, {"state_dict": head}, path)
+    if head is not None:
+        _load_other(model, {"state_dict": head | {BODY + name: value for name, value in backbone.state_dict().items()}}, path)
     settings = {name: about[name] for name in PREPROCESSING}
     if "num_classes" not in (changes or {}):
         settings["label_names"] = list(about["classes"])
@@ -152,13 +152,14 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
 
 
 def _without_head(loaded: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content of a checkpoint of a segmentation model as that of its backbone, and the weights of its head."""
+    """The content of a checkpoint of a segmentation model as that of its backbone, and the other weights of the model."""
     state = loaded["state_dict"]
-    prefixes = "model.backbone.", "model.head."
-    if not isinstance(state, dict) or not all(str(name).startswith(prefixes) for name in state):
-        raise ValueError(f"{path} is damaged: it is of a segmentation model, whose weights are a backbone's and a head's")
-    backbone, head = ({f"model.{n.removeprefix(p)}": v for n, v in state.items() if n.startswith(p)} for p in prefixes)
-    return loaded | {"state_dict": backbone}, head
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{path} is damaged: it has no weights by name")
+    below = f"model.{BODY}"
+    body = {f"model.{name.removeprefix(below)}": value for name, value in state.items() if name.startswith(below)}
+    others = {name.removeprefix("model."): value for name, value in state.items() if not name.startswith(below)}
+    return loaded | {"state_dict": body}, others
 
 
 def rebuilt(model: Backbone, **changes: Any) -> Backbone:

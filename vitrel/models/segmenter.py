@@ -1,7 +1,7 @@
 """Segmentation: a backbone with a head that gives every pixel of an image logits, at any height and width.
 
 The head "linear" is the linear probe of DINOv2 (arXiv 2304.07193, section 7.4): batch norm and one linear layer on the tokens.
-"fpn" and "upernet" are decoders of segmentation_models_pytorch on `vitrel.models.pyramid`.
+"fpn" (arXiv 1612.03144) and "upernet" (arXiv 1807.10221) are decoders of segmentation_models_pytorch on `vitrel.pyramid`.
 """
 
 import re
@@ -11,22 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrel.common.extras import require
+from vitrel.models.pyramid import Pyramid
+
 HEADS = ("linear", "fpn", "upernet")
-UNUSED = ("fc_norm", "attn_pool", "head_dist")  # parts of classifiers, which segmentation does not run
+STRIDES = (4, 8, 16, 32)  # pixels, of the maps that decoders take
+_UNUSED = ("fc_norm", "attn_pool", "head_dist")  # parts of classifiers, which segmentation does not run
 
 
 class Segmenter(nn.Module):
     """A backbone and a head of segmentation, images [B, 3, height, width] -> logits [B, num_classes, height, width].
 
-    Logits are computed at the finest tokens and interpolated bilinearly, with the centers of pixels aligned (half-pixel
-    convention). A vitrel backbone takes any height and width; other models those that they support.
+    Logits are computed at the finest tokens, or at a stride of 4 pixels by a decoder, and interpolated bilinearly with the
+    centers of pixels aligned (half-pixel convention). A vitrel backbone takes any height and width; other models those that
+    they support.
 
     Args:
-        backbone: a vitrel model, or a timm model with `forward_intermediates`; its classifier is removed, in place.
-        num_classes: number of classes, of at least 1.
+        backbone: a vitrel model, or a timm model with `forward_intermediates`; it becomes a part of the model and loses its
+            classifier, in place.
+        num_classes: number of classes, at least 1.
         head: "linear": batch norm and a 1x1 convolution on the last tokens, of a model with stages on those of all stages,
-            upsampled to the finest and joined. "fpn" (arXiv 1612.03144) or "upernet" (arXiv 1807.10221): the decoders of
-            segmentation_models_pytorch with their defaults, on maps with strides of 4, 8, 16 and 32 pixels.
+            upsampled to the finest and joined. "fpn" or "upernet": the decoders of segmentation_models_pytorch with their
+            defaults, on maps with strides of 4, 8, 16 and 32 pixels.
 
     Raises:
         ValueError: an unknown head, or a model that gives no feature maps.
@@ -42,86 +48,124 @@ class Segmenter(nn.Module):
         if num_classes < 1:
             raise ValueError(f"segmentation needs at least 1 class, not {num_classes}")
         backbone.reset_classifier(0)
-        for name in UNUSED:
+        for name in _UNUSED:
             if getattr(backbone, name, None) is not None:
                 setattr(backbone, name, nn.Identity() if name == "fc_norm" else None)
-        self.backbone, self.num_classes, self.head_name = backbone, num_classes, head
-        levels = [(level["num_chs"], level["reduction"]) for level in _levels(backbone)]
-        stages = len({reduction for _, reduction in levels}) > 1
-        self.taken = len(levels) if stages else 1  # the last so many features
-        self.reductions = [reduction for _, reduction in levels][-self.taken :]
+        self.num_classes, self.head_name = num_classes, head
         if head == "linear":
-            width = sum(channels for channels, _ in levels[-self.taken :])
+            self.features: Tokens | Pyramid = Tokens(backbone)
+            self.stride, width = self.features.stride, self.features.width
             self.head: nn.Module = nn.Sequential(nn.BatchNorm2d(width), nn.Conv2d(width, num_classes, 1))
             nn.init.normal_(self.head[1].weight, std=0.01)  # type: ignore[index]
             nn.init.zeros_(self.head[1].bias)  # type: ignore[index]
         else:
-            from vitrel.models.decoders import Decoder
-
-            self.head = Decoder(backbone, num_classes, head)
+            self.features, self.stride = Pyramid(backbone, STRIDES), STRIDES[0]
+            self.head = Decoder(self.features.out_channels, num_classes, head)  # type: ignore[arg-type]
 
     def forward(self, image: Tensor) -> Tensor:
         height, width = image.shape[-2:]
-        if self.head_name != "linear":
-            return self.head(image)
-        logits = self.head(self.tokens(image))
-        return _enlarged(logits, self.reductions[0])[..., :height, :width]
+        if self.head_name != "linear":  # decoders double their maps, which must have sides of whole strides
+            image = F.pad(image, (0, -width % STRIDES[-1], 0, -height % STRIDES[-1]))
+        return _enlarged(self.head(self.features(image)), self.stride)[..., :height, :width]
 
-    def tokens(self, image: Tensor) -> Tensor:
-        """Return the tokens that the linear head reads, [B, 3, height, width] -> [B, C, h, w] at the finest stage."""
-        maps = self.backbone.forward_intermediates(
-            image, indices=self.taken, norm=True, output_fmt="NCHW", intermediates_only=True
-        )
-        finest, *others = maps
-        h, w = finest.shape[-2:]
-        # a stage may reach beyond the image, where its grid was rounded up
-        factors = [reduction // self.reductions[0] for reduction in self.reductions[1:]]
-        return torch.cat((finest, *(_enlarged(x, factor)[..., :h, :w] for x, factor in zip(others, factors, strict=True))), 1)
+    @property
+    def backbone(self) -> nn.Module:
+        """The model below the head."""
+        return self.features.body
 
     @property
     def img_size(self) -> tuple[int, int]:
         """(h, w) in pixels of the backbone's input size."""
-        return self.backbone.img_size
+        return self.backbone.img_size  # type: ignore[return-value]
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
         """The backbone's configuration of preprocessing, as timm keeps it."""
-        return self.backbone.pretrained_cfg
+        return self.backbone.pretrained_cfg  # type: ignore[return-value]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Turn activation checkpointing of the backbone's blocks on or off."""
-        self.backbone.set_grad_checkpointing(enable)
+        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the backbone's layers, as timm's layer decay reads them; the head comes last."""
 
         def below(pattern: Any) -> Any:
             if isinstance(pattern, str):
-                return re.sub(r"\^", r"^backbone\\.", pattern)
+                return re.sub(r"\^", rf"^{re.escape(BODY)}", pattern)
             return [(below(one), order) for one, order in pattern]
 
-        return {name: below(pattern) for name, pattern in self.backbone.group_matcher(coarse).items()}
+        return {name: below(pattern) for name, pattern in self.backbone.group_matcher(coarse).items()}  # type: ignore[operator]
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters without weight decay."""
-        return {f"backbone.{name}" for name in self._of_backbone("no_weight_decay", set())}
+        return {f"{BODY}{name}" for name in self._of_backbone("no_weight_decay", set())}
 
     def position_parameters(self) -> set[str]:
         """Return the names of the parameters of position encodings."""
-        return {f"backbone.{name}" for name in self._of_backbone("position_parameters", set())}
+        return {f"{BODY}{name}" for name in self._of_backbone("position_parameters", set())}
 
     def position_lr_scales(self) -> dict[str, float]:
         """Return {name: factor on the learning rate in fine-tuning} of the parameters of encodings in attention."""
-        return {f"backbone.{name}": scale for name, scale in self._of_backbone("position_lr_scales", {}).items()}
+        return {f"{BODY}{name}": scale for name, scale in self._of_backbone("position_lr_scales", {}).items()}
 
     def _of_backbone(self, method: str, default: Any) -> Any:
         return getattr(self.backbone, method)() if hasattr(self.backbone, method) else default
 
 
-def _levels(backbone: nn.Module) -> list[dict[str, Any]]:
-    """The entries of timm's `feature_info`, a list or timm's FeatureInfo."""
-    info = backbone.feature_info
-    return list(info) if isinstance(info, list | tuple) else [dict(level) for level in info.info]
+BODY = "features.body."  # what the names of the backbone's parameters begin with in a Segmenter
+
+
+class Tokens(nn.Module):
+    """The tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w] at the finest stage.
+
+    Args:
+        body: a model with `forward_intermediates`.
+
+    Attributes:
+        stride: of the finest stage, in pixels.
+        width: channels of all stages together, or of the last block where all have one stride.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        levels = [(level["num_chs"], level["reduction"]) for level in body.feature_info]  # type: ignore[union-attr]
+        self.body, self.taken = body, len(levels) if len({stride for _, stride in levels}) > 1 else 1
+        self.strides = [stride for _, stride in levels][-self.taken :]
+        self.stride, self.width = self.strides[0], sum(channels for channels, _ in levels[-self.taken :])
+
+    def forward(self, image: Tensor) -> Tensor:
+        maps = self.body.forward_intermediates(  # type: ignore[operator]
+            image, indices=self.taken, norm=True, output_fmt="NCHW", intermediates_only=True
+        )
+        h, w = maps[0].shape[-2:]
+        # a stage may reach beyond the image, where its grid was rounded up
+        enlarged = [_enlarged(x, stride // self.stride)[..., :h, :w] for x, stride in zip(maps, self.strides, strict=True)]
+        return torch.cat(enlarged, 1)
+
+
+class Decoder(nn.Module):
+    """Logits of a decoder of segmentation_models_pytorch, on maps of STRIDES by name -> [B, num_classes, h, w] of the first.
+
+    Args:
+        widths: channels of the maps.
+        num_classes: number of classes.
+        head: "fpn" or "upernet".
+    """
+
+    def __init__(self, widths: list[int], num_classes: int, head: str) -> None:
+        super().__init__()
+        require("segmentation_models_pytorch")
+        from segmentation_models_pytorch.decoders.fpn.decoder import FPNDecoder
+        from segmentation_models_pytorch.decoders.upernet.decoder import UPerNetDecoder
+
+        channels = [0, 0, *widths]  # of strides 1 and 2, which these decoders do not read
+        self.decoder = FPNDecoder(channels) if head == "fpn" else UPerNetDecoder(channels, decoder_channels=256)
+        self.classify = nn.Conv2d(self.decoder.out_channels if head == "fpn" else 256, num_classes, 1)
+
+    def forward(self, maps: dict[str, Tensor]) -> Tensor:
+        first, *others = maps.values()
+        return self.classify(self.decoder([first, first, first, *others]))
 
 
 def _enlarged(x: Tensor, factor: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besides Lightning's entries:
 
-    {"state_dict": {"model.<parameter>": tensor, ...}, in segmentation "model.backbone.<parameter>" and "model.head....",
+    {"state_dict": {"model.<parameter>": tensor, ...}, in segmentation "model.features.body.<parameter>", ...
      "hyper_parameters": {the arguments of Classifier, plain values},
      "epoch_means": {"epoch": int, "train/loss": [[sum, weight] of every rank], "train/top1": [...]} of the epoch so far,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
