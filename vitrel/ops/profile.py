@@ -2,8 +2,8 @@
 
 "auto" takes the backend that is fastest by the profile, where it has calls like the one at hand: `describe` gives the words
 that must be equal, in which numbers of tokens, images and windows are rounded to powers of 2. A profile is a JSON file: the
-identity of the device and of the software, and a case per measured call. VITREL_PROFILE is its path, or a folder of profiles, or
-"off"; by default it is in the user's cache folder, with a name that depends on the identity.
+identity of the device and of the software, and a case per measured call. VITREL_PROFILE is its path, or a folder of profiles,
+or "off"; by default it is in the user's cache folder, with a name that depends on the identity.
 """
 
 import functools
