@@ -479,7 +479,7 @@ def test_the_model_is_left_as_it_was(plain_model):
     plain_model.head.eval()
     at_sizes(plain_model, Pictures("pil"), [32], n=3, **HOW)
     assert plain_model.training and plain_model.blocks[0].training and not plain_model.head.training
-    assert {part.policy for part in plain_model.modules() if getattr(part, "policies", ())} == {"geometric"}
+    assert {part.policy for part in plain_model.modules() if getattr(part, "policy", "")} == {"geometric"}
 
 
 def test_checkpoints_and_timm_models(checkpoint, noise):
