@@ -1,7 +1,7 @@
 """A torchvision RetinaNet on the features of a vitrel model, trained on synthetic boxes for a few steps, at any image size.
 
     python examples/detection.py                                          # a nano Swin at 200x333, on a CPU
-    python examples/detection.py --model vitrel_vit_n8_rope_mixed         # the last map of a ViT, resized to three
+    python examples/detection.py --model vitrel_vit_n8_rope_mixed         # a ViT, whose last map gives three
     python examples/detection.py --model vitrel_swin_t --size 800 1333 --channels 256
 
 torchvision pads a batch with zeros, at the bottom and on the right, to its largest image and then to a multiple of 32 (1333
@@ -21,7 +21,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelP6P7
 
-import vitrel  # noqa: F401  registers the models with timm
+import vitrel
 
 COLORS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # colors of classes 1, 2 and 3
 
@@ -30,29 +30,22 @@ class Pyramid(nn.Module):
     """Feature pyramid, [B, 3, h, w] -> five maps [B, channels, ceil(h / s), ceil(w / s)], one for each stride s of `strides` in
     pixels.
 
-    Three are the last maps of a timm model, combined by an FPN; two more come from strided convolutions. A ViT has one stride:
-    its last map is first resized to twice, once and half its resolution, as in ViTDet (arXiv 2203.16527).
+    Three are those of `vitrel.pyramid`, the model's coarsest strides, combined by an FPN; two more come from strided
+    convolutions. A ViT has one stride: its map is taken at twice, once and half its resolution.
     """
 
     def __init__(self, name: str, channels: int):
         super().__init__()
-        self.body = timm.create_model(name, features_only=True, out_indices=(-3, -2, -1), drop_path_rate=0.0)
-        widths, strides = self.body.feature_info.channels(), self.body.feature_info.reduction()
-        self.rescale = None
-        if len(set(strides)) == 1:
-            double = nn.ConvTranspose2d(widths[-1], widths[-1], kernel_size=2, stride=2)
-            self.rescale = nn.ModuleList([double, nn.Identity(), nn.MaxPool2d(2, ceil_mode=True)])
-            strides = [strides[-1] // 2, strides[-1], strides[-1] * 2]
-        self.fpn = FeaturePyramidNetwork(widths, channels, LastLevelP6P7(channels, channels))
+        model = timm.create_model(name, drop_path_rate=0.0)
+        own = sorted({info["reduction"] for info in model.feature_info})
+        strides = own[-3:] if len(own) > 2 else [own[-1] // 2, own[-1], own[-1] * 2]
+        self.data = timm.data.resolve_model_data_config(model)
+        self.body = vitrel.pyramid(model, strides)
+        self.fpn = FeaturePyramidNetwork(self.body.out_channels, channels, LastLevelP6P7(channels, channels))
         self.out_channels, self.strides = channels, [*strides, strides[-1] * 2, strides[-1] * 4]
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        maps, (h, w) = self.body(image), image.shape[2:]
-        if self.rescale is not None:
-            maps = [rescale(maps[-1]) for rescale in self.rescale]
-        # Doubling a map whose size was rounded up can add a row or column outside the image.
-        maps = [x[:, :, : -(-h // s), : -(-w // s)] for x, s in zip(maps, self.strides, strict=False)]
-        return self.fpn({str(level): x for level, x in enumerate(maps)})
+        return self.fpn(self.body(image))
 
 
 class Anchors(AnchorGenerator):
@@ -73,8 +66,12 @@ class Anchors(AnchorGenerator):
 def detector(name: str, size: tuple[int, int], channels: int) -> RetinaNet:
     """Return a RetinaNet for three classes that does not resize images of `size` (h, w)."""
     pyramid = Pyramid(name, channels)
-    data = timm.data.resolve_model_data_config(pyramid.body)
-    options = dict(anchor_generator=Anchors(pyramid.strides), image_mean=data["mean"], image_std=data["std"], size_divisible=1)
+    options = dict(
+        anchor_generator=Anchors(pyramid.strides),
+        image_mean=pyramid.data["mean"],
+        image_std=pyramid.data["std"],
+        size_divisible=1,
+    )
     return RetinaNet(pyramid, len(COLORS) + 1, min(size), max(size), **options)
 
 
@@ -95,7 +92,7 @@ def scene(size: tuple[int, int], count: int = 4) -> tuple[Tensor, dict[str, Tens
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vitrel_swin_n", help="any timm model with features_only; default vitrel_swin_n")
+    parser.add_argument("--model", default="vitrel_swin_n", help="a ViT or Swin of timm or vitrel; default vitrel_swin_n")
     parser.add_argument("--size", type=int, nargs=2, default=(200, 333), metavar=("H", "W"), help="pixels; default 200 333")
     parser.add_argument("--steps", type=int, default=30, help="updates on one image; default 30")
     parser.add_argument("--channels", type=int, default=64, help="width of the pyramid; default 64 (256 in the papers)")

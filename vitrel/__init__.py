@@ -28,6 +28,7 @@ __all__ = [
     "optimize",
     "pad_prefix",
     "position_bias",
+    "pyramid",
     "register_position",
     "relativize",
     "resolution_report",

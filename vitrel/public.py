@@ -10,6 +10,7 @@ from vitrel.inspect.explain import explain
 from vitrel.inspect.resolution_report import resolution_report
 from vitrel.layers import RelativeAttention
 from vitrel.models.create import create_model
+from vitrel.models.pyramid import pyramid
 from vitrel.models.registry import register_position
 from vitrel.ops.reference import position_bias
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position, pad_prefix

@@ -27,10 +27,11 @@ def test_maps_have_their_strides(name):
 @torch.no_grad()
 def test_a_pixel_acts_most_on_the_cell_over_it(name, pixel):
     """Cell (i, j) of a map belongs to the pixels from (i, j) * stride: what joins position in the image and in the map."""
-    body, image = example.Pyramid(name, 16).body.eval(), torch.randn(1, 3, *SIZE)
+    body, image = example.Pyramid(name, 16).body.body.eval(), torch.randn(1, 3, *SIZE)
     other = image.clone()
     other[:, :, pixel[0], pixel[1]] += 5
-    for a, b, stride in zip(body(image), body(other), body.feature_info.reduction(), strict=True):
+    maps = (body.forward_intermediates(x, intermediates_only=True) for x in (image, other))
+    for a, b, stride in zip(*maps, (info["reduction"] for info in body.feature_info), strict=True):
         change = (a - b).norm(dim=1)[0]
         assert divmod(int(change.argmax()), change.shape[1]) == (pixel[0] // stride, pixel[1] // stride)
 

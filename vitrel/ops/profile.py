@@ -1,11 +1,9 @@
 """The profile of a device: how fast each backend computed which calls there, as `vitrel tune` measured it.
 
-"auto" takes the backend that is fastest by the profile, where it says anything about a call. A profile is a JSON file: the
-identity of the device and of the software that was measured, and a case per measured call. VITREL_PROFILE is its path, or a
-folder of profiles, or "off"; by default it is in the user's cache folder, with a name that depends on the identity.
-
-Calls are of the same kind if they differ in sizes only. A profile says of a call what was measured of the nearest of its kind.
-Far from all of them, and about kinds that were not measured, it says nothing.
+"auto" takes the backend that is fastest by the profile, where it has calls like the one at hand: `describe` gives the words
+that must be equal, in which numbers of tokens, images and windows are rounded to powers of 2. A profile is a JSON file: the
+identity of the device and of the software, and a case per measured call. VITREL_PROFILE is its path, or a folder of profiles,
+or "off"; by default it is in the user's cache folder, with a name that depends on the identity.
 """
 
 import functools
@@ -27,93 +25,25 @@ from vitrel.ops.reference import Call
 from vitrel.ops.window import hides_pairs
 
 VARIABLE = "VITREL_PROFILE"
-FORMAT = 2
 OFF = "off"
-FARTHEST = 1.5  # distance to the nearest measured call beyond which a profile says nothing, see `_place`
-_CODE = (
-    "reference.py",
-    "sdpa.py",
-    "window.py",
-    "capability.py",
-    "backends/*.py",
-)  # in this folder; another version of it needs another profile
+_CODE = ("reference.py", "sdpa.py", "window.py", "capability.py", "profile.py", "backends/*.py")  # other code: another profile
 
-Case = dict[str, Any]  # "call": traits as a dict; "ms": {backend: milliseconds}; "wrong", "failed", "refused": {backend: why}
+Case = dict[str, Any]  # "ms": {backend: milliseconds}, fastest first; "rule": what auto takes without; "out": {backend: why}
 
 
-class Traits(NamedTuple):
-    """All that a profile knows of a call. sizes: what may differ within a kind; the rest is the kind.
+class Profile(NamedTuple):
+    """Measured cases of one device, by `describe` of their calls."""
 
-    terms: for example "bias hw", or "query h + query w + rotary". gradients: "none", "inputs", or "bias" where a bias needs
-    one too. mask: "none", "bool" or "additive".
-    """
+    path: Path
+    identity: dict[str, str]  # as of `identity` when they were measured
+    cases: dict[str, Case]
 
-    entry: str
-    terms: str
-    dtype: str
-    gradients: str
-    mask: str
-    dropout: bool
-    compiled: bool
-    grid: tuple[int, int, int]  # h, w, prefix
-    queries: int
-    window: tuple[int, int] | None
-    shift: tuple[int, int]
-    batch: int
-    heads: int
-    width: int
-
-    @property
-    def kind(self) -> tuple:
-        """What must be equal for the times of one call to say something about another."""
-        hidden = self.window is not None and hides_pairs(*self.grid[:2], self.window, self.shift)
-        return (*self[:7], hidden, self.queries < self.tokens)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of an image, prefix tokens included."""
-        return self.grid[0] * self.grid[1] + self.grid[2]
-
-
-class Profile:
-    """Measured cases of one device. identity: as of `identity` when they were measured. path: of its file."""
-
-    def __init__(self, path: Path, identity: dict[str, str], cases: list[Case] | None = None):
-        self.path, self.identity, self.cases = path, identity, cases or []
-
-    def add(self, case: Case) -> None:
+    def add(self, call: Call, case: Case) -> None:
         """Add a case and write the file, whose folder is made if need be."""
-        self.cases.append(case)
-        self.write()
-
-    def write(self) -> None:
-        """Write the file."""
+        self.cases[describe(call)] = case
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "identity": self.identity, "cases": self.cases}
         with atomic_write(self.path) as part:
-            part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-
-    def has(self, traits: Traits) -> bool:
-        """True if exactly this call was measured."""
-        return any(traits_of(case) == traits for case in self.cases)
-
-    def relative(self, traits: Traits) -> dict[str, float]:
-        """Times of the backends for a call over that of the fastest, fastest first; {} where the profile says nothing.
-
-        They are those of the nearest measured call of the same kind, without backends that were wrong for this entry and dtype.
-        """
-        near, wrong = [], set()
-        for case in self.cases:
-            known = traits_of(case)
-            if (known.entry, known.dtype) == (traits.entry, traits.dtype):
-                wrong |= case["wrong"].keys()
-            if case["ms"] and known.kind == traits.kind:
-                near.append((math.dist(_place(traits), _place(known)), case["ms"]))
-        distance, times = min(near, key=lambda pair: pair[0], default=(math.inf, {}))
-        times = {name: ms for name, ms in times.items() if name not in wrong}
-        if distance > FARTHEST or not times:
-            return {}
-        return {name: times[name] / min(times.values()) for name in sorted(times, key=lambda name: (times[name], name))}
+            part.write_text(json.dumps({"identity": self.identity, "cases": self.cases}, indent=1) + "\n", "utf-8")
 
 
 def fastest(call: Call) -> tuple[str, ...]:
@@ -122,60 +52,71 @@ def fastest(call: Call) -> tuple[str, ...]:
     It says nothing about calls with symbolic sizes, and where a program is exported, traced or run on fake tensors.
     """
     compiled = torch.compiler.is_compiling()
-    if not compiled and profile_of(call.device) is None:
+    if is_exporting() or (not compiled and profile_of(call.device) is None):
         return ()
-    if not _is_plain(call, compiled):
-        return ()
-    names = _compiled_names(*_key(call)) if compiled else _names(*_key(call))
+    if compiled:
+        names = _compiled_names(*_key(call)) if _has_known_sizes(call) else ""
+    else:
+        names = "" if is_traced(call.device) else _names(*_key(call))  # symbolic sizes come with tracing
     return tuple(names.split(" ")) if names else ()
 
 
 def relative(call: Call) -> dict[str, float]:
-    """`Profile.relative` of a call outside of graphs, by the profile in use; {} without one."""
+    """Return the times of backends for a call, outside of graphs, over that of the fastest; {} where no profile has it."""
     profile = profile_of(call.device)
-    return {} if profile is None or not _is_plain(call, False) else profile.relative(traits(call))
+    times = {} if profile is None or not fastest(call) else profile.cases[describe(call)]["ms"]
+    return {name: ms / min(times.values()) for name, ms in times.items()}
 
 
-def traits(call: Call) -> Traits:
-    """Return the traits of a call with known sizes."""
-    return _traits(*_key(call), call.compiled)
+def describe(call: Call) -> str:
+    """Return the words of a call that a profile knows it by."""
+    return _described(*_key(call), call.compiled)
 
 
-def traits_of(case: Case) -> Traits:
-    """Return the traits of a measured case, from its JSON."""
-    call = dict(case["call"])
-    for name in ("grid", "window", "shift"):
-        call[name] = None if call[name] is None else tuple(call[name])
-    return Traits(**call)
+def _described(
+    entry: str, tables: tuple, others: tuple, dtype: torch.dtype, device: torch.device, training: str, mask: str, dropout: bool,
+    grid: tuple[int, int, int], queries: int, window: tuple[int, int] | None, shift: tuple[int, int], batch: int, heads: int,
+    width: int, compiled: bool,
+) -> str:  # fmt: skip
+    terms = [f"{name} {axis}" for axis, *has in tables for name, part in zip(_PARTS, has, strict=True) if part]
+    terms += [name for name, part in zip(_OTHERS, others, strict=True) if part]
+    tokens = grid[0] * grid[1] + grid[2]
+    if window is None:
+        seen = f"{_rounded(tokens)} tokens{' with a prefix' if grid[2] else ''}, {_rounded(batch)} images"
+    else:
+        count = batch * -(-grid[0] // window[0]) * -(-grid[1] // window[1])
+        hidden = hides_pairs(*grid[:2], window, shift)
+        seen = f"{_rounded(count)} windows of {window[0]}x{window[1]}{' with hidden pairs' if hidden else ''}"
+    few = "few queries" if queries < tokens else ""
+    rest = (mask, "dropout" if dropout else "", few, "compiled" if compiled else "")
+    of = [f"{heads} heads of {width}", str(dtype).removeprefix("torch."), training, *filter(None, rest)]
+    return ", ".join([" + ".join(sorted(terms)) or "no position", seen, *of])
 
 
-def describe(traits: Traits) -> str:
-    """Return the traits as a line of a table."""
-    h, w, prefix = traits.grid
-    windows = f", windows of {traits.window[0]}x{traits.window[1]}" if traits.window else ""
-    shifted = f" shifted by {traits.shift[0]}x{traits.shift[1]}" if any(traits.shift) else ""
-    others = [
-        f"{traits.queries} queries" if traits.queries < traits.tokens else "",
-        f"{traits.mask} mask" if traits.mask != "none" else "",
-        "dropout" if traits.dropout else "",
-        "compiled" if traits.compiled else "",
-    ]
-    what = "inference" if traits.gradients == "none" else "training"
-    if traits.gradients == "inputs" and "bias " in traits.terms:
-        what = "training with a fixed bias"
-    return ", ".join(
-        [f"{traits.terms}, {h}x{w}{f' + {prefix}' if prefix else ''}{windows}{shifted}", f"batch {traits.batch}",
-         f"{traits.heads} heads of {traits.width}", traits.dtype, what, *filter(None, others)]
-    )  # fmt: skip
+_PARTS = ("bias", "query", "key", "value", "gated")
+_OTHERS = ("rotary", "rotary of keys", "query_bias", "temperature")
+
+
+def _rounded(count: int) -> int:
+    return 2 ** round(math.log2(count))
 
 
 @functools.lru_cache
 def profile_of(device: torch.device) -> Profile | None:
     """Return the profile in use for a device, read once per process; None where there is none, or it does not fit."""
-    if device.type not in ("cpu", "cuda"):
+    path = path_for(device) if device.type in ("cpu", "cuda") else None
+    if path is None or not path.exists():
         return None
-    path = path_for(device)
-    return None if path is None or not path.exists() else _read_or_warn(path, device)
+    try:
+        profile = read(path)
+        if ("threads" in profile.identity) != (device.type == "cpu"):
+            return None  # VITREL_PROFILE names that of the other device of this process
+        check_identity(profile, device)
+    except ValueError as error:
+        text = f"the profile {shown(path)} is not used: {error}; `vitrel tune --fresh` measures again, {VARIABLE}=off is silent"
+        warnings.warn(text, stacklevel=2)
+        return None
+    return profile
 
 
 def path_for(device: torch.device) -> Path | None:
@@ -189,7 +130,10 @@ def path_in(place: str | Path, device: torch.device) -> Path:
     if place and not Path(place).is_dir():
         return Path(place)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # Path.home() may raise
-    return (Path(place) if place else cache / "vitrel" / "profiles") / file_name(identity(device))
+    known = identity(device)
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:10]
+    name = f"{re.sub(r'[^a-z0-9]+', '-', known['device'].lower()).strip('-')}-{digest}.json"
+    return (Path(place) if place else cache / "vitrel" / "profiles") / name
 
 
 def forget() -> None:
@@ -198,66 +142,30 @@ def forget() -> None:
     _names.cache_clear()
 
 
-def read(path: Path, device: torch.device) -> Profile:
-    """Read a profile. ValueError, with the reason, for a file that is none, or one of another device or other software."""
+def read(path: Path) -> Profile:
+    """Read a profile. ValueError, with the reason, for a file that is none."""
     try:
         content = json.loads(path.read_text("utf-8"))
-        number, known, cases = content["format"], content["identity"], content["cases"]
-        if number != FORMAT:
-            raise ValueError(f"its format is {number}, not {FORMAT}")
-        profile = Profile(path, known, cases)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it cannot be read as a profile ({type(error).__name__}: {error})") from error
-    here = identity(device)
+        return Profile(path, dict(content["identity"]), dict(content["cases"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"it cannot be read as a profile ({error!r:.100})") from error
+
+
+def check_identity(profile: Profile, device: torch.device) -> None:
+    """Raise ValueError, with the differences, for a profile of another device or other software."""
+    known, here = profile.identity, identity(device)
     if differ := [name for name in here if known.get(name) != here[name]]:
-        was = ", ".join(f"{name} {known.get(name)}" for name in differ)
-        raise ValueError(
-            f"it was measured with {was}, but here there is {', '.join(f'{name} {here[name]}' for name in differ)}"
-        )
-    return profile
+        was, now = (", ".join(f"{name} {values.get(name)}" for name in differ) for values in (known, here))
+        raise ValueError(f"it was measured with {was}, but here there is {now}")
 
 
 def identity(device: torch.device) -> dict[str, str]:
     """Return what a profile depends on: the device with its driver or threads, torch, Triton, and the code of the backends."""
-    known = {
-        "device": hardware_name(device),
-        "torch": torch.__version__,
-        "triton": installed_version("triton") or "none",
-        "code": _code(),
-    }
+    triton = installed_version("triton") or "none"
+    known = {"device": hardware_name(device), "torch": torch.__version__, "triton": triton, "code": _code()}
     if device.type == "cuda":
         return known | {"driver": driver_version(), "cuda": str(torch.version.cuda or torch.version.hip)}
     return known | {"threads": str(torch.get_num_threads())}
-
-
-def file_name(identity: dict[str, str]) -> str:
-    """Return the name of the file of a profile: the device, and a digest of the whole identity."""
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
-    return f"{re.sub(r'[^a-z0-9]+', '-', identity['device'].lower()).strip('-')}-{digest}.json"
-
-
-def _read_or_warn(path: Path, device: torch.device) -> Profile | None:
-    try:
-        known = json.loads(path.read_text("utf-8"))["identity"]
-        if ("threads" in known) != (device.type == "cpu"):
-            return None  # VITREL_PROFILE names that of the other device of this process
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # `read` says what is wrong
-    try:
-        return read(path, device)
-    except ValueError as error:
-        warnings.warn(
-            f"the profile {shown(path)} is not used: {error}; `vitrel tune --fresh` measures again, {VARIABLE}=off is silent",
-            stacklevel=2,
-        )
-        return None
-
-
-def _is_plain(call: Call, compiled: bool) -> bool:
-    """True if the sizes of a call are known, and it is neither exported nor traced nor made of fake tensors."""
-    if is_exporting():
-        return False
-    return _has_known_sizes(call) if compiled else not is_traced(call.device)  # symbolic sizes come with tracing
 
 
 def _has_known_sizes(call: Call) -> bool:
@@ -265,73 +173,32 @@ def _has_known_sizes(call: Call) -> bool:
 
 
 def _key(call: Call) -> tuple:
-    """Arguments of `_names`: all that `Traits` are made of, as constants; this runs in every call, and in graphs."""
+    """Arguments of `_names`: all that `describe` reads, as constants; this runs in every call, and in graphs."""
     terms, grid, mask = call.terms, call.grid, call.mask
-    tables = tuple(
-        [
-            (t.axis, t.bias is not None, t.query is not None, t.key is not None, t.value is not None, t.gated is not None)
-            for t in terms.tables
-        ]
-    )
-    others = (
-        terms.rotary is not None,
-        terms.key_rotary is not None,
-        terms.query_bias is not None,
-        terms.temperature is not None,
-    )
-    gradients = 0
-    if call.grad:
-        gradients = 2 if any([t.bias is not None and t.bias.requires_grad for t in terms.tables]) else 1
-    masked = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+    tables = tuple([(t.axis, *[part is not None for part in (t.bias, t.query, t.key, t.value, t.gated)]) for t in terms.tables])
+    others = tuple([part is not None for part in (terms.rotary, terms.key_rotary, terms.query_bias, terms.temperature)])
+    parts = [x for t in terms.tables for x in (t.bias, t.query, t.key, t.value)]
+    fixed = parts and not any([x is not None and x.requires_grad for x in parts])
+    training = "inference" if not call.grad else "training with fixed tables" if fixed else "training"
+    masked = "" if mask is None else "bool mask" if mask.dtype == torch.bool else "additive mask"
     return (
-        call.entry, tables, others, call.dtype, call.device, gradients, masked, call.dropout_p > 0,
+        call.entry, tables, others, call.dtype, call.device, training, masked, call.dropout_p > 0,
         (grid.h, grid.w, grid.prefix), call.queries, call.window, call.shift, call.batch, call.heads, call.width,
     )  # fmt: skip
 
 
-def _traits(
-    entry: str, tables: tuple, others: tuple, dtype: torch.dtype, device: torch.device, gradients: int, masked: int, *rest: Any
-) -> Traits:
-    dropout, compiled = rest[0], rest[-1]
-    parts = [
-        f"{name} {axis}" for axis, *has in tables for name, part in zip(_PARTS, has, strict=True) if part
-    ] + [name for name, part in zip(_OTHERS, others, strict=True) if part]  # fmt: skip
-    text = " + ".join(sorted(parts)) or "no position"
-    grad, mask = ("none", "inputs", "bias")[gradients], ("none", "bool", "additive")[masked]
-    return Traits(entry, text, str(dtype).removeprefix("torch."), grad, mask, dropout, compiled, *rest[1:-1])
-
-
-_PARTS = ("bias", "query", "key", "value", "gated")
-_OTHERS = ("rotary", "rotary of keys", "query_bias", "temperature")
-
-
 @functools.lru_cache(maxsize=4096)
-def _names(*key: Any) -> str:
+def _names(*key: Any, compiled: bool = False) -> str:
     """Names of the backends for a call, fastest first, joined by spaces."""
     profile = profile_of(key[4])
-    return "" if profile is None else " ".join(profile.relative(_traits(*key, False)))
+    case = None if profile is None else profile.cases.get(_described(*key, compiled))
+    return " ".join(case["ms"]) if case else ""
 
 
 @torch._dynamo.assume_constant_result
 def _compiled_names(*key: Any) -> str:
     """As `_names`, for a call in a graph."""
-    profile = profile_of(key[4])
-    return "" if profile is None else " ".join(profile.relative(_traits(*key, True)))
-
-
-def _place(traits: Traits) -> tuple[float, ...]:
-    """Coordinates of a call's sizes. At distance 1 are twice the tokens that see each other, or four times the batch, the
-    windows of an image or the head width, or sixteen times the heads; prefix tokens are 0.5.
-    """
-    h, w, prefix = traits.grid
-    seen = traits.tokens
-    windows = 1
-    if traits.window is not None:
-        seen = traits.window[0] * traits.window[1]
-        windows = -(-h // traits.window[0]) * -(-w // traits.window[1])
-    logs = (math.log2(n) for n in (seen, windows, traits.batch, traits.width, traits.heads))
-    factors = (1.0, 0.5, 0.5, 0.5, 0.25)
-    return (*(log * factor for log, factor in zip(logs, factors, strict=True)), 0.5 if prefix else 0.0)
+    return _names(*key, compiled=True)
 
 
 @functools.cache

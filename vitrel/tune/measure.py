@@ -1,16 +1,12 @@
-"""`tune`: check and time the backends on the device at hand, and write what is right and fast to a profile.
+"""`tune`: time the backends on the device at hand, and write what is right and fast to a profile.
 
-A backend is timed only if it is right (vitrel.tune.check), and at the measured size within twice CAPS of the first that was.
-
-Backends take turns, so that a machine that changes speed affects all alike, and medians are compared. With one thread the time
-is that of the processor, else that of the clock; on a GPU it is measured by events.
+A backend is right if its output and gradients are those of the first one, which the tests hold to the definition. Backends take
+turns, so that a machine that changes speed affects all alike, and their medians are compared.
 """
 
-import gc
 import statistics
 import time
 import types
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,21 +16,23 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.common.modules import evaluating
+from vitrel.common.processes import checked_device
 from vitrel.common.progress import progress
 from vitrel.common.sizes import Size, format_size
 from vitrel.models.create import create_model
 from vitrel.ops.capability import TABLE, refusal
-from vitrel.ops.dispatch import by_rule, recording
-from vitrel.ops.profile import Case, Profile, describe, forget, identity, path_for, path_in, read, traits, traits_of
+from vitrel.ops.dispatch import attention, by_rule, recording, window_attention
+from vitrel.ops.profile import Case, Profile, check_identity, describe, forget, identity, path_for, path_in, read
 from vitrel.ops.reference import Call
-from vitrel.tune.check import CAPS, Gate, Problem, Values, candidates, compare
+from vitrel.position.terms import Terms
 
-SLOW = 1.5  # times the fastest: not timed on
+LIMITS = {torch.float64: 1e-10, torch.float32: 6e-5, torch.float16: 4e-2, torch.bfloat16: 2e-1}  # of |a - b| / |b|
+SLOW = 3.0  # times the fastest: one call is its time
+ROUNDS = 7
 SECONDS = 75.0  # after which `tune` starts no case, by default
-_ROUND = 0.01  # seconds of a turn, if a call takes less
-_MOST = 50  # calls in a turn
-_LONG = 0.1  # seconds of a call whose first time is taken at its word
-_ROUNDS = 3, 9  # fewest and most
+_ROUND = 10.0  # milliseconds of a turn, if a call takes less
+
+Values = dict[str, Tensor]
 
 
 def tune(
@@ -49,12 +47,11 @@ def tune(
 ) -> Profile:
     """Measure the backends on this device, and write the profile that backend "auto" follows from then on.
 
-    Cases that the profile has already are not measured again, so a stopped run goes on. A backend that is wrong or raises is
-    part of the profile, with the reason; `report` lists all.
+    Cases that the profile has already are not measured again, so a stopped run goes on. `report` lists all.
 
     Args:
-        model: measure the calls of this model, in inference and training; without one, a list of usual shapes.
-        sizes: image sizes in pixels for the model, a side or (h, w); by default that of its pretrained_cfg.
+        model: measure the calls of this model, in inference and training; without one, those of small models of usual shapes.
+        sizes: image sizes in pixels, a side or (h, w); by default that of the model's pretrained_cfg, or USUAL_SIZES.
         device: "cpu", "cuda", "cuda:1"; by default that of the model, or else a GPU where there is one.
         out: file of the profile, or a folder for it; by default the place where vitrel.ops.profile looks for it.
         batch_size: images in a call of the model.
@@ -62,89 +59,177 @@ def tune(
         seconds: no case is started after so many seconds.
 
     Raises:
-        ValueError: a device other than a CPU or a GPU; sizes without a model, or a model without any; a model without
+        ValueError: a device other than a CPU or a GPU, or than the model's; a model that does not say its size, or without
             attention of vitrel; a file that is no profile of this device (unless `fresh`).
     """
-    device = _checked_device(device, model)
-    path = path_in(out or "", device) if out or path_for(device) is None else path_for(device)
-    profile = Profile(path, identity(device)) if fresh or not path.exists() else _read(path, device)
-    calls = usual_calls(device) if model is None and not sizes else calls_of(model, sizes, batch_size, device)
-    measure_all(profile, calls, seconds)
+    own = next((x.device for x in model.parameters()), None) if model is not None else None
+    device = checked_device(str(device or own or "auto"))
+    if device.type not in ("cpu", "cuda") or (own is not None and own.type != device.type):
+        raise ValueError(f"{device} cannot be measured: choose a CPU or a GPU of CUDA, and move the model there first")
+    path = path_for(device)
+    path = path_in(out or "", device) if out or path is None else path
+    profile = Profile(path, identity(device), {})
+    if path.exists() and not fresh:
+        try:
+            profile = read(path)
+            check_identity(profile, device)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; `fresh` replaces it") from error
+    models, sizes = (USUAL, sizes or USUAL_SIZES) if model is None else ((model,), sizes)
+    calls = [call for each in models for call in calls_of(each, sizes, batch_size, device)]
+    missing = {about: call for call in calls if (about := describe(call)) not in profile.cases}
+    until = time.monotonic() + seconds
+    with progress(len(missing), "cases") as advance:
+        for about, call in missing.items():
+            if time.monotonic() > until:
+                break
+            profile.add(call, measure(call))
+            advance(1.0, about)
     forget()
     return profile
 
 
-def measure_all(profile: Profile, calls: Sequence[Call], seconds: float = SECONDS) -> None:
-    """Measure the calls that the profile does not have, with progress on stderr; each is written at once."""
-    missing = {known: call for call in calls if not profile.has(known := traits(call))}
-    until, gate = time.monotonic() + seconds, Gate()
-    with progress(len(missing), "cases") as advance:
-        for known, call in missing.items():
-            if time.monotonic() > until:
-                break
-            advance(0.0, describe(known))
-            profile.add(measure(call, gate))
-            advance(1.0, describe(known))
-
-
-def calls_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: int, device: torch.device) -> list[Call]:
-    """Return the attention calls of a model at image sizes, in inference and training.
+def calls_of(model: nn.Module | str, sizes: Sequence[int | Size], batch_size: int, device: torch.device) -> list[Call]:
+    """Return the attention calls of a model at image sizes, in inference and training, where backends differ.
 
     On a GPU each is measured in the model's dtype and in float16 and bfloat16, as under autocast, eager and compiled.
+    model: or the name of one, of which two blocks of each stage are enough.
     """
-    if model is None:
-        raise ValueError("image sizes need a model; without one, usual shapes are measured")
-    shape = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
-    if not sizes and not shape:
+    if isinstance(model, str):
+        model = create_model(model, **({"depths": (2, 2, 2, 2)} if "swin" in model else {"depth": 1}))
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    if not sizes and not size:
         raise ValueError("the model does not say its image size (pretrained_cfg): give sizes")
-    pairs = [to_2tuple(size) for size in sizes or [tuple(shape[1:])]]
-    calls = [call for pair in pairs for call in _recorded(model, pair, batch_size)]
+    pairs = [to_2tuple(size) for size in sizes or [tuple(size[1:])]]
+    calls = [call for pair in pairs for call in _recorded(model, pair, batch_size) if not call.dropout_p]
     if not calls:
-        raise ValueError(
-            f"no attention of vitrel was called at {', '.join(map(format_size, pairs))}: the model has other layers"
-        )
+        names = ", ".join(map(format_size, pairs))
+        raise ValueError(f"no attention of vitrel was called at {names}: the model has other layers")
     gpu = device.type == "cuda"
-    dtypes = (torch.float16, torch.bfloat16) if gpu else ()
-    return _with_a_choice(
-        call._replace(dtype=dtype, device=device, compiled=compiled)
-        for compiled in ((False, True) if gpu else (False,))
-        for call in calls
-        for dtype in dict.fromkeys((call.dtype, *dtypes))
-        if not call.dropout_p
-    )
+    ways = [
+        call._replace(device=device, compiled=compiled) for call in calls for compiled in ((False, True) if gpu else (False,))
+    ]
+    half = (torch.float16, torch.bfloat16) if gpu else ()
+    ways = [call._replace(dtype=dtype) for call in ways for dtype in dict.fromkeys((call.dtype, *half))]
+    return [*{describe(call): call for call in ways if len(candidates(call)) > 1}.values()]
 
 
-def usual_calls(device: torch.device) -> list[Call]:
-    """Return the attention calls of the models of USUAL, in inference and training, small ones first.
+USUAL = (
+    "vitrel_swin_t", "vitrel_vit_s16_table", "vitrel_vit_s16_factorized", "vitrel_vit_s16_decomposed",
+    "vitrel_vit_s16_rope_axial", "vitrel_vit_s16_shaw", "vitrel_vit_s16_alibi", "vitrel_vit_s16_deberta",
+)  # fmt: skip
+USUAL_SIZES = (224, 448)  # side in pixels
 
-    Those of a CPU take less than two minutes.
+
+def candidates(call: Call) -> list[str]:
+    """Return the backends to measure for a call, that of the rule first.
+
+    The reference is slower than sdpa, and is one only where sdpa refuses. On a CPU Triton's interpreter and flex_attention,
+    which runs uncompiled there, are for tests.
     """
-    gpu = device.type == "cuda"
-    calls = []
-    for name, options, shapes in USUAL:
-        model = create_model(name, device="meta", **options)
-        calls += [call for size, *batches in shapes for call in _recorded(model, (size, size), batches[gpu])]
-    calls.sort(key=lambda call: call.batch * call.grid.tokens)  # a run that ends early has measured something of each kind
-    kinds = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)] if gpu else []
-    return _with_a_choice(
-        call._replace(dtype=dtype, compiled=compiled, device=device)
-        for dtype, compiled in (*kinds, (torch.float32, False))
-        for call in calls
-    )
+    names = [name for name in TABLE if not refusal(name, call)]
+    out = {"triton", "flex"} if call.device.type == "cpu" else set()
+    out |= {"reference"} if "sdpa" in names else set()
+    return sorted((name for name in names if name not in out), key=lambda name: name != by_rule(call))
 
 
-USUAL: tuple[tuple[str, dict[str, Any], tuple[tuple[int, int, int], ...]], ...] = (
-    # name, options, (side in pixels, images on a CPU, images on a GPU)
-    ("vitrel_swin_t", {"depths": (2, 2, 2, 2)}, ((224, 1, 128), (224, 4, 2))),
-    ("vitrel_swin_t", {"depths": (2, 2, 2, 2), "window_size": 12}, ((384, 1, 16),)),
-    ("vitrel_vit_s16_table", {"depth": 1}, ((224, 8, 64), (320, 2, 2), (448, 1, 16), (576, 1, 8), (1024, 1, 2))),
-    ("vitrel_vit_s16_factorized", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (1024, 1, 2))),
-    ("vitrel_vit_s16_decomposed", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (576, 1, 8))),
-    ("vitrel_vit_s16_rope_axial", {"depth": 1}, ((224, 8, 64),)),
-    ("vitrel_vit_s16_shaw", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),
-    ("vitrel_vit_s16_alibi", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),
-    ("vitrel_vit_s16_deberta", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),
-)
+def measure(call: Call) -> Case:
+    """Compare all backends of a call, time those that are right, and return the case.
+
+    Errors of a backend, also for lack of memory, become text in the case.
+    """
+    out: dict[str, str] = {}
+    times: dict[str, list[float]] = {}
+    compute = problem(call)
+    right: Values = {}
+    runs = {name: _compiled(compute, name) if call.compiled else _bound(compute, name) for name in candidates(call)}
+    for name, run in runs.items():
+        try:
+            values = run()
+            right = right or values
+            if text := compare(values, right, LIMITS[call.dtype]):
+                out[name] = text
+            else:
+                times[name] = [_milliseconds(run, 1, call.device)]
+        except (Exception, torch.OutOfMemoryError) as error:  # a backend may raise anything
+            out[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    fastest = min((took[0] for took in times.values()), default=0.0)
+    active = [name for name, took in times.items() if took[0] <= SLOW * fastest]
+    for _ in range(ROUNDS if len(active) > 1 else 0):
+        for name in active:
+            times[name].append(_milliseconds(runs[name], max(1, int(_ROUND / times[name][0])), call.device))
+    ms = {name: round(statistics.median(took[1:] or took), 5) for name, took in times.items()}
+    return {"ms": dict(sorted(ms.items(), key=lambda item: item[1])), "rule": by_rule(call), "out": out}
+
+
+def compare(values: Values, right: Values, limit: float) -> str:
+    """Return what is wrong with the tensors of a backend, "" if nothing is. limit: of the error of each tensor."""
+    texts = []
+    for name, x in right.items():
+        norm = x.double().norm().clamp(min=torch.finfo(torch.float32).tiny)
+        error = ((values[name].double() - x.double()).norm() / norm).item()
+        if not error <= limit:
+            texts.append(f"error of {name} {error:.1e} (limit {limit:.1e})")
+    return ", ".join(texts[:4])
+
+
+def problem(call: Call) -> Callable[..., Values]:
+    """Draw random tensors in the shapes of a call; return compute(backend), its output and in training gradients, by name.
+
+    compute(backend, function) has the output from function(backend, *inputs) instead.
+    """
+    generator = torch.Generator(call.device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=call.device)
+
+    def drawn(x: Any) -> Any:
+        """Tensors of standard deviation 0.5 for those of the terms: with values near zero, wrong indices would not show."""
+        if isinstance(x, Tensor):
+            return (normal(*x.shape) * 0.5).to(x.dtype).requires_grad_(call.grad and x.requires_grad)
+        parts = [drawn(part) if isinstance(part, Tensor | tuple) else part for part in x]
+        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+
+    b, heads, width, grid, window = call.batch, call.heads, call.width, call.grid, call.window
+    fixed = None if call.terms.temperature is None else call.terms.temperature.detach().to(call.device)
+    terms: Terms = drawn(call.terms._replace(tokens=None, temperature=None))._replace(temperature=fixed)
+    if window is None:  # as a linear layer leaves them: [B, N, 3, H, D], seen as [B, H, N, D]
+        q, k, v = normal(b, grid.tokens, 3, heads, width).to(call.dtype).permute(2, 0, 3, 1, 4)
+        inputs = {"q": q[:, :, -call.queries :], "k": k, "v": v}
+    else:
+        inputs = {"qkv": normal(b, grid.h, grid.w, 3 * heads * width).to(call.dtype)}
+    inputs = {name: x.detach().requires_grad_(call.grad) for name, x in inputs.items()}
+    leaves = inputs | {f"term {i}": x for i, x in enumerate(terms.in_attention) if x is not None and x.requires_grad}
+
+    def output(backend: str, *inputs: Tensor) -> Tensor:
+        if window is None:
+            return attention(*inputs, terms, grid, call.mask, 0.0, backend)
+        return window_attention(*inputs, terms, grid, window, call.shift, heads, 0.0, backend)
+
+    def compute(backend: str, function: Callable[..., Tensor] = output) -> Values:
+        with torch.set_grad_enabled(call.grad):
+            out = function(backend, *inputs.values())
+        if not call.grad:
+            return {"output": out}
+        given = torch.autograd.grad(out, [*leaves.values()], torch.ones_like(out).cumsum(-1) / width, allow_unused=True)
+        pairs = zip(leaves.items(), given, strict=True)
+        return {"output": out.detach()} | {f"gradient of {n}": torch.zeros_like(x) if g is None else g for (n, x), g in pairs}
+
+    compute.output = output  # type: ignore[attr-defined]
+    return compute
+
+
+def report(profile: Profile) -> str:
+    """Return a text of all cases: the fastest backend and its gain, the times of the others, and what was wrong or failed."""
+    lines = [f"profile of {profile.identity['device']}: {len(profile.cases)} cases"]
+    for about, case in profile.cases.items():
+        (best, least), *others = [*case["ms"].items()] or [("none", 0.0)]
+        gain = case["ms"].get(case["rule"], 0.0) / least if least else 0.0
+        faster = f", {gain:.2f} times as fast as {case['rule']}, which auto takes without a profile" if gain > 1 else ""
+        lines.append(f"{about}: {best} {least:.3g} ms{faster}")
+        lines += [f"    {name} {ms / least:.2f} times as long" for name, ms in others]
+        lines += [f"    {name} left out: {text}" for name, text in case["out"].items()]
+    return "\n".join(lines)
 
 
 def _recorded(model: nn.Module, size: Size, batch: int) -> list[Call]:
@@ -160,171 +245,29 @@ def _recorded(model: nn.Module, size: Size, batch: int) -> list[Call]:
     return calls
 
 
-def measure(call: Call, gate: "Gate | None" = None, seconds: float | None = None) -> Case:
-    """Check all backends of a call, time those that are right, and return the case. seconds: about so long, default by device.
-
-    Errors of a backend, also for lack of memory, become text in the case.
-    """
-    gate = gate or Gate()
-    case: Case = {"call": traits(call)._asdict(), "ms": {}, "rounds": 0, "wrong": {}, "failed": {}, "refused": {}}
-    case["rule"] = by_rule(call)
-    names = candidates(call)
-    case["refused"] = {name: reason for name in TABLE if (reason := refusal(name, call))}
-    runs: dict[str, Callable[[], object]] = {}
-    first: dict[str, float] = {}
-    right: Values = {}
-    problem = Problem.draw(call)
-    for name in names:
-        try:
-            if wrong := gate.check(call, name):
-                case["wrong"][name] = wrong
-                continue
-            run = _compiled(problem, name) if call.compiled else problem.runner(name)
-            values: Values = {}
-            took = _elapsed(lambda: values.update(run()), 1, call.device)  # noqa: B023
-            right = right or values
-            if wrong := compare(values, right, 2 * CAPS[call.dtype]):
-                case["wrong"][name] = wrong
-                continue
-            warm = took > _LONG and call.device.type == "cpu" and not call.compiled  # no kernel was compiled in this time
-            first[name], runs[name] = took if warm else _elapsed(run, 1, call.device), run
-        except (Exception, torch.OutOfMemoryError) as error:  # a backend may raise anything
-            case["failed"][name] = _one_line(error)
-            _free(call.device)
-    right.clear()
-    times, failed = take_turns(runs, first, call.device, seconds)
-    case["failed"] |= failed
-    case["rounds"] = max(map(len, times.values()), default=0)
-    case["ms"] = {name: round(ms, 5) for name, ms in sorted(_medians(times).items(), key=lambda item: item[1])}
-    _free(call.device)
-    return case
-
-
-def report(profile: Profile) -> str:
-    """Return a text of all cases: the fastest backend and its gain, the times of the others, and what was wrong or failed."""
-    lines = [f"profile of {profile.identity['device']}: {len(profile.cases)} cases"]
-    wins: Counter[str] = Counter()
-    served: Counter[str] = Counter()
-    for case in profile.cases:
-        if ms := case["ms"]:
-            fastest = min(ms, key=lambda name: ms[name])
-            wins[fastest] += 1
-            served.update(ms.keys())
-            rule = case["rule"]
-            gain = ""
-            if ms.get(rule, 0) > ms[fastest]:
-                gain = f", {ms[rule] / ms[fastest]:.2f} times as fast as {rule}, which auto takes without a profile"
-            others = ", ".join(f"{name} {ms[name] / ms[fastest]:.2f}" for name in ms if name != fastest)
-            lines.append(f"{describe(traits_of(case))}: {fastest} {ms[fastest]:.3g} ms{gain}")
-            lines.append(f"    times over it: {others or 'no other was right and serves it'}")
-    lines.append("fastest: " + ", ".join(f"{name} in {wins[name]} of {served[name]}" for name in TABLE if served[name]))
-    for what in ("wrong", "failed"):
-        found = [f"    {name}: {text} ({describe(traits_of(c))})" for c in profile.cases for name, text in c[what].items()]
-        lines += [f"{what}:", *found] if found else []
-    return "\n".join(lines)
-
-
-def take_turns(
-    runs: dict[str, Callable[[], object]], first: dict[str, float], device: torch.device, seconds: float | None = None
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time functions in turns, and return the milliseconds of a call in each round, and {name: error} of those that raised.
-
-    first: seconds of one call of each. One that takes more than SLOW times the fastest is left out after a round, and before it
-    if its first call took more than twice that; its time then is that of one call.
-    """
-    seconds = (0.3 if device.type == "cuda" else 0.2) if seconds is None else seconds
-    failed: dict[str, str] = {}
-    fastest = min(first.values(), default=0.0)
-    active = [name for name in runs if first[name] <= max(2 * SLOW * fastest, _ROUND)]
-    times = {name: [] if name in active else [first[name] * 1e3] for name in runs}
-    calls = {name: max(1, min(_MOST, int(_ROUND / max(first[name], 1e-9)))) for name in active}
-    start = time.monotonic()
-    for turn in range(1, _ROUNDS[1] + 1):
-        for name in list(active):
-            try:
-                times[name].append(_elapsed(runs[name], calls[name], device) * 1e3)
-            except (Exception, torch.OutOfMemoryError) as error:
-                failed[name] = _one_line(error)
-                active.remove(name)
-                del times[name]
-                _free(device)
-        medians = {name: statistics.median(times[name]) for name in active}
-        active = [name for name in active if medians[name] <= SLOW * min(medians.values())]
-        if len(active) < 2 or (turn >= _ROUNDS[0] and time.monotonic() - start > seconds):
-            break
-    return times, failed
-
-
-def _medians(times: dict[str, list[float]]) -> dict[str, float]:
-    """Milliseconds by backend. Within rounds that all had, ratios to one of them are more exact than times."""
-    base = max(times.values(), key=len, default=[])
-    median = statistics.median(base) if base else 0.0
-    return {
-        name: median * statistics.median(a / b for a, b in zip(values, base, strict=False)) for name, values in times.items()
-    }
-
-
-def _elapsed(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of a call, the mean of several."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        torch.cuda.synchronize(device)
-        return start.elapsed_time(end) / 1e3 / calls
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+def _milliseconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Milliseconds of a call, the mean of several; with one thread those of the processor."""
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     for _ in range(calls):
         run()
-    return (clock() - begin) / calls
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max((clock() - begin) / calls * 1e3, 1e-6)
 
 
-def _compiled(problem: Problem, backend: str) -> Callable[[], Values]:
+def _bound(compute: Callable[..., Values], backend: str) -> Callable[[], Values]:
+    return lambda: compute(backend)
+
+
+def _compiled(compute: Any, backend: str) -> Callable[[], Values]:
     """Return a problem compiled. The function is a copy of the code, since graphs of the same code count as recompilations."""
+    output = compute.output
 
     def of_tensors(*inputs: Tensor) -> Tensor:
-        return problem._replace(inputs=inputs).output(backend)
+        return output(backend, *inputs)
 
     code = of_tensors.__code__.replace(co_name=f"{backend}_attention")
     function = types.FunctionType(code, globals(), code.co_name, None, of_tensors.__closure__)
     graph = torch.compile(function, dynamic=False, fullgraph=True)
-    return problem.runner(backend, lambda _: graph(*problem.inputs))
-
-
-def _with_a_choice(calls: Any) -> list[Call]:
-    """Return each call once, without those that one backend alone serves."""
-    return list({traits(call): call for call in calls if len(candidates(call)) > 1}.values())
-
-
-def _checked_device(device: torch.device | str | None, model: nn.Module | None) -> torch.device:
-    own = None if model is None else next((x.device for x in model.parameters()), None)
-    chosen = torch.device(device) if device is not None else own or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"PyTorch sees no GPU here, so {chosen} cannot be measured; `vitrel doctor` prints its version")
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"only a CPU or a GPU of CUDA is measured, not {chosen}")
-    if own is not None and own.type != chosen.type:
-        raise ValueError(f"the model is on {own}, but {chosen} is to be measured: move the model there first")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _read(path: Path, device: torch.device) -> Profile:
-    try:
-        return read(path, device)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; `fresh` replaces it") from error
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    return lambda: compute(backend, lambda _, *inputs: graph(*inputs))
