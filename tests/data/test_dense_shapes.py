@@ -115,14 +115,14 @@ def test_colors_are_equally_frequent_at_every_place(drawn):
     for value in (masks == 1, masks > 1):
         share = value.float().unfold(1, 8, 8).unfold(2, 8, 8).mean((0, 3, 4))  # [8, 8]
         rim = torch.cat([share[0], share[-1], share[1:-1, 0], share[1:-1, -1]])
-        assert share.std() < 0.12 * share.mean()
-        assert float(rim.mean() / share[1:-1, 1:-1].mean()) == pytest.approx(1, abs=0.05)
+        assert share.std() < 0.2 * share.mean()  # about 40 objects a cell
+        assert float(rim.mean() / share[1:-1, 1:-1].mean()) == pytest.approx(1, abs=0.1)
 
 
 def test_directions_are_equally_frequent_and_alike_at_borders(drawn):
     masks = drawn[1]
     shares = torch.bincount(masks[(masks > 1) & (masks < 255)])[2:].float()
-    assert (shares / shares.sum() - 0.25).abs().max() < 0.02
+    assert (shares / shares.sum() - 0.25).abs().max() < 0.035  # of about 1,500 objects
     # what a border does to the direction that leads to it is the same at all four borders, in steps of 8 px
     one, two, three, four = ((masks == value).float() for value in range(2, 6))
     left, *others = (one.mean((0, 1)), two.mean((0, 1)).flip(0), three.mean((0, 2)), four.mean((0, 2)).flip(0))

@@ -146,18 +146,17 @@ def create_dataset(
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, prepare.crop_pct, prepare.crop_mode)
     kind, place = kind_of(data)
     options: dict[str, Any] = {"prepare": prepare, "augment": augmenter, "n": n, "seed": seed, "reading": reading}
+    name, _, root = place.partition(":")
     if task == "segmentation":
         if kind == "hfds":
             return MaskRows(place, split, **options)
         samples, classes, values = _mask_files(data, kind, place, split, reading.val_fraction, download)
-        return MaskFiles(samples, place.rpartition(":")[2] if kind == "torch" else place, classes, values=values, **options)
+        return MaskFiles(classes, samples, (root if kind == "torch" else place).rstrip("/"), values=values, **options)
     if kind == "torch":
-        name, _, root = place.partition(":")
         return TorchvisionSet(name, root, split, download=download, **options)
     if kind in ("csv", "address"):
-        listed = (csv_files if kind == "csv" else files_at)(place, split, reading.val_fraction)
-        folder = place.rpartition("/")[0] if kind == "csv" else place
-        return Files(listed[0], folder, listed[1], **options)
+        listed, classes = (csv_files if kind == "csv" else files_at)(place, split, reading.val_fraction)
+        return Files(classes, listed, place.rpartition("/")[0] if kind == "csv" else place, **options)
     if kind == "tar":
         return Tars(place, split, **options)
     return (HuggingFace if kind == "hfds" else Folder)(place, split, **options)

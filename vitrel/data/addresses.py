@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,7 +66,7 @@ def read_text(path: str | Path) -> str:
     if not is_address(path):
         return Path(path).read_text()
     with _reached(str(path)):
-        return BytesIO(read_bytes(str(path))).read().decode()
+        return read_bytes(str(path)).decode()
 
 
 def storage_options(path: str) -> dict[str, Any]:

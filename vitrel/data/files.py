@@ -3,9 +3,8 @@
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files, read_text
@@ -17,20 +16,7 @@ PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "c
 
 
 class Files(ImageSet):
-    """Image files as a data set of (normalized float32 [3, H, W], class index).
-
-    Args:
-        samples: (path or address, label) of each image.
-        folder: folder that the paths are relative to in `contents`.
-        classes: class names, by label.
-        view, options: the other arguments of `ImageSet`.
-    """
-
-    def __init__(
-        self, samples: Sequence[tuple[str, Any]], folder: str | Path, classes: list[str], *view: Any, **options: Any
-    ) -> None:
-        super().__init__(classes, samples, str(folder), *view, **options)
-        self.folder = folder
+    """Image files as a data set: the source of a sample is a path or address, `where` the folder that `contents` leaves out."""
 
     def encoded(self, index: int) -> str:
         """Return the path of an image."""
@@ -42,7 +28,7 @@ class Files(ImageSet):
 
     def contents(self) -> list[str]:
         """Return one line per image, in order: its path relative to the folder, a tab, its class index."""
-        return [f"{below(path, self.folder)}\t{label}" for path, label in self.samples]
+        return [f"{below(path, self.where)}\t{label}" for path, label in self.samples]
 
     def versions(self) -> list[str]:
         """Return size and time of modification of each file, in order (`file_versions`)."""

@@ -52,7 +52,7 @@ class Folder(Files):
         if scan.left_out:
             warn_once(scan.left_out)
         samples = divided(scan.samples, split, reading.val_fraction, shown(own)) if whole else scan.samples
-        super().__init__(samples, own, classes, *view, reading=reading, **options)
+        super().__init__(classes, samples, str(own), *view, reading=reading, **options)
 
 
 def split_folder(root: str | Path, split: Split, val_fraction: float | None = None) -> tuple[Path, bool]:

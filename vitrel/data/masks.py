@@ -22,10 +22,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files, read_text
 from vitrel.data.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256
 from vitrel.data.decode import IGNORED, SUFFIXES, BadImage, Reading, decode, decode_mask
+from vitrel.data.files import Files, below
 from vitrel.data.folder import hidden
 from vitrel.data.hub import byte_counts, image_columns, load, rows_of, source_of
 from vitrel.data.prepare import Picture
@@ -144,35 +144,16 @@ def counted(names: Sequence[str], total: int, fault: str) -> str:
     return f"{len(names)} of {total} image{'s' * (total != 1)} ha{'s' if len(names) == 1 else 've'} {fault}, such as {some}"
 
 
-class MaskFiles(MaskSet):
-    """Image files with files of masks, as a data set of (normalized float32 [3, H, W], classes int64).
-
-    Args:
-        samples: (path or address of the image, of the mask) of each image.
-        folder: folder that the paths are relative to in `contents`.
-        classes: class names, by value of the masks.
-        view, options: the other arguments of `MaskSet`.
-    """
-
-    def __init__(self, samples: Sequence[tuple[str, str]], folder: str, classes: list[str], *view: Any, **options: Any) -> None:
-        self.folder = f"{folder.rstrip('/')}/"
-        super().__init__(classes, samples, folder, *view, **options)
-
-    def encoded(self, index: int) -> str:
-        """Return the path of an image."""
-        return self.samples[index][0]
+class MaskFiles(MaskSet, Files):
+    """Image files with files of masks: the source and the label of a sample are paths or addresses of an image and its mask."""
 
     def encoded_mask(self, index: int) -> str:
         """Return the path of a mask."""
         return self.samples[index][1]
 
-    def name(self, index: int) -> str:
-        """Return the path of an image as printable text."""
-        return shown(self.samples[index][0])
-
     def contents(self) -> list[str]:
         """Return one line per image, in order: the paths of image and mask relative to the folder, with a tab between."""
-        return ["\t".join(path.removeprefix(self.folder) for path in pair) for pair in self.samples]
+        return ["\t".join(below(path, self.where) for path in pair) for pair in self.samples]
 
     def versions(self) -> list[str]:
         """Return size and time of modification of each image and its mask, in order."""
