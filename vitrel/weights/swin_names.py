@@ -91,7 +91,7 @@ def rename_swin(tensors: FileTensors) -> None:
 
 
 def swin_arguments(tensors: FileTensors) -> dict[str, Any]:
-    """Infer the arguments of a Swin from a renamed tensors: version, patch, width, depths, heads, window, classes, final norm.
+    """Infer the arguments of a Swin from renamed tensors: version, patch, width, depths, heads, window, classes, final norm.
 
     Image size, mlp_ratio, qkv_bias and eps are not inferred. Version 1: heads and window (taken as square) are read from
     tables, and are absent without. Version 2 has no tables: its windows are read from a buffer of coordinates, if the file has
@@ -164,7 +164,7 @@ def _split_bias(tensors: FileTensors) -> None:
 
 
 def _read_freqs(tensors: FileTensors, model: nn.Module) -> None:
-    """Rearrange naver's Swin with rotary frequencies [2, H, D/2], x before y, in place; nothing for a tensors without them.
+    """Rearrange naver's Swin with rotary frequencies [2, H, D/2], x before y, in place; nothing for tensors without them.
 
     The q and k rows of every qkv are permuted. Learned frequencies (mixed) become y before x; fixed ones, where each axis has
     half of the bands, are removed, since the model computes them.

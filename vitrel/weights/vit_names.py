@@ -106,7 +106,7 @@ def rename_vit(tensors: FileTensors) -> None:
 
 
 def vit_arguments(tensors: FileTensors) -> dict[str, Any]:
-    """Infer arguments of a ViT from a renamed tensors: patches, width, depth, tokens, classes, biases, norms, MLP width.
+    """Infer arguments of a ViT from renamed tensors: patches, width, depth, tokens, classes, biases, norms, MLP width.
 
     Not inferred: position and its options, activation, eps, pooling, post-norm, windows. The number of heads is included only
     if there is a bias table. The image size is that of a square grid: by the embedding if its rows form a square, without an

@@ -1,5 +1,7 @@
 """Attention with bias tables on a CPU, by blocks of image rows, forward and backward, without an [N, N] tensor.
 
+It is for about 1,000 tokens and more, from which it was measured faster than `sdpa` (docs/concepts/backends.md).
+
 With keys in raster order, the query at (y, x) needs a line of N biases B[y - y', x - x']. For one x, the lines of all rows y
 are windows into one longer line that differ in where they begin. So the table, expanded to [H, w, (2h-1) w], holds every bias,
 and the queries of an image row read a slice of it. That is about 2 N w numbers per head, on a square grid 2 N^1.5.

@@ -1,8 +1,9 @@
 """torch.nn.attention.flex_attention with the position terms looked up in its kernel, by the offset class of each pair.
 
-It is a general alternative to our Triton kernels. On a GPU it is compiled once per shape; it stores the content scores of every
-offset class, [B, H, N, R], for query and key tables, and adds the gradient of a table by one atomic addition per pair. On a CPU
-it has no backward pass and runs uncompiled with all scores [B, H, N, N] in memory, which is useful for tests only.
+It is a general alternative to our Triton kernels, taken by name only, since no measured case speaks for it. On a
+GPU it is compiled once per shape; it stores the content scores of every offset class, [B, H, N, R], for query and key tables,
+and adds the gradient of a table by one atomic addition per pair. On a CPU it has no backward pass and runs uncompiled with all
+scores [B, H, N, N] in memory, which is useful for tests only.
 """
 
 import functools

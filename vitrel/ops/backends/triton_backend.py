@@ -1,5 +1,7 @@
 """The Triton kernels as a backend: bias tables, per-axis query tables and rotations, without an [N, N] tensor.
 
+They are for GPUs: right in Triton's interpreter, compiled for four architectures (tools.benchmark.kernels), not yet run on one.
+
 Position terms are converted for the kernels: bias tables of all axes become one table over both axes; query tables of one axis
 become scores of every query with every row or column of the grid (N times h or w numbers); rotations are applied before global
 attention, or in the window kernel. "auto" does not use this backend until measurements on a GPU show that it should.
