@@ -20,6 +20,7 @@ from torchvision.transforms.functional import resize
 from vitrel.data.addresses import file_state, is_address, read_bytes
 from vitrel.data.decode import BadImage, Reading, decode, image_size, names_image
 from vitrel.data.prepare import Picture, as_tensor
+from vitrel.data.splits import Split as Split
 
 READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
 FILES_AT_ONCE = 1000  # for one thread: a local file takes less time than a task for a thread

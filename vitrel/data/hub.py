@@ -42,10 +42,13 @@ class HuggingFace(ImageSet):
         splits = load(name)
         self.image, label, classes = columns(name, splits)
         numbers = {value: number for number, value in enumerate(classes)}
-        own, samples = rows_of(name, split, splits, reading.val_fraction, lambda rows: rows[label])
+
+        def labels(rows: Any) -> list[int]:
+            return [value if isinstance(value, int) else numbers[str(value)] for value in rows[label]]
+
+        own, samples = rows_of(name, split, splits, reading.val_fraction, labels)
         self.rows = splits[own].select_columns([self.image])
-        numbered = [(row, value if isinstance(value, int) else numbers[str(value)]) for row, value in samples]
-        super().__init__(classes, numbered, f"{name} {own}", prepare, augment, reading=reading, **options)
+        super().__init__(classes, samples, f"{name} {own}", prepare, augment, reading=reading, **options)
 
     def encoded(self, index: int) -> bytes | str:
         """Return the encoded image or its path."""
