@@ -33,14 +33,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_curves():
-    """matplotlib takes longer than training here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrel.train.summary.draw_curves", lambda *_: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with the finished comparison `trial`."""
