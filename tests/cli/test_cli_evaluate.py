@@ -208,7 +208,7 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys, workers):
     assert pd.read_csv(out / "bad_images.csv")["image"].tolist() == names
     assert all(name in printed for name in names[:8]) and names[8] not in printed
     assert "9 images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
-    assert "café" in read_predictions(out).classes
+    assert "café" in read_predictions(out).images.classes
     # nothing is made again, and what is known stays known
     tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--out", str(out)])
     assert names[0] in capsys.readouterr().out and len(pd.read_csv(out / "bad_images.csv")) == 9

@@ -10,7 +10,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.data import create_dataset
-from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.prepare import Prepare
 
 HALF = (0.5, 0.5, 0.5)

@@ -8,7 +8,8 @@ from PIL import Image
 from helpers.tars import write_tars
 from vitrel.common.sizes import native_size
 from vitrel.data import BadImage, Reading, create_dataset
-from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.prepare import Prepare
 
 CFG = {"mean": (0.5,) * 3, "std": (0.5,) * 3}

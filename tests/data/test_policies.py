@@ -5,7 +5,8 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from vitrel.data.augment import Augmentation, Augmenter, policy_transform
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation, policy_transform
 
 HALF = (0.5, 0.5, 0.5)
 PLAIN = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "jitter": 0.0}

@@ -116,6 +116,21 @@ def test_of_several_only_those_wanted(vit):
     assert policies_at(vit("table+cpb"), (64, 64), ["clip"]) == ("clip+keep",)
 
 
+def test_a_temperature_is_added_to_every_policy_where_the_number_of_tokens_differs(vit, trained):
+    table = vit("table")
+    assert policies_at(table, (64, 64), ["clip"], True) == ("clip", "clip+log_n")
+    assert policies_at(table, (32, 32), None, True) == ("none",)
+    assert policies_at(vit("alibi"), (64, 64), ["keep"], True) == ("keep", "keep+log_n")
+    assert policies_at(trained("vitrel_swin_n").model, (40, 40), ["fixed"], True) == ("fixed",)  # its windows stay
+    changed = with_policy(table, (64, 64), "clip+log_n")
+    asked = vit("table", position_args={"policy": "clip", "temperature": "log_n"})
+    asked.load_state_dict(table.state_dict())
+    image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(changed(image), asked(image)) and not torch.allclose(changed(image), table(image))
+    assert table.blocks[0].position.temperature == "none"
+
+
 @pytest.mark.parametrize("policy", ["clip+renormalize", "bicubic+keep", "none", "clip+keep+stretch"])
 def test_a_policy_leaves_the_model_its_own(vit, policy):
     model = vit("table+cpb")

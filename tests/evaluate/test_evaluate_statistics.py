@@ -17,6 +17,7 @@ from vitrel.evaluate.statistics import (
     needed,
     over_seeds,
     p_values,
+    pooled,
     wilson,
 )
 
@@ -203,3 +204,19 @@ def test_over_seeds_alone_it_is_students_interval():
     assert over_seeds([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
     with pytest.raises(ValueError, match="at least 2 values, got 1"):
         over_seeds([1.0])
+
+
+def test_pooled_seeds_have_the_mean_square_of_models_and_seeds():
+    """Of a two-way analysis of variance, with its degrees of freedom; a pair whose own variance is larger keeps it."""
+    means = np.random.default_rng(0).normal(size=(5, 3))  # [models, seeds]
+    pairs = [*combinations(range(5), 2)]
+    own = [float(np.var(means[a] - means[b], ddof=1)) for a, b in pairs]
+    found = pooled([Estimate(1.0, 1.0, 3, 100, between, 0.1) for between in own], 5)
+    rest = means - means.mean(1, keepdims=True) - means.mean(0) + means.mean()
+    square = (rest**2).sum() / (4 * 2)
+    assert np.mean(own) == pytest.approx(2 * square) and {one.freedom for one in found} == {8}
+    assert [one.between for one in found] == pytest.approx([max(one, 2 * square) for one in own])
+    alone = [Estimate(1.0, 1.0, 3, 100, 2.0, 0.1)]
+    assert pooled(alone, 2) == alone  # two models have nothing to share
+    smallest = min(range(len(own)), key=lambda at: own[at])
+    assert found[smallest].p_above() < Estimate(1.0, 1.0, 3, 100, 2 * square, 0.1).p_above()

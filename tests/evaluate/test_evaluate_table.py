@@ -169,3 +169,11 @@ def test_rows_have_the_best_size_and_area_of_their_own_curve(windowed):
     table = aggregate(found)
     text = curves_table(table)
     assert "mean top-1 over log2 size" in text and text.count("rescale+keep") == 1
+
+
+def test_a_policy_beside_the_model_as_it_is_has_a_curve_of_its_own(rows):
+    at = {"32x32": ["none"], "48x48": ["none", "log_n"], "24x24": ["none", "log_n"]}
+    both = [dict(rows[0], img_size=size, policy=policy) for size in at for policy in at[size]]
+    found = {policy: [(row["img_size"], row["policy"]) for row in part] for _, policy, part in curves(both)}
+    assert found["none"] == [(size, "none") for size in at]
+    assert found["log_n"] == [("32x32", "none"), ("48x48", "log_n"), ("24x24", "log_n")]

@@ -155,7 +155,7 @@ def test_every_backend_on_a_device_that_holds_no_values():
 def test_backward_passes_on_a_device_that_holds_no_values(monkeypatch):
     """Without a GPU, autograd refuses fake tensors of one. Flex computes another gradient there than on a CPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setitem(TABLE, "flex", TABLE["flex"]._replace(refuses=(("", "not here"),)))
+    monkeypatch.setitem(TABLE, "flex", TABLE["flex"]._replace(unsupported=(("", "not here"),)))
     served = set()
     for name in KINDS:
         model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))

@@ -33,7 +33,7 @@ def test_choices_are_those_recorded():
 def test_the_table_has_a_row_for_each_backend_and_words_that_exist():
     assert set(TABLE) == set(BACKENDS) == set(dispatch.BACKENDS)
     for name, row in TABLE.items():
-        words = [word for condition, _ in (*row.refuses, *row.auto) for word in condition.split() if word != "not"]
+        words = [word for condition, _ in (*row.unsupported, *row.preferred) for word in condition.split() if word != "not"]
         assert set(words) <= set(WORDS), name
-    used = {word for row in TABLE.values() for text, _ in (*row.refuses, *row.auto) for word in text.split()}
+    used = {word for row in TABLE.values() for text, _ in (*row.unsupported, *row.preferred) for word in text.split()}
     assert set(WORDS) <= used

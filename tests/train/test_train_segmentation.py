@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import vitrel
@@ -74,6 +75,16 @@ def test_loss_is_the_mean_over_pixels_that_have_a_class():
     torch.testing.assert_close(task().right(logits, target), want)
 
 
+def test_classes_are_weighted():
+    logits, target = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    target[0, 0] = IGNORED
+    weights, labeled = [0.2, 1.0, 2.0], target != IGNORED
+    want = F.cross_entropy(logits.movedim(1, -1)[labeled], target[labeled], torch.tensor(weights))
+    torch.testing.assert_close(task(class_weights=weights).loss(logits, target), want)
+    with pytest.raises(ValueError, match="holds 2 numbers for 3 classes"):
+        task(class_weights=[1.0, 2.0])
+
+
 def test_a_batch_without_classes_teaches_nothing():
     logits, target = torch.randn(2, 3, 4, 5, requires_grad=True), torch.full((2, 4, 5), IGNORED)
     loss = task().loss(logits, target)
@@ -107,7 +118,7 @@ def test_metrics_are_those_at_the_masks_own_resolution():
 def test_settings_of_classification_are_refused():
     with pytest.raises(ValueError, match="segmentation learns by cross-entropy"):
         task(loss="bce")
-    with pytest.raises(ValueError, match="dice is a loss of segmentation"):
+    with pytest.raises(ValueError, match="dice and class_weights are of segmentation"):
         task_named("classification", 3, Objective(dice=1.0), 0.0)
     with pytest.raises(ValueError, match=r"task must be one of classification, segmentation, not 'boxes'"):
         task_named("boxes", 3, Objective(), 0.0)

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     for comparison in comparisons:  # before the first is trained
         check_training_data(comparison)
         for size in comparison.train_sizes:
-            check_data(comparison.sweep, size)
+            check_data(comparison.sweep, size, task=comparison.task)
         check_models(comparison, args.out / comparison.name)
     for comparison in comparisons:
         sweep = replace(comparison.sweep, margin=args.margin, report=args.report, photographs=args.photographs)
@@ -91,7 +91,8 @@ def check_training_data(comparison: "Comparison") -> None:
     from vitrel.data import create_dataset
 
     try:
-        create_dataset(comparison.data, "train", comparison.train_size, mean=(0.5,) * 3, std=(0.5,) * 3, n=1)
+        options = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "n": 1, "task": comparison.task}
+        create_dataset(comparison.data, "train", comparison.train_size, **options)
     except ValueError as error:
         raise ValueError(f"training on {comparison.data}: {error}") from error
 
@@ -107,6 +108,7 @@ def check_models(comparison: "Comparison", folder: Path) -> None:
     from vitrel.evaluate.compare import variant
     from vitrel.evaluate.policies import at_size_with
     from vitrel.evaluate.trials import trials_of
+    from vitrel.models.segmenter import Segmenter
 
     models = []
     for entry in comparison.entries:
@@ -122,9 +124,10 @@ def check_models(comparison: "Comparison", folder: Path) -> None:
             built, name = trained.model, trained.name
         else:
             built, name, _ = _built(comparison, entry, paths[0] if done else None)
+            built = Segmenter(built, CLASSES, comparison.head) if comparison.task == "segmentation" else built
         others = [(other, variant(built, name, other)) for other in comparison.entries if other.weights_of == entry.label]
         for each, model in ((entry, built), *others):
-            models.append(trained_model(model.eval(), name, label=each.label, img_size=size))
+            models.append(trained_model(model.eval(), name, label=each.label, img_size=size, task=comparison.task))
     for trial in trials_of(models, comparison.sweep):
         at_size_with(trial.trained.model, trial.size, trial.policy)
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
     models, sizes = open_models(args, random=True), args.size or []
     if not args.no_position:
-        rows = []
+        rows: list[dict[str, Any]] = []
         for trained in models:
             images = _images(trained, args.data, [trained.img_size, *sizes], args.images)
             others = [size for size in sizes if size != trained.img_size]

@@ -3,9 +3,9 @@
     vitrel tune
     vitrel tune vitrel_swin_t --size 224 288 --batch-size 8
 
-Without a MODEL usual shapes are measured; with one, its attention calls in inference and training. Backends are compared with
-the definition in float64 first, and only right ones are timed. The profile is in the user's cache folder; VITREL_PROFILE is
-another file, or "off". It ends after about two minutes; stopped, or with more to measure, the same command goes on.
+Without a MODEL usual shapes are measured; with one, its attention calls in inference and training. Backends
+whose output or gradients differ from those of the first are left out. The profile is in the user's cache folder; VITREL_PROFILE
+is another file, or "off". It ends after about two minutes; stopped, or with more to measure, the same command goes on.
 """
 
 import argparse

@@ -23,12 +23,12 @@ from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_o
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized, on_meta
 from vitrel.models.segmenter import BODY, Segmenter
 from vitrel.position import PositionEncoding
-from vitrel.weights.draft import Draft
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import check_file, checksums, guarding, read_file
 from vitrel.weights.record import check_encodings, position_record
 from vitrel.weights.rotate import Rotation
 from vitrel.weights.swin_names import rename_swin, swin_arguments
+from vitrel.weights.tensors import FileTensors
 from vitrel.weights.unwrap import unwrap
 from vitrel.weights.vit_names import rename_vit, vit_arguments
 
@@ -237,12 +237,12 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> Backbone:
     """Return a model with weights that come without a configuration; `like` as in `load`."""
     state = unwrap(loaded, str(path)).state
-    draft = Draft(state)
-    swin = draft.has(r"(((swin|swinv2)\.)?encoder\.)?layers\.\d+\.blocks\..*|features\.\d+\.\d+\..*")
-    own_names = draft.has(r".*\.position\..*|pos_embed\.pos_embed")
+    tensors = FileTensors(state)
+    swin = tensors.has(r"(((swin|swinv2)\.)?encoder\.)?layers\.\d+\.blocks\..*|features\.\d+\.\d+\..*")
+    own_names = tensors.has(r".*\.position\..*|pos_embed\.pos_embed")
     try:
-        rename_swin(draft) if swin else rename_vit(draft)
-        shapes = swin_arguments(draft) if swin else vit_arguments(draft)
+        rename_swin(tensors) if swin else rename_vit(tensors)
+        shapes = swin_arguments(tensors) if swin else vit_arguments(tensors)
     except (LookupError, ValueError) as error:
         reason = f"no tensor is {error.args[0]}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} holds weights in an unknown layout: {reason}") from error

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files
-from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.base import Draw, ImageSet
 from vitrel.data.decode import IGNORED, BadImage, Reading, decode
 from vitrel.data.dense_shapes import DenseShapes

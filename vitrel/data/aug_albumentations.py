@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vitrel.data.augment import Augmentation, policy_transform
+from vitrel.data.augmentation import Augmentation, policy_transform
 from vitrel.data.decode import IGNORED
 
 cv2.setNumThreads(0)  # the loader's workers are the parallelism

@@ -100,7 +100,7 @@ class ImageSet(Dataset, ABC):
         """Return the location of an image (a path, a tar and a member, or a data set and a row), for messages."""
         return f"{self.where}: {self.samples[index][0]}"
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[Image.Image, Any]:
         """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
         return decode(self.encoded(index), self.reading.max_pixels, self.name(index)), self.label(index)
 

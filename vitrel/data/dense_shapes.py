@@ -150,6 +150,6 @@ def _with_room(center: np.ndarray) -> np.ndarray:
             np.minimum(apart, distance, out=apart)
     near = apart <= CLEARANCE
     placed = np.zeros(center.shape[:2], bool)
-    for t in range(placed.shape[1]):
+    for t in range(center.shape[1]):
         placed[:, t] = ~(near[:, t, :t] & placed[:, :t]).any(1)
     return placed

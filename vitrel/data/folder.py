@@ -13,16 +13,18 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from vitrel.common.files import shown
 from vitrel.data.decode import SUFFIXES, Reading
 from vitrel.data.files import Files
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import Split, divided, split_of
 
 SHOWN = 3  # paths in a message
@@ -38,21 +40,29 @@ class Folder(Files):
     Args:
         root: folder of one of the layouts above.
         split: "train" or "val".
-        view, options: the other arguments of `ImageSet`.
+        prepare, augment, options: the other arguments of `ImageSet`.
         reading: pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
     """
 
-    def __init__(self, root: str | Path, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        split: Split,
+        prepare: Callable[[Picture], Tensor],
+        augment: Callable[..., Tensor] | None = None,
+        reading: Reading = Reading(),
+        **options: Any,
+    ) -> None:
         classes = folder_classes(root, split)
         own, whole = split_folder(root, split, reading.val_fraction)
         scan = Scan(own, classes, reading.follow_links)
         if scan.left_out:
             warn_once(scan.left_out)
         samples = divided(scan.samples, split, reading.val_fraction, shown(own)) if whole else scan.samples
-        super().__init__(classes, samples, str(own), *view, reading=reading, **options)
+        super().__init__(classes, samples, str(own), prepare, augment, reading=reading, **options)
 
 
 def split_folder(root: str | Path, split: Split, val_fraction: float | None = None) -> tuple[Path, bool]:

@@ -4,10 +4,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vitrel.common.extras import optional_import
 from vitrel.data.addresses import is_address, storage_options
 from vitrel.data.base import ImageSet, sha256
 from vitrel.data.decode import Reading
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import Split, divided, split_of
 
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` wrote
@@ -21,20 +24,28 @@ class HuggingFace(ImageSet):
     Args:
         name: name on the Hub, or path or address of a folder of Parquet files, or of one that `save_to_disk` wrote.
         split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the images.
-        view, options: the other arguments of `ImageSet`.
+        prepare, augment, reading, options: as in `ImageSet`.
 
     Raises:
         ValueError: the data set cannot be loaded, or has no column of images or of labels.
     """
 
-    def __init__(self, name: str, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        split: Split,
+        prepare: Callable[[Picture], Tensor],
+        augment: Callable[..., Tensor] | None = None,
+        reading: Reading = Reading(),
+        **options: Any,
+    ) -> None:
         splits = load(name)
         self.image, label, classes = columns(name, splits)
         numbers = {value: number for number, value in enumerate(classes)}
         own, samples = rows_of(name, split, splits, reading.val_fraction, lambda rows: rows[label])
         self.rows = splits[own].select_columns([self.image])
         numbered = [(row, value if isinstance(value, int) else numbers[str(value)]) for row, value in samples]
-        super().__init__(classes, numbered, f"{name} {own}", *view, reading=reading, **options)
+        super().__init__(classes, numbered, f"{name} {own}", prepare, augment, reading=reading, **options)
 
     def encoded(self, index: int) -> bytes | str:
         """Return the encoded image or its path."""

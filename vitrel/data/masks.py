@@ -10,7 +10,7 @@ and nothing is resampled to fit.
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -160,7 +160,7 @@ class MaskFiles(MaskSet, Files):
         found = file_versions([path for pair in self.samples for path in pair])
         return [" ".join(pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
-    def checksums(self) -> Iterable[str]:
+    def checksums(self) -> Iterator[str]:
         """Yield the SHA-256 of each image and each mask, in order, "" for a file that cannot be opened."""
         return file_checksums(path for pair in self.samples for path in pair)
 
@@ -171,18 +171,26 @@ class MaskRows(MaskSet):
     The classes are named by `classes.txt` in the folder, or else numbered up to the largest in the masks.
 
     Args:
-        name, split, view, reading, options: as in `vitrel.data.HuggingFace`.
+        name, split, prepare, augment, reading, options: as in `vitrel.data.HuggingFace`.
 
     Raises:
         ValueError: the data set cannot be loaded, has no such columns, or masks that do not fit.
     """
 
-    def __init__(self, name: str, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        split: Split,
+        prepare: Callable[[Picture], Tensor],
+        augment: Callable[..., Tensor] | None = None,
+        reading: Reading = Reading(),
+        **options: Any,
+    ) -> None:
         splits = load(name)
         self.image, self.mask = mask_columns(name, splits)
         own, samples = rows_of(name, split, splits, reading.val_fraction, lambda rows: [0] * len(rows))
         self.rows = splits[own].select_columns([self.image, self.mask])
-        super().__init__(row_classes(name), samples, f"{name} {own}", *view, reading=reading, **options)
+        super().__init__(row_classes(name), samples, f"{name} {own}", prepare, augment, reading=reading, **options)
 
     def encoded(self, index: int) -> bytes | str:
         """Return the encoded image or its path."""

@@ -225,8 +225,8 @@ class Shapes(Drawn):
         center, radius = (scenes.center + self.margin) * self.pixels, scenes.radius * self.pixels
         for _ in self._draw(images, center, radius, scenes.kind, scenes.color):
             pass
-        images = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-        return list(zip(images.unbind(), scenes.label.tolist(), strict=True))
+        planes = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+        return list(zip(planes.unbind(), scenes.label.tolist(), strict=True))
 
     def scene(self, index: int) -> Scene:
         """Return the scene of image `index`; with the `scale` protocol it is the same at every size."""

@@ -13,17 +13,20 @@ tar in it is compared with it before it is used, at the start of each run.
 import json
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from vitrel.common.files import shown
 from vitrel.data.addresses import file_state, is_address, list_files, open_file, read_bytes, read_text
 from vitrel.data.base import HEADER_READERS, ImageSet, file_checksums, file_versions
 from vitrel.data.decode import SUFFIXES, BadImage, Reading
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import NAMES, Split, of_split
 
 BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # errors of tarfile for damaged headers
@@ -48,19 +51,27 @@ class Tars(ImageSet):
             addresses.
         split: "train" or "val": by folders or names of the tars, or by the first folder inside them; otherwise the images are
             divided by `reading.val_fraction`.
-        view, options: the other arguments of `ImageSet`.
+        prepare, augment, reading, options: as in `ImageSet`.
 
     Raises:
         ValueError: no tar files, a damaged tar file, or no images of the split.
     """
 
-    def __init__(self, root: str, split: Split, *view: Any, reading: Reading = Reading(), **options: Any) -> None:
+    def __init__(
+        self,
+        root: str,
+        split: Split,
+        prepare: Callable[[Picture], Tensor],
+        augment: Callable[..., Tensor] | None = None,
+        reading: Reading = Reading(),
+        **options: Any,
+    ) -> None:
         members, classes = tar_members(root)
         numbers = {name: number for number, name in enumerate(classes)}
         labeled = [(member, numbers[_class(member.label, classes)]) for member in members]
         self.root = root.rstrip("/")
         samples = of_split(labeled, [_split_word(member, root) for member in members], split, reading.val_fraction, root)
-        super().__init__(classes, samples, root, *view, reading=reading, **options)
+        super().__init__(classes, samples, root, prepare, augment, reading=reading, **options)
 
     def encoded(self, index: int) -> bytes:
         """Return the bytes of an image."""

@@ -290,9 +290,9 @@ def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) ->
     for at, ((size, *_), one) in enumerate(zip(pairs, found, strict=True)):
         groups[size, one.seeds].append(at)
     by_pair = [*found]
-    for at in groups.values():
-        models = len({label for index in at for label in pairs[index][1:]})
-        for index, one in zip(at, pooled([found[index] for index in at], models), strict=True):
+    for chosen in groups.values():
+        models = len({label for index in chosen for label in pairs[index][1:]})
+        for index, one in zip(chosen, pooled([found[index] for index in chosen], models), strict=True):
             by_pair[index] = one
     return by_pair
 

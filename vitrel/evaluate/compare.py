@@ -21,6 +21,7 @@ from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoin
 from vitrel.evaluate.claims import Claim, read_claim
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
+from vitrel.models.segmenter import Segmenter
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)
@@ -82,6 +83,16 @@ class Comparison:
     sweep: Sweep
     checkpoint: str
     claims: tuple[Claim, ...] = ()
+
+    @property
+    def task(self) -> str:
+        """What the models learn: "classification" or "segmentation"."""
+        return (self.train.get("model") or {}).get("task", "classification")
+
+    @property
+    def head(self) -> str:
+        """The head of models for segmentation."""
+        return (self.train.get("model") or {}).get("head", "linear")
 
     @property
     def train_size(self) -> Size:
@@ -191,8 +202,10 @@ def variant(source: nn.Module, name: str, entry: Entry) -> nn.Module:
     name: timm name of `source`, whose arguments are updated by those of the entry, nested ones such as position_args too.
     ValueError where no such model can be built, or the weights do not fit it.
     """
+    backbone = source.backbone if isinstance(source, Segmenter) else source
     try:
-        model = timm.create_model(name, **_merged(get_model_args(source), entry.model_args))
+        model = timm.create_model(name, **_merged(get_model_args(backbone), entry.model_args))
+        model = Segmenter(model, source.num_classes, source.head_name) if isinstance(source, Segmenter) else model
         model.load_state_dict(source.state_dict())
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
 from vitrel.data import create_dataset
+from vitrel.data.base import Split
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.statistics import estimate
 from vitrel.inspect.any_model import at_size
@@ -73,15 +74,15 @@ def frozen_rows(
     view = {name: getattr(trained, name) for name in names} | {"mean": trained.mean, "std": trained.std}
     for size in sizes:
         model = at_size(trained.model, size, share_weights=True).model
-        splits = [("train", train_images), ("val", val_images)]
-        loaded = [create_dataset(data, split, size, n=n, **view) for split, n in splits]  # type: ignore[arg-type]  # a Split
+        splits: list[tuple[Split, int | None]] = [("train", train_images), ("val", val_images)]
+        loaded = [create_dataset(data, split, size, n=n, **view) for split, n in splits]
         (bank, known), (queries, labels) = (pooled_features(model, DataLoader(part, batch_size)) for part in loaded)
         classes = len(loaded[0].classes)  # type: ignore[attr-defined]  # every data set of create_dataset has them
         for method, predict in (("k-NN", knn), ("linear", linear_probe)):
             right = (predict(bank, known, queries, classes) == labels).double().numpy()
             found = estimate([right[None]])
-            interval = (round(float(value), 2) for value in (found.mean, found.low(), found.high()))
-            yield FrozenRow(trained.label, format_size(size), method, *interval, len(labels), len(known))
+            top1, low, high = (round(float(value), 2) for value in (found.mean, found.low(), found.high()))
+            yield FrozenRow(trained.label, format_size(size), method, top1, low, high, len(labels), len(known))
 
 
 def pooled_features(model: nn.Module, batches: DataLoader) -> tuple[Tensor, Tensor]:

@@ -75,9 +75,9 @@ class Trial:
         """The preprocessing of the trial's images."""
         trained = self.trained
         as_trained = trained.mean, trained.std, trained.interpolation, trained.img_size, trained.crop_mode
-        native = (None, None) if self.budget is None else (self.budget, trained.patch)
+        patch = None if self.budget is None else trained.patch
         protocol = "canvas" if self.protocol == "sliding" else self.protocol
-        return Preprocessing(self.size, protocol, self.crop_pct, *as_trained, *native, trained.task)
+        return Preprocessing(self.size, protocol, self.crop_pct, *as_trained, self.budget, patch, trained.task)
 
 
 def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:

@@ -53,8 +53,8 @@ class StageWindows(NamedTuple):
     @property
     def count(self) -> Size:
         """Number of windows down and across."""
-        pairs = zip(self.grid, self.padding, self.window or self.grid, strict=True)
-        return tuple((n + more) // m for n, more, m in pairs)
+        (h, w), (down, right), (y, x) = self.grid, self.padding, self.window or self.grid
+        return (h + down) // y, (w + right) // x
 
 
 class TracedBlock(NamedTuple):

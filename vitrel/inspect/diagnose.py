@@ -217,7 +217,7 @@ def _other_bias(line: SizeDiagnosis) -> str:
 
 def _across(line: SizeDiagnosis) -> str:
     number, worst = max(enumerate(line.stages, 1), key=lambda stage: stage[1].leaking, default=(0, None))
-    if worst is None or not worst.leaking:
+    if worst is None or worst.leaks is None or not worst.leaking:
         return ""
     named = zip(("rows", "columns"), (worst.leaks.rows, worst.leaks.columns), worst.windows.grid, strict=True)
     lines = "; ".join(f"{name} {_runs(leaking)} of {n}" for name, leaking, n in named if leaking)

@@ -100,9 +100,7 @@ def measure_features(
     natural = features(resized(images, size))
     colors = images[:COLORS].mean((2, 3), keepdim=True).expand(-1, -1, *size)
     rows = [
-        FeatureRow(
-            model_name(model), layer, size, tuple(x.shape[2:]), position_leak(x), position_leak(of_colors), torch.nan, {}
-        )
+        FeatureRow(model_name(model), layer, size, _grid(x), position_leak(x), position_leak(of_colors), torch.nan, {})
         for layer, x, of_colors in zip(layers, natural, features(colors), strict=True)
     ]
     for grid in dict.fromkeys(row.grid for row in rows) if shifts else ():
@@ -132,7 +130,7 @@ def patch_features(model: nn.Module, images: Tensor, layers: Sequence[int] = (-1
             return [maps[layer].float() for layer in layers]
         if set(layers) != {-1} or not hasattr(model, "forward_features"):
             raise ValueError(f"{model_name(model)} has no forward_intermediates: only layer -1 of forward_features is possible")
-        x, grid = model.forward_features(images), patch_grid(model, tuple(images.shape[2:]))
+        x, grid = model.forward_features(images), patch_grid(model, _grid(images))
     if x.dim() == 3 and grid is not None and x.shape[1] >= grid[0] * grid[1]:
         x = x[:, x.shape[1] - grid[0] * grid[1] :].mT.unflatten(2, grid)
     if x.dim() != 4:
@@ -164,13 +162,13 @@ def position_leak(features: Tensor) -> Leak:
 
 def agreement(a: Tensor, b: Tensor) -> float:
     """Mean cosine of features a [B, C, h, w], resampled to the grid of b [B, C, h', w'], with b; each centered by its mean."""
-    a = resized(a, tuple(b.shape[2:]))
+    a = resized(a, _grid(b))
     return float(F.cosine_similarity(_centered(a), _centered(b), dim=1).mean())
 
 
 def resized(images: Tensor, size: Size) -> Tensor:
     """Images or features [B, C, h, w] at another size, bilinear and antialiased; the same where nothing changes."""
-    if tuple(images.shape[2:]) == size:
+    if _grid(images) == size:
         return images
     return F.interpolate(images, size, mode="bilinear", antialias=True)
 
@@ -201,6 +199,10 @@ def _equivariances(
             )
             found[number] += float(cosine.mean()) / len(shifts)
     return found
+
+
+def _grid(maps: Tensor) -> Size:
+    return maps.shape[2], maps.shape[3]
 
 
 def _centered(features: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
@@ -43,12 +43,14 @@ class Backbone(nn.Module, abc.ABC):
     """Abstract base class of the backbones ViT and Swin.
 
     Attributes:
+        layout: of the class: the names of its parameters, as weights of other code are renamed to: "vit" or "swin".
         patch_embed: timm's PatchEmbed, with output [B, h, w, C].
         pos_embed: the encoding added to the tokens, or None.
         num_prefix_tokens: number of class and register tokens.
         arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
     """
 
+    layout: ClassVar[str]
     arguments: dict[str, Any]
     patch_embed: PatchEmbed
     pos_embed: PositionEncoding | None

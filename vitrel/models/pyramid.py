@@ -42,10 +42,10 @@ class Pyramid(nn.Module):
     def __init__(self, model: nn.Module, strides: Sequence[int], channels: int | None = None):
         super().__init__()
         if not hasattr(model, "forward_intermediates") or not hasattr(model, "feature_info"):
-            raise ValueError(
-                f"{type(model).__name__} has no forward_intermediates: a pyramid takes a ViT or Swin, with its head"
-            )
-        last = {info["reduction"]: i for i, info in enumerate(model.feature_info)}  # type: ignore[arg-type, union-attr]
+            raise ValueError(f"{type(model).__name__} has no forward_intermediates: a pyramid takes a ViT or a Swin")
+        if min(strides, default=0) < 1 or [*strides] != sorted({*strides}):
+            raise ValueError(f"strides must be given from fine to coarse, each once, not {tuple(strides)}")
+        last = {info["reduction"]: i for i, info in enumerate(model.feature_info)}
         sources, steps = [], []
         for stride in strides:
             source = min(last, key=lambda own: abs(math.log2(own / stride)))
@@ -54,11 +54,9 @@ class Pyramid(nn.Module):
                 raise ValueError(f"stride {stride} is no power of 2 times one of the model's, {', '.join(map(str, last))}")
             sources.append(last[source])
             steps.append(int(step))
-        if not sources or [*strides] != sorted({*strides}):
-            raise ValueError(f"strides must be given from fine to coarse, each once, not {tuple(strides)}")
-        widths = [model.feature_info[i]["num_chs"] for i in sources]  # type: ignore[index, union-attr]
+        widths = [model.feature_info[i]["num_chs"] for i in sources]
         self.indices, self.sources, self.strides = sorted({*sources}), sources, tuple(strides)
-        model.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)  # type: ignore[operator]
+        model.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)
         self.body = model
         self.rescale = nn.ModuleList(_rescale(width, step) for width, step in zip(widths, steps, strict=True))
         widths = [max(width >> max(step, 0), 1) for width, step in zip(widths, steps, strict=True)]
@@ -71,7 +69,7 @@ class Pyramid(nn.Module):
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         h, w = image.shape[-2:]
-        features = self.body.forward_intermediates(image, indices=self.indices, intermediates_only=True)  # type: ignore[operator]
+        features = self.body.forward_intermediates(image, indices=self.indices, intermediates_only=True)
         by_index = dict(zip(self.indices, features, strict=True))
         maps = {}
         for i, (source, stride) in enumerate(zip(self.sources, self.strides, strict=True)):

@@ -28,12 +28,12 @@ def _is_compiled(call: Call) -> bool:
 
 def _triton_limits(call: Call) -> str:
     if call.window is not None:
-        from vitrel.ops.backends.triton_window import window_refuses  # imports Triton
+        from vitrel.ops.backends.triton_window import window_limits  # imports Triton
 
-        return window_refuses(call.dtype, call.width, call.window)
-    from vitrel.ops.backends.triton_global import biased_refuses
+        return window_limits(call.dtype, call.width, call.window)
+    from vitrel.ops.backends.triton_global import global_limits
 
-    return biased_refuses(call.dtype, call.width, call.grid, call.queries, WORDS["query"](call))
+    return global_limits(call.dtype, call.width, call.grid, call.queries, WORDS["query"](call))
 
 
 def _has_table(part: str) -> Callable[[Call], bool]:
@@ -84,10 +84,10 @@ WORDS: dict[str, Callable[[Call], bool]] = {
 class Row(NamedTuple):
     """What a backend serves. Reasons may contain {device}."""
 
-    refuses: tuple[tuple[str, str], ...] = ()  # (words, reason) of the calls that it does not serve
+    unsupported: tuple[tuple[str, str], ...] = ()  # (words, reason) of the calls that it does not serve
     limits: Callable[[Call], str] | None = None  # why the sizes of a call are out of the backend's range, "" if they are not
     # (words, number of tokens from which "auto" takes the backend): the first whose words a call has counts; none: never
-    auto: tuple[tuple[str, int], ...] = ()
+    preferred: tuple[tuple[str, int], ...] = ()
 
 
 # Even for float32 inputs, since autocast could still round to half precision: only the reference serves xPos.
@@ -102,7 +102,7 @@ _ONE_AXIS = "its kernels serve query tables of one axis only, and only in global
 TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
     # Not taken by "auto" until a GPU has been measured (python -m tools.benchmark --suite ops).
     "triton": Row(
-        refuses=(
+        unsupported=(
             ("not triton-installed", "Triton is not installed"),
             (
                 "not cuda not interpreter",
@@ -126,7 +126,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
     # 2.6 at 64x64; in training 0.97 at 28x28 with one table and 1.05 with two, 1.68 at 64x64. With biases that need no gradient
     # SDPA also has a flash kernel for the backward pass, which is faster until masks are large. It always needs less memory.
     "bias_by_row": Row(
-        refuses=(
+        unsupported=(
             ("windows", "biases of windows are small, so there is nothing to save"),
             ("content", _BIASES_ONLY),
             _SCALED_KEYS,
@@ -138,7 +138,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
             ("graph", "a graph would contain every block of image rows, and serve a single grid"),
             ("transformed", "its backward pass supports backward() only, no transforms of torch.func and no forward mode"),
         ),
-        auto=(
+        preferred=(
             ("graph", NEVER),  # a branch on the size would need another compiled graph
             ("gradients not learned-bias", 4096),
             ("gradients not several-biases", 1024),
@@ -148,7 +148,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
     # Speed relative to sdpa with one image and one thread of an EPYC: content tables forward 0.96 at 28x28 and 2.75 at 64x64,
     # in training 0.81 and 1.46 (results/benchmark/amd-epyc/ops).
     "augmented_qk": Row(
-        refuses=(
+        unsupported=(
             ("windows", "shifted and padded windows need a mask, which flash attention does not take"),
             (
                 "table-hw",
@@ -165,7 +165,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
             ("gated half", "gated tables of several axes can cancel, so columns in half precision would be too coarse"),
         ),
         limits=augmented_qk.limits,
-        auto=(
+        preferred=(
             ("graph", NEVER),  # torch.compile would need another graph, and torch.export refuses the choice
             ("not cpu", NEVER),
             # Only the reference also serves values; for gated tables of three axes sdpa gathers three [N, N] (pape with 12
@@ -181,18 +181,18 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
     ),
     # In evaluation Swin models were 1.01 to 1.12 times as fast as with sdpa; no gain in training (1.01).
     "window_kinds": Row(
-        refuses=(
+        unsupported=(
             ("not windows", "it groups windows, and global attention has none"),
             ("value", "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"),
             _SCALED_KEYS,
             ("not cpu", "it is slow on {device}: every kind of window needs its own kernel launches"),
             ("recorded", "it reads the number of windows of each kind from a tensor, which a graph cannot do"),
         ),
-        auto=(("gradients", NEVER), ("", 0)),
+        preferred=(("gradients", NEVER), ("", 0)),
     ),
     # Not yet measured on a GPU, and on a CPU slower than the others.
     "flex": Row(
-        refuses=(
+        unsupported=(
             ("windows", "flex_attention computes blocks of 128 tokens, of which a window fills a part only (7x7: 49)"),
             ("value", "flex_attention cannot add position-dependent values (Table.value) to its output"),
             _SCALED_KEYS,
@@ -208,20 +208,20 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
         ),
     ),
     "sdpa": Row(
-        refuses=(
+        unsupported=(
             ("value", "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"),
             _SCALED_KEYS,
         ),
-        auto=(("", 0),),
+        preferred=(("", 0),),
     ),
-    "reference": Row(auto=(("", 0),)),
+    "reference": Row(preferred=(("", 0),)),
 }
 
 
 def refusal(name: str, call: Call) -> str:
     """Return the reason why a backend does not serve a call, "" if it does."""
     row = TABLE[name]
-    for words, reason in row.refuses:
+    for words, reason in row.unsupported:
         if has(call, words):
             return reason.replace("{device}", call.device.type)
     return row.limits(call) if row.limits is not None else ""
@@ -229,7 +229,7 @@ def refusal(name: str, call: Call) -> str:
 
 def preferred(name: str, call: Call) -> bool:
     """Return whether "auto" takes a backend, if it serves the call and no earlier one is taken."""
-    for words, tokens in TABLE[name].auto:
+    for words, tokens in TABLE[name].preferred:
         if has(call, words):
             return tokens == 0 or (tokens != NEVER and call.grid.tokens >= tokens)
     return False

@@ -24,6 +24,7 @@ class Objective:
         bce_sum: sum the binary losses over the classes instead of averaging them.
         distillation: a teacher to learn from besides the labels; null for none.
         dice: weight of the Dice loss (segmentation_models_pytorch) added to the cross-entropy of segmentation; 0 for none.
+        class_weights: factor on the loss of the pixels of each class in segmentation, in the order of the classes; null for 1.
     """
 
     loss: Literal["ce", "bce"] = "ce"
@@ -31,10 +32,13 @@ class Objective:
     bce_sum: bool = False
     distillation: Distillation | None = None
     dice: float = 0.0
+    class_weights: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if self.dice < 0:
-            raise ValueError(f"model.objective.dice must be at least 0, not {self.dice}")
+        if self.dice < 0 or any(weight < 0 for weight in self.class_weights or ()):
+            raise ValueError(
+                f"model.objective.dice ({self.dice}) and class_weights ({self.class_weights}) must not be negative"
+            )
         if self.loss == "ce" and (self.bce_target_thresh is not None or self.bce_sum):
             raise ValueError(
                 "model.objective.bce_target_thresh and model.objective.bce_sum need model.objective.loss: bce; set it or leave "

@@ -69,8 +69,10 @@ class Classification(Task):
 
     def __init__(self, num_classes: int, objective: Objective, label_smoothing: float) -> None:
         super().__init__()
-        if objective.dice:
-            raise ValueError("model.objective.dice is a loss of segmentation: leave it out, or set --task segmentation")
+        if objective.dice or objective.class_weights:
+            raise ValueError(
+                "model.objective.dice and class_weights are of segmentation: leave them out, or set --task segmentation"
+            )
         self.criterion = objective.build(label_smoothing)
         self.top_k = [k for k in (1, 5) if k < max(num_classes, 2)]
         self.means = nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
@@ -112,6 +114,7 @@ class Segmentation(Task):
     """
 
     name, metric, learned = "segmentation", "miou", "pixel_accuracy"
+    weights: Tensor | None
 
     def __init__(self, num_classes: int, objective: Objective, label_smoothing: float) -> None:
         super().__init__()
@@ -119,6 +122,10 @@ class Segmentation(Task):
             raise ValueError("segmentation learns by cross-entropy: leave out model.objective.loss and distillation")
         objective.build(label_smoothing)  # checks the value
         self.smoothing, self.dice_weight, self.dice = label_smoothing, objective.dice, None
+        weights = objective.class_weights
+        if weights is not None and len(weights) != num_classes:
+            raise ValueError(f"model.objective.class_weights holds {len(weights)} numbers for {num_classes} classes")
+        self.register_buffer("weights", None if weights is None else torch.tensor(weights), persistent=False)
         if objective.dice:
             require("segmentation_models_pytorch")
             from segmentation_models_pytorch.losses import DiceLoss
@@ -138,8 +145,10 @@ class Segmentation(Task):
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         # a sum and a division, since a batch without any labeled pixel has no mean: its loss and gradients are 0
-        total = F.cross_entropy(logits, target, ignore_index=IGNORED, label_smoothing=self.smoothing, reduction="sum")
-        loss = total / (target != IGNORED).sum().clamp(min=1)
+        how = {"weight": self.weights, "ignore_index": IGNORED, "label_smoothing": self.smoothing, "reduction": "sum"}
+        total, labeled = F.cross_entropy(logits, target, **how), target != IGNORED
+        weights = labeled if self.weights is None else self.weights[torch.where(labeled, target, 0)] * labeled
+        loss = total / weights.sum().clamp(min=1e-9)
         return loss if self.dice is None else loss + self.dice_weight * self.dice(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def problem(call: Call) -> Callable[..., Values]:
         pairs = zip(leaves.items(), given, strict=True)
         return {"output": out.detach()} | {f"gradient of {n}": torch.zeros_like(x) if g is None else g for (n, x), g in pairs}
 
-    compute.output = output  # type: ignore[attr-defined]
+    compute.output = output  # for `_compiled`
     return compute
 
 

@@ -103,10 +103,10 @@ def _depth(names: dict[str, list[str]]) -> list[str]:
 def other_family(unused: list[str], model: nn.Module) -> str:
     """Say what architecture the file is of if it differs from the model's (plain, hierarchical), else ""."""
     hierarchical = any(name.startswith(("layers.", "stages.", "features.", "encoder.")) for name in unused)
-    if hierarchical and not hasattr(model, "layers"):
+    if hierarchical and model.layout != "swin":
         pooling = any(re.fullmatch(r".*attn\.(pool|norm)_[qkv]\..*", name) for name in unused)
         kind = "MViT, whose attention pools queries and keys (no vitrel model does)" if pooling else "a hierarchical model"
         return f"the file is of {kind}, the model is a plain ViT"
-    if hasattr(model, "layers") and any(name.startswith("blocks.") for name in unused):
+    if model.layout == "swin" and any(name.startswith("blocks.") for name in unused):
         return "the file is of a plain ViT, the model is a Swin"
     return ""

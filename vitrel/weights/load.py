@@ -15,12 +15,12 @@ from vitrel.common.tables import aligned
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family
-from vitrel.weights.draft import Draft, Row
-from vitrel.weights.place import place, resample
+from vitrel.weights.positions import rename_positions, resample_positions
 from vitrel.weights.read import guarding, read_file
 from vitrel.weights.record import check_record
 from vitrel.weights.rotate import Rotation
 from vitrel.weights.swin_names import read_swin
+from vitrel.weights.tensors import FileTensors, Row
 from vitrel.weights.unwrap import Unwrapped, unwrap
 from vitrel.weights.vit_names import read_vit
 
@@ -148,36 +148,36 @@ def plan_weights(
     Raises:
         ValueError: as in `load_pretrained`.
     """
-    if not hasattr(model, "patch_embed") or not hasattr(model, "position_parameters"):
+    if not hasattr(model, "layout"):
         raise ValueError(
             f"weights are loaded into a vitrel model, not into {type(model).__name__}; convert timm's with vitrel.from_timm"
         )
     loaded = source if isinstance(source, dict) else read_file(source)
     record = _record(loaded)
     unwrapped = unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))
-    draft, own = Draft(unwrapped.state), model.state_dict()
+    tensors, own = FileTensors(unwrapped.state), model.state_dict()
     check_record(model, record)
     try:
-        read_swin(draft, model) if hasattr(model, "layers") else read_vit(draft, model, rotation)
-        place(draft, model)
-        _check_dtypes(draft, unwrapped.state, own)
-        resample(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
+        read_swin(tensors, model) if model.layout == "swin" else read_vit(tensors, model, rotation)
+        rename_positions(tensors, model)
+        _check_dtypes(tensors, unwrapped.state, own)
+        resample_positions(tensors, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
     except (IndexError, RuntimeError) as error:
         raise ValueError(f"a tensor of the file has a shape that no known layout has: {error}") from error
-    unset = [n for n in own if n not in draft] + _not_trained_with(draft, model)
-    unused = [n for n in draft.items if n not in own]
-    differ = [n for n in own if n in draft and draft[n].shape != own[n].shape]
+    unset = [n for n in own if n not in tensors] + _not_trained_with(tensors, model)
+    unused = [n for n in tensors.items if n not in own]
+    differ = [n for n in own if n in tensors and tensors[n].shape != own[n].shape]
     if family := other_family(unused, model):
         hints = [family]
     else:
-        _check_patch(draft, model)
-        hints = differences(unset, [*unused, *unwrapped.beside], {n: (draft[n].shape, own[n].shape) for n in differ})
+        _check_patch(tensors, model)
+        hints = differences(unset, [*unused, *unwrapped.beside], {n: (tensors[n].shape, own[n].shape) for n in differ})
     hints += _unwrapping_hints(unwrapped, unset) if unset or unused or differ or unwrapped.beside else []
-    names = [n for name in unused for n in draft.items[name].source] + [*unwrapped.beside]
-    rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in draft.rows()]
+    names = [n for name in unused for n in tensors.items[name].source] + [*unwrapped.beside]
+    rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in tensors.rows()]
     rows += [Row((name,), "", "unused") for name in unwrapped.beside] + [*unwrapped.rows]
-    tensors = {n: item.value for n, item in draft.items.items()}
-    return WeightPlan(tuple(rows), tensors, tuple(dict.fromkeys(names)), tuple(unset), tuple(differ), tuple(hints))
+    fitted = {n: item.value for n, item in tensors.items.items()}
+    return WeightPlan(tuple(rows), fitted, tuple(dict.fromkeys(names)), tuple(unset), tuple(differ), tuple(hints))
 
 
 def model_for(
@@ -242,9 +242,9 @@ def _record(loaded: object) -> dict[str, dict[str, Any]]:
     return about.get("position", {}) if isinstance(about, dict) else {}
 
 
-def _check_dtypes(draft: Draft, state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    for target in (name for name in draft.items if name in own and own[name].is_floating_point()):
-        for name in draft.items[target].source:
+def _check_dtypes(tensors: FileTensors, state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    for target in (name for name in tensors.items if name in own and own[name].is_floating_point()):
+        for name in tensors.items[target].source:
             if state[name].dtype not in _FLOATS:
                 dtype = str(state[name].dtype).removeprefix("torch.")
                 raise ValueError(
@@ -261,23 +261,23 @@ def _unwrapping_hints(unwrapped: Unwrapped, unset: list[str]) -> list[str]:
     return hints
 
 
-def _not_trained_with(draft: Draft, model: nn.Module) -> list[str]:
+def _not_trained_with(tensors: FileTensors, model: nn.Module) -> list[str]:
     """Return "module <key>" for each encoding without parameters in the model that the file's model lacked.
 
-    A missing key in the state dict does not show it, but the file's layout does (draft.implied); [] if that is empty.
+    A missing key in the state dict does not show it, but the file's layout does (tensors.implied); [] if that is empty.
     """
     names = []
     for name, part in model.named_modules():
         bare = isinstance(part, PositionEncoding) and not isinstance(part, Composition) and not [*part.parameters()]
-        if draft.implied and bare and key_of(part) not in {"none", *draft.implied}:
+        if tensors.implied and bare and key_of(part) not in {"none", *tensors.implied}:
             names.append(f"{name} <{key_of(part)}>")
     return names
 
 
-def _check_patch(draft: Draft, model: nn.Module) -> None:
+def _check_patch(tensors: FileTensors, model: nn.Module) -> None:
     own = model.patch_embed.proj.weight
-    if "patch_embed.proj.weight" in draft and draft["patch_embed.proj.weight"].shape[2:] != own.shape[2:]:
-        shape = draft["patch_embed.proj.weight"].shape
+    if "patch_embed.proj.weight" in tensors and tensors["patch_embed.proj.weight"].shape[2:] != own.shape[2:]:
+        shape = tensors["patch_embed.proj.weight"].shape
         raise ValueError(
             f"the weights have patches of {shape[2]}x{shape[3]} pixels, the model of {own.shape[2]}x{own.shape[3]}; "
             "build it with that patch_size"

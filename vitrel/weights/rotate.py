@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitrel.position import POSITIONS, PositionEncoding, key_of
 from vitrel.position.terms import Composition
-from vitrel.weights.draft import Draft
+from vitrel.weights.tensors import FileTensors
 
 
 class Rotation(NamedTuple):
@@ -20,11 +20,11 @@ class Rotation(NamedTuple):
     x_first: bool  # angles of columns come before those of rows
 
 
-def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
+def unrotate_layout(tensors: FileTensors, model: nn.Module, rotation: Rotation) -> None:
     """Permute the q and k rows of every qkv, and q and k norms, to vitrel's order: pairs (p, p + D/2), angles of rows first.
 
     Args:
-        draft: changed in place; rotation.key is added to draft.implied.
+        tensors: changed in place; rotation.key is added to tensors.implied.
         model: whose rotary encoding is compared.
         rotation: that of the file.
 
@@ -32,19 +32,19 @@ def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
         ValueError: the model's rotary encoding or its options differ from the file's.
     """
     _check_encoding(model, rotation)
-    draft.implied.add(rotation.key)
+    tensors.implied.add(rotation.key)
     if not rotation.interleaved and not rotation.x_first:
         return
     order = " and ".join(
         words for words, done in (("pairs split", rotation.interleaved), ("columns after rows", rotation.x_first)) if done
     )
     own = model.state_dict()
-    for match in draft.find(r"(.*\.attn)\.qkv\.(weight|bias)"):
-        if match[0] in own and own[match[0]].shape == draft[match[0]].shape:  # another shape raises an error when loaded
+    for match in tensors.find(r"(.*\.attn)\.qkv\.(weight|bias)"):
+        if match[0] in own and own[match[0]].shape == tensors[match[0]].shape:  # another shape raises an error when loaded
             heads = model.get_submodule(match[1]).num_heads
-            draft.change(match[0], permute_rows(draft[match[0]], heads, rotation), f"q and k rows permuted: {order}")
-    for match in draft.find(r".*\.attn\.[qk]_norm\.(weight|bias)"):
-        draft.change(match[0], draft[match[0]][_order(draft[match[0]], rotation)], f"permuted: {order}")
+            tensors.change(match[0], permute_rows(tensors[match[0]], heads, rotation), f"q and k rows permuted: {order}")
+    for match in tensors.find(r".*\.attn\.[qk]_norm\.(weight|bias)"):
+        tensors.change(match[0], tensors[match[0]][_order(tensors[match[0]], rotation)], f"permuted: {order}")
 
 
 def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:

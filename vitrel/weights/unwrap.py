@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vitrel.weights.draft import Row
+from vitrel.weights.tensors import Row
 
 # Keys of dictionaries and prefixes of names. The first that a file has is used: timm's order, extended.
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema", "teacher")

@@ -191,8 +191,8 @@ def test_the_same_bits_again():
 )
 def test_refusals(change, reason):
     call = dict(dtype=torch.float16, width=64, grid=Grid(4, 5), queries=20)
-    assert triton_global.biased_refuses(**call) == ""
-    assert reason in triton_global.biased_refuses(**call | change)
+    assert triton_global.global_limits(**call) == ""
+    assert reason in triton_global.global_limits(**call | change)
 
 
 def test_a_refused_call_raises():

@@ -211,7 +211,7 @@ def test_sums_by_offset_class():
 
 @compiles
 def test_refusals():
-    refuses = triton_window.window_refuses
+    refuses = triton_window.window_limits
     assert refuses(torch.float16, 32, (7, 7)) == refuses(torch.bfloat16, 64, (16, 16)) == ""
     assert "not torch.float64" in refuses(torch.float64, 32, (7, 7))
     assert "not 24" in refuses(torch.float32, 24, (7, 7))

@@ -7,6 +7,7 @@ import numpy as np
 
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.table import Predictions, aggregate, by_area, curves, line_key, protocol_names
+from vitrel.evaluate.tasks import Predicted
 
 CHANGED = 12  # maximum number of images for a curve and protocol
 Place = tuple[str, str, str, str]
@@ -29,7 +30,8 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
     data's). Images that are right at the training size and wrong at most other sizes come first. Curves with predictions at
     fewer than two sizes are left out; so are tasks without a class of an image.
     """
-    protocol_of, predicted, trained = protocol_names(rows), {}, {}
+    predicted: dict[Place, Predicted] = {}
+    protocol_of, trained = protocol_names(rows), {}
     for row in rows:
         stored = predictions.rows.get(line_key(row))
         if stored is not None and "predicted" in stored.arrays:
@@ -44,11 +46,11 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
             sizes = sorted(places, key=by_area)
             if len(sizes) < 2:
                 continue
-            stored = [predicted[places[size]] for size in sizes]
-            classes = np.stack([one.arrays["predicted"] for one in stored])  # [S, n]
-            read = np.all([one.seen for one in stored], axis=0)
+            of_sizes = [predicted[places[size]] for size in sizes]
+            classes = np.stack([one.arrays["predicted"] for one in of_sizes])  # [S, n]
+            read = np.all([one.seen for one in of_sizes], axis=0)
             changes = read & (classes != classes[0]).any(0)
-            right = classes == stored[0].arrays["labels"]
+            right = classes == of_sizes[0].arrays["labels"]
             at_training = right[sizes.index(trained[label])] if trained[label] in sizes else right.any(0)
             order = np.lexsort((right.sum(0), ~at_training))  # right at the training size first, then right at few sizes
             chosen = [int(image) for image in order if changes[image]][:CHANGED]

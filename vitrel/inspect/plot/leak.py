@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.diagnose import Diagnosis, StageDiagnosis
+from vitrel.inspect.footprint import Leaks
 
 # Okabe and Ito's colors, which remain distinct in common color blindness
 _COLORS = ("#e8e8e8", "#d55e00", "#56b4e9", "#000000")
@@ -34,9 +35,9 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
         raise ValueError(f"nothing to draw: no windows were seen in {', '.join(d.model for d in diagnoses)}")
     figure = Figure(figsize=(8.4, 4.5 * len(shown)), layout="constrained")
     axes = figure.subplots(len(shown), 2, squeeze=False)
-    for (left, right), (model, size, number, stage) in zip(axes, shown, strict=True):
-        windows, leaks = stage.windows, stage.leaks
-        where = f"{format_size(windows.grid)} tokens, window {format_size(windows.window)}"
+    for (left, right), (model, size, number, stage, leaks) in zip(axes, shown, strict=True):
+        windows = stage.windows
+        where = f"{format_size(windows.grid)} tokens, window {format_size(windows.window or windows.grid)}"
         kinds = leaks.across.int() + 2 * leaks.padding
         _draw(left, kinds, _COLORS, f"{model}\nstage {number} at {format_size(size)} px: {where}")
         seen = leaks.sees.clone()
@@ -50,18 +51,18 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
     return figure
 
 
-def _shown(diagnoses: Sequence[Diagnosis]) -> Iterator[tuple[str, Size, int, StageDiagnosis]]:
-    """(model, size, number of the stage, stage) of each row."""
+def _shown(diagnoses: Sequence[Diagnosis]) -> Iterator[tuple[str, Size, int, StageDiagnosis, Leaks]]:
+    """(model, size, number of the stage, stage, its leaks) of each row."""
     chosen = None
     for diagnosis in diagnoses:
         candidates = [
-            (diagnosis.model, line.size, number, stage)
+            (diagnosis.model, line.size, number, stage, stage.leaks)
             for line in diagnosis.sizes
             for number, stage in enumerate(line.stages, 1)
             if stage.leaks is not None and chosen in (None, (line.size, number))
         ]
         if candidates:
-            worst = max(candidates, key=lambda candidate: candidate[-1].leaking)
+            worst = max(candidates, key=lambda candidate: candidate[3].leaking)
             chosen = chosen or worst[1:3]
             yield worst
 

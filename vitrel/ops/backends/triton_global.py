@@ -52,7 +52,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PREFIX_LANES = tl.constexpr(16)  # lanes of the tile of prefix keys, the minimum of a matrix product
 
 
-def biased_refuses(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
+def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
     """Return the reason why the kernels do not serve a call, or "".
 
     Args:
@@ -102,10 +102,10 @@ def biased_forward(
             used by the backward pass.
 
     Raises:
-        ValueError: `biased_refuses` gives a reason, or a shape is another.
+        ValueError: `global_limits` gives a reason, or a shape is another.
     """
     aligned = row_scores is not None or column_scores is not None
-    if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
+    if reason := global_limits(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
         raise ValueError(reason)
     _check_shapes(q, k, v, (bias, row_scores, column_scores), grid)
     batch, heads, queries, width = q.shape

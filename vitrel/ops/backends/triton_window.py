@@ -106,7 +106,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def window_refuses(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
+def window_limits(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
     """Return the reason why the kernels do not serve this dtype, head width D and window (h, w) in tokens, or ""."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the Triton window kernels support float32, float16 and bfloat16, not {dtype}"
@@ -153,7 +153,7 @@ def window_forward(
             grad, or where not `saves_lse`.
 
     Raises:
-        ValueError: `window_refuses` gives a reason, a shape is another, or the window or shift is impossible.
+        ValueError: `window_limits` gives a reason, a shape is another, or the window or shift is impossible.
     """
     check_qkv(qkv, window, shift, num_heads)
     _check_tables(bias, cos, sin, window, num_heads, qkv.shape[-1] // (3 * num_heads))
@@ -216,7 +216,7 @@ def launch_window(
 def check_qkv(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], num_heads: int) -> None:
     """Raise ValueError for a call that the kernels refuse, and for an impossible window or shift."""
     check_window(window, shift)
-    if reason := window_refuses(qkv.dtype, qkv.shape[-1] // (3 * num_heads), window):
+    if reason := window_limits(qkv.dtype, qkv.shape[-1] // (3 * num_heads), window):
         raise ValueError(reason)
 
 

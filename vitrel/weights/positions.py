@@ -18,41 +18,43 @@ from vitrel.position.absolute import Absolute
 from vitrel.position.decomposed import Decomposed
 from vitrel.position.resample import resample_axis, resample_embedding, resample_table
 from vitrel.position.table import OffsetTable
-from vitrel.weights.draft import Draft
 from vitrel.weights.record import recorded_grid
+from vitrel.weights.tensors import FileTensors
 
 _ZEROS = "rows of zeros for the prefix tokens"
 _IN_ATTENTION = re.compile(r"(.*)attn\.(relative_position_bias_table|cpb_mlp\..*|rel_pos_[hw]|freqs)")
 
 
-def place(draft: Draft, model: nn.Module) -> None:
+def rename_positions(tensors: FileTensors, model: nn.Module) -> None:
     """Rename tensors of position encodings to the model's names; a table shared by all blocks is copied to unshared ones."""
     own = [*model.state_dict()]
     shared = "shared_position.relative_position_bias_table"
-    if shared in draft and getattr(model, "shared_position", None) is None:
+    if shared in tensors and getattr(model, "shared_position", None) is None:
         targets = [name for name in own if re.fullmatch(r"blocks\.\d+\.position\..*relative_position_bias_table", name)]
         if targets:
-            draft.spread(shared, {name: draft[shared].clone() for name in targets}, "one table for all blocks, copied to each")
-    for name in [*draft.items]:
+            tensors.spread(
+                shared, {name: tensors[shared].clone() for name in targets}, "one table for all blocks, copied to each"
+            )
+    for name in [*tensors.items]:
         target = _own_name(name, own)
         if target != name:
-            draft.move(name, target)
+            tensors.move(name, target)
 
 
-def resample(
-    draft: Draft,
+def resample_positions(
+    tensors: FileTensors,
     model: nn.Module,
     source_grid: tuple[int, int] | None,
     key_minus_query: bool,
     record: dict[str, dict[str, Any]],
 ) -> None:
-    """Resample tables and embeddings of the draft, in place, to the model's grid.
+    """Resample a file's tables and embeddings, in place, to the model's grid.
 
     The training grid of each is, in this order, the first with as many rows as the tensor (with or without rows for prefix
     tokens): source_grid, that in `record`, the model's, a square one.
 
     Args:
-        draft: with the model's names.
+        tensors: with the model's names.
         model: whose encodings read the tensors.
         source_grid: as in `load_pretrained`.
         key_minus_query: as in `load_pretrained`.
@@ -63,27 +65,27 @@ def resample(
             `table` and `decomposed`.
     """
     learned = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
-    learned = [(name, owner, recorded) for name, owner, recorded in learned if name in draft]
+    learned = [(name, owner, recorded) for name, owner, recorded in learned if name in tensors]
     named = None if source_grid is None else Grid(*source_grid)
-    if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in learned):
+    if named is not None and not any(_fits(named, name, tensors[name], owner) for name, owner, _ in learned):
         name, owner, _ = (*learned, ("the file", None, None))[0]
-        rows = f"has {_rows(draft[name], owner)} rows for positions" if learned else "has no table or embedding"
+        rows = f"has {_rows(tensors[name], owner)} rows for positions" if learned else "has no table or embedding"
         raise ValueError(f"{name} {rows}, which is no {format_size(named)} grid: pass the source_grid it was trained on")
     if key_minus_query:
         reversible = {name for name, owner, _ in learned if not isinstance(owner, Absolute)}
-        other = [name for name in draft.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
+        other = [name for name in tensors.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
         if other or not reversible:
             tensor = other[0] if other else "the file, which has neither"
             raise ValueError(f"key_minus_query reverses `table` and `decomposed`, not {tensor}: reverse its offsets yourself")
     for name, owner, recorded in learned:
-        candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, draft[name], owner)
-        source = next((g for g in candidates if _fits(g, name, draft[name], owner)), None)
+        candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, tensors[name], owner)
+        source = next((g for g in candidates if _fits(g, name, tensors[name], owner)), None)
         if source is None:
             raise ValueError(
-                f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), its "
+                f"{name} has {_rows(tensors[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), its "
                 "training grid in patches, or to vitrel.load img_size=(h, w), the training size in pixels"
             )
-        _resample(draft, name, owner, source, key_minus_query)
+        _resample(tensors, name, owner, source, key_minus_query)
 
 
 def _own_name(name: str, own: list[str]) -> str:
@@ -131,9 +133,9 @@ def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
     return [grid for grid in (Grid(n, n) for n in sides if n > 0) if _fits(grid, name, value, owner)]
 
 
-def _resample(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
-    """Resample one tensor of the draft in place from `source` to its encoding's grid; key_minus_query reverses its offsets."""
-    value, own, rules = draft[name], owner.grid, []
+def _resample(tensors: FileTensors, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
+    """Resample one of the tensors in place from `source` to its encoding's grid; key_minus_query reverses its offsets."""
+    value, own, rules = tensors[name], owner.grid, []
     if key_minus_query and not isinstance(owner, Absolute):
         rules.append("offsets were key minus query: reversed")
         rows = source.offset_classes(name[-1] if isinstance(owner, Decomposed) else "hw")
@@ -148,7 +150,7 @@ def _resample(draft: Draft, name: str, owner: PositionEncoding, source: Grid, ke
         resampled = "" if source[:2] == own[:2] else f"{format_size(source)} -> {format_size(own)}, {owner.policy}"
     rules += [rule] if rule else []
     if rules or resampled:
-        draft.change(name, value, "; ".join(rules) or "resampled", resampled)
+        tensors.change(name, value, "; ".join(rules) or "resampled", resampled)
 
 
 def _resampled_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:

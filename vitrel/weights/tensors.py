@@ -1,4 +1,4 @@
-"""Draft: the tensors of a file while they are renamed and rearranged for a model, with a record of the changes."""
+"""The tensors of a file while they are renamed and rearranged for a model, with a record of the changes."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor of the draft, and where it comes from."""
+    """A tensor of a file, and where it comes from."""
 
     value: Tensor  # as rearranged so far
     source: tuple[str, ...]  # names in the file
@@ -25,7 +25,7 @@ class Item(NamedTuple):
     resampled: str = ""  # description of a resampling, as in Row
 
 
-class Draft:
+class FileTensors:
     """{name: tensor} of a file, renamed and rearranged step by step; every step is recorded."""
 
     def __init__(self, state: dict[str, Tensor]):
@@ -40,7 +40,7 @@ class Draft:
         return self.items[name].value
 
     def find(self, pattern: str) -> Iterator[re.Match[str]]:
-        """Iterate over full matches of `pattern` with the current names; the draft may be changed during the iteration."""
+        """Iterate over full matches of `pattern` with the current names; tensors may be renamed during the iteration."""
         return (match for match in [re.fullmatch(pattern, name) for name in [*self.items]] if match)
 
     def has(self, pattern: str) -> bool:
