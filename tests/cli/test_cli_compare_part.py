@@ -7,7 +7,7 @@ import yaml
 from PIL import Image
 
 from helpers import command
-from vitrel.train import several
+from vitrel.train import parallel_runs
 
 CONFIG = {
     "name": "trial",
@@ -39,7 +39,7 @@ def compare(tmp_path, monkeypatch, capsys):
         evaluated.append(folder.relative_to(tmp_path).as_posix())
         run.photographs.append(sweep.photographs)
 
-    monkeypatch.setattr(several, "train_one", train_one)
+    monkeypatch.setattr(parallel_runs, "train_one", train_one)
     monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args: None)
     monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
     monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)

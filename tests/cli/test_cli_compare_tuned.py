@@ -54,9 +54,7 @@ def compare(folder, *arguments, **changes):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrel.train.summary.draw_curves", lambda *_: None)
-        compare(folder, "--no-report")
+    compare(folder, "--no-report")
     return folder
 
 

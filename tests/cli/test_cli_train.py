@@ -214,7 +214,7 @@ def test_two_processes_leave_one_folder(tmp_path, capfd):
     said = capfd.readouterr()
     assert "sync_dist" not in said.err
     assert [line.split("  ")[0] for line in said.out.splitlines() if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
-    names = {LOCK, "checkpoints", "config.yaml", "curves.png", "metrics.csv", "summary.json", "tensorboard"}
+    names = {LOCK, "checkpoints", "config.yaml", "metrics.csv", "summary.json", "tensorboard"}
     assert {path.name for path in tmp_path.iterdir()} == names
     found = json.loads((tmp_path / "summary.json").read_text())
     assert (found["status"], found["epochs"], found["updates"]) == ("finished", 2, 2)  # 16 images in batches of 2 × 8

@@ -9,7 +9,7 @@ import yaml
 
 from helpers import command
 from vitrel.evaluate.compare import load_comparison
-from vitrel.train import several
+from vitrel.train import parallel_runs
 
 CONFIG = {
     "name": "trial",
@@ -458,7 +458,7 @@ def test_mistakes_are_named_before_anything_is_trained(load_own, train, message)
 def test_every_size_is_checked_before_the_first_is_trained(load_own, tmp_path, monkeypatch, data, size):
     """Objects that are drawn for 256 pixels do not fit into 64; the own size is that of the last model."""
     trained = []
-    monkeypatch.setattr(several, "train_one", lambda config, place: trained.append(place) or sys.exit("trained"))
+    monkeypatch.setattr(parallel_runs, "train_one", lambda config, place: trained.append(place) or sys.exit("trained"))
     evaluate = EVALUATE | {"sizes": [64], "protocols": ["canvas"]}
     for own, message in (({"data": {"size": size}}, r"^error: evaluation at 64x64, .*objects do not fit"), ({}, "^trained$")):
         load_own(own, data=data, evaluate=evaluate)

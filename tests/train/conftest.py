@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrel.train import run, summary
+from vitrel.train import run
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,12 +42,6 @@ def folder(tmp_path_factory):
 def native_folder(tmp_path_factory):
     """Images of several aspect ratios, in number no multiple of a batch."""
     return colors(tmp_path_factory.mktemp("native"), 23, 7, [(32, 32), (24, 48), (50, 20), (30, 40)])
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """matplotlib takes longer than all the rest of such a run; test_summary.py draws the curves."""
-    monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -33,9 +33,9 @@ def whole_on_two(command_in, tmp_path_factory):
     return parent / "run"
 
 
-@pytest.mark.parametrize("protocol", ["scale", "native"])
-def test_the_same_as_one_process(command, whole, native_folder, tmp_path, protocol):
-    plain = PLAIN if protocol == "scale" else (*PLAIN, "--data.protocol=native", f"--data.data={native_folder}")
+def test_the_same_as_one_process(command, whole, native_folder, tmp_path):
+    """At native shape; test_resuming_on_another_number_of_processes is of one shape."""
+    plain = *PLAIN, "--data.protocol=native", f"--data.data={native_folder}"
     assert on_two(command("two", *plain, *TWO, epochs=2)) == [0, 0]
     folders = whole(*plain, epochs=2), tmp_path / "two"
     one, two = (rows(folder / "metrics.csv") for folder in folders)
@@ -164,18 +164,17 @@ def hurry():
     Ranks.period, Ranks.patience = 0.1, 1.0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_by_the_other(command, whole_on_two, tmp_path, capfd, rank):
+def test_a_killed_rank_is_named_by_the_other(command, whole_on_two, tmp_path, capfd):
+    """Rank 0, which writes the checkpoints; the test below kills rank 1."""
     args = command("cut", *TWO, *EVERYTHING, "--run.save_every=1", epochs=2)
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
-    found = on_two(args, on_rank(rank, 8, signal.SIGKILL))
-    assert found[rank] == -signal.SIGKILL and found[1 - rank] == 1
+    found = on_two(args, on_rank(0, 8, signal.SIGKILL))
+    assert found == [-signal.SIGKILL, 1]
     said = capfd.readouterr().err
-    assert said.count(f"rank {rank} (process ") == 1 and f"the last checkpoint is {last} (update " in said
+    assert said.count("rank 0 (process ") == 1 and f"the last checkpoint is {last} (update " in said
     assert "--ckpt_path auto" in said and "Connection" not in said
-    if rank == 0:  # which writes the checkpoints
-        assert on_two(resumed(args, tmp_path / "cut")) == [0, 0]
-        assert_same_run(tmp_path / "cut", whole_on_two)
+    assert on_two(resumed(args, tmp_path / "cut")) == [0, 0]
+    assert_same_run(tmp_path / "cut", whole_on_two)
 
 
 def test_a_rank_that_would_wait_for_a_dead_one_ends(command, capfd):
@@ -185,14 +184,13 @@ def test_a_rank_that_would_wait_for_a_dead_one_ends(command, capfd):
     assert capfd.readouterr().err.count("rank 1 (process ") == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_is_named_by_the_other(command, tmp_path, capfd, rank):
+def test_a_rank_that_is_stopped_is_named_by_the_other(command, tmp_path, capfd):
     """It answers nothing and never ends, so the other would wait for half an hour."""
     args = command("run", *TWO, "--run.heartbeat=2", "--run.save_every=1")
-    found = on_two(args, on_rank(rank, 8, signal.SIGSTOP, "training_step"))
-    assert found[rank] == -signal.SIGKILL and found[1 - rank] == 1
+    found = on_two(args, on_rank(0, 8, signal.SIGSTOP, "training_step"))
+    assert found == [-signal.SIGKILL, 1]
     said = capfd.readouterr().err
-    assert re.search(rf"rank {rank} \(process \d+\) was stopped by a signal and did not go on for 2 s", said)
+    assert re.search(r"rank 0 \(process \d+\) was stopped by a signal and did not go on for 2 s", said)
     assert f"the last checkpoint is {tmp_path}/run/checkpoints/last.ckpt (update " in said and "Connection" not in said
 
 

@@ -14,8 +14,8 @@ from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, row
 from vitrel.common.sizes import native_size
 from vitrel.data import Augmentation, BadImage, create_dataset
 from vitrel.train import run
+from vitrel.train.batch_order import Filled, NativeOrder, evaluation_batches
 from vitrel.train.datamodule import ImageData
-from vitrel.train.order import Filled, NativeOrder, evaluation_batches
 
 PATCH = (8, 8)
 SIZES = [(height, width) for height in range(40, 80) for width in (40, 60, 90)]  # 120 images

@@ -20,17 +20,12 @@ SMALLEST = [name for name in NAMES if any(size in name for size in ("_n8_", "swi
 SCRATCH = yaml.safe_load((files("vitrel") / "configs" / "train" / "scratch.yaml").read_text("utf-8"))["model"]
 
 
-@pytest.mark.slow(seconds=30)
-@pytest.mark.filterwarnings("ignore:lookhere with num_heads=1")
-def test_the_default_recipe_builds_every_registered_model():
-    for name in NAMES:
-        with torch.device("meta"):
-            model, _ = Tuning().build(name, 4, (64, 64), SCRATCH["model_args"])
-        assert model.num_classes == 4, name
-    families = {name.removesuffix("_none").replace("vitrel_", "").split("_")[0] for name in NAMES}
+def test_every_family_and_encoding_has_a_smallest_model():
+    """Which is trained below; the larger ones differ in width and depth alone."""
+    families = {name.removesuffix("_none").replace("vitrel_", "").split("_")[0] for name in SMALLEST}
     assert families == {"vit", "swin", "swinv2"}
     trained = {name.partition("_n8_")[2] or name.partition("swin_n_")[2] for name in SMALLEST}
-    assert trained >= {*POSITIONS} - {"sincos", "absolute"}  # every encoding is among those that train below
+    assert trained >= {*POSITIONS} - {"sincos", "absolute"}
 
 
 def recipe(name, **how):

@@ -19,11 +19,10 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [6, 7])
-def test_killed_at_a_batch(command, whole, tmp_path, call):
-    """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, and in the first of another."""
+def test_killed_at_a_batch(command, whole, tmp_path):
+    """6 batches and 3 updates an epoch: at an epoch's last batch, inside an accumulation."""
     args = command("cut", *EVERYTHING, "--run.save_every=1", epochs=2)
-    assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
+    assert status(in_child(args, at(6, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
@@ -76,10 +75,9 @@ def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=SLOW), 2])
-def test_killed_while_reading_tars(command, whole, folder, tmp_path, workers):
+def test_killed_while_reading_tars(command, whole, folder, tmp_path):
     write_tars(folder, tmp_path / "tars", 17)
-    extra = (*EVERYTHING, f"--data.data={tmp_path}/tars", f"--data.workers={workers}", "--run.save_every=1")
+    extra = (*EVERYTHING, f"--data.data={tmp_path}/tars", "--data.workers=2", "--run.save_every=1")
     args = command("cut", *extra, epochs=2)
     assert status(in_child(args, at(10, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child([*resumed(args, tmp_path / "cut"), "--data.workers=1"])) == 0
@@ -247,11 +245,11 @@ def test_kills_at_random(command, tmp_path):
     """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
     extra = (*EVERYTHING, "--run.save_every=1", "--data.workers=2")
     begin = time.perf_counter()
-    assert status(in_child(command("whole", *extra, epochs=12))) == 0
+    assert status(in_child(command("whole", *extra, epochs=8))) == 0
     length = time.perf_counter() - begin
-    args, folder = command("cut", *extra, epochs=12), tmp_path / "cut"
+    args, folder = command("cut", *extra, epochs=8), tmp_path / "cut"
     chance, kills, steps = random.Random(2), 0, set()
-    while kills < 4:
+    while kills < 3:
         before = saved_at(folder)
         pid = in_child(resumed(args, folder))
         early = chance.random() < 0.2  # some while they start, the others once they have got on
@@ -265,5 +263,5 @@ def test_kills_at_random(command, tmp_path):
         if (folder / "checkpoints" / "last.ckpt").exists():
             steps.add(read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"])
     assert status(in_child(resumed(args, folder))) == 0
-    assert kills == 4 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
+    assert kills == 3 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
     assert_same_run(folder, tmp_path / "whole")

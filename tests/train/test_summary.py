@@ -5,14 +5,12 @@ import warnings
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import vitrel
 from helpers import printed_commands
 from vitrel.common.lock import LOCK
 from vitrel.train import Classifier, run
 from vitrel.train.metrics import CSVLog, epochs_of
-from vitrel.train.summary import draw_curves
 
 
 @pytest.fixture
@@ -64,18 +62,6 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def size(path):
-    with Image.open(path) as image:
-        return image.size
-
-
-@pytest.fixture(autouse=True)
-def no_curves(request, monkeypatch):
-    """Here they are drawn where a run has finished."""
-    if request.function is not test_what_a_finished_run_leaves:
-        monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path, *_: path.touch())
-
-
 def test_what_a_finished_run_leaves(command, tmp_path):
     done = run(command())
     found = summary(tmp_path)
@@ -91,7 +77,6 @@ def test_what_a_finished_run_leaves(command, tmp_path):
     best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)["vitrel"]["epoch"]
     assert found["best"]["epoch"] == best and found["best"]["val/top1"] >= found["final"]["val/top1"]
     assert found["final"]["val/loss"] == pytest.approx(float(done.trainer.callback_metrics["val/loss"]), rel=1e-5)
-    assert size(tmp_path / "curves.png") == (1440, 432)
     assert [path.name for path in tmp_path.glob(".*")] == [LOCK]  # no part of a file
 
 
@@ -109,7 +94,7 @@ def test_a_run_that_stops_says_how(command, tmp_path, stop, error, status, text)
         run(command())
     first = summary(tmp_path)
     assert (first["status"], first["error"], first["epochs"], first["updates"]) == (status, text, 1, 2)
-    assert first["best"]["epoch"] == 1 and (tmp_path / "curves.png").is_file()
+    assert first["best"]["epoch"] == 1
 
 
 def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_path, capfd):
@@ -162,11 +147,6 @@ def test_epochs_join_rows_of_text_and_of_numbers():
         {"epoch": 0, "step": 3, "train/loss_step": 2, "val/top1": 0.5},
         {"epoch": 2, "step": 5, "val/top1": 0.25},
     ]
-
-
-def test_curves_of_a_run_without_evaluation(tmp_path):
-    draw_curves([{"epoch": 0.0, "train/loss_epoch": 1.0, "lr": 0.1}], tmp_path / "new" / "curves.png")
-    assert size(tmp_path / "new" / "curves.png") == (1440, 432)
 
 
 def written(log):

@@ -204,7 +204,7 @@ def _compare(comparison: "Comparison", folder: Path, jobs: int) -> None:
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.run import run_sweep
     from vitrel.evaluate.table import left_out_note
-    from vitrel.train.several import train_all
+    from vitrel.train.parallel_runs import train_all
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     start = time.perf_counter()

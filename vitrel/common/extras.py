@@ -10,7 +10,7 @@ from vitrel.common.files import CHECKOUT
 
 EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy and their dependencies
     "train": (
-        "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2", "matplotlib",
+        "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2",
     ),
     "evaluate": ("pandas", "scipy", "matplotlib", "jinja2", "vl_convert"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
@@ -21,7 +21,7 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
 }  # fmt: skip
 
 
-TRAINING = ("lightning", "jsonargparse", "tensorboard", "torchmetrics", "matplotlib")  # what every training imports
+TRAINING = ("lightning", "jsonargparse", "tensorboard", "torchmetrics")  # what every training imports
 
 
 class MissingExtra(ImportError):

@@ -1,6 +1,6 @@
 """The command line: LightningCLI with fixed classes and one folder per run.
 
-The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`, `curves.png`,
+The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`,
 `checkpoints/best.ckpt` (highest `val/top1`, in segmentation `val/miou`) and `checkpoints/last.ckpt`. `--ckpt_path FILE`
 resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if there is one.
 """
@@ -25,7 +25,7 @@ from vitrel.common.exits import one_line
 from vitrel.common.extras import optional_import
 from vitrel.common.lock import only_writer
 from vitrel.common.peers import HEARTBEAT
-from vitrel.train import guard
+from vitrel.train import config_check
 from vitrel.train.datamodule import ImageData
 from vitrel.train.execution import check_processes, refused_trainer
 from vitrel.train.faults import BadImages, FiniteLoss, Ranks, RunFolder
@@ -78,7 +78,7 @@ class Run:
 
 
 class PlainParser(LightningArgumentParser):
-    """An argument parser that reads files through `--config` only, because only those files are checked (`guard.check`).
+    """An argument parser that reads files through `--config` only, because only those files are checked (`config_check.check`).
 
     Its errors are one line, in the form of the other subcommands of vitrel.
     """
@@ -89,7 +89,7 @@ class PlainParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message as one line and end with status 2."""
-        print(f"vitrel train: error: {guard.sentence(message)}", file=sys.stderr)
+        print(f"vitrel train: error: {config_check.sentence(message)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -135,7 +135,7 @@ class TrainCLI(LightningCLI):
             if action.help == "Path to a configuration file.":  # not true here, only --config reads files
                 action.help, action.metavar = "the keys of this section, as YAML", "YAML"
             action.help = HELP.get(action.dest, action.help)
-        guard.restrict_imports()
+        config_check.restrict_imports()
         try:
             check_arguments(args)
         except ValueError as error:
@@ -175,7 +175,7 @@ class TrainCLI(LightningCLI):
         check_processes(config["accelerator"], config["devices"])
         log = CSVLog(folder)
         kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO(folder)]
-        kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
+        kwargs["use_distributed_sampler"] = False  # vitrel.train.batch_order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
         callbacks = _listed(config["callbacks"])
         kwargs["callbacks"] = [*callbacks, *self._callbacks(log, callbacks)]
@@ -286,10 +286,11 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
 
 
 def check_arguments(args: list[str]) -> None:
-    """Raise ValueError naming the first key, value or class that a configuration may not have (`guard.check`)."""
-    keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
-    keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
-    guard.check(args, keys, LINKED)
+    """Raise ValueError naming the first key, value or class that a configuration may not have (`config_check.check`)."""
+    groups = {"trainer": Trainer, "data": ImageData, "model": Classifier, "run": Run}
+    keys: config_check.Keys = {"seed_everything": {}, "ckpt_path": {}}
+    keys |= {name: config_check.keys_of(group) for name, group in groups.items()}
+    config_check.check(args, keys, LINKED)
 
 
 def _seed(value: int | bool) -> int:

@@ -1,4 +1,4 @@
-"""The Lightning data module: training and evaluation batches of one rank, in the order that `vitrel.train.order` defines."""
+"""The Lightning data module: training and evaluation batches of one rank, in the order of `vitrel.train.batch_order`."""
 
 import multiprocessing
 import os
@@ -27,8 +27,8 @@ from vitrel.data import (
     create_dataset,
     create_shapes,
 )
-from vitrel.train.order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
-from vitrel.train.same_run import Listing
+from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
+from vitrel.train.resume_check import Listing
 
 
 class ImageData(LightningDataModule):

@@ -44,7 +44,7 @@ from vitrel.train.execution import Execution, ResourceAdvice, check_strategy, sh
 from vitrel.train.metrics import EpochMeans
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimization, check_clipping, create_optimizer
-from vitrel.train.same_run import check_same_run
+from vitrel.train.resume_check import check_same_run
 from vitrel.train.tasks import task_named
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record

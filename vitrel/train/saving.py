@@ -18,7 +18,7 @@ from torch import Tensor
 from vitrel.common.files import atomic_write
 from vitrel.common.resources import lack_of
 from vitrel.train.metrics import CSVLog, merit
-from vitrel.train.same_run import run_settings
+from vitrel.train.resume_check import run_settings
 from vitrel.weights.read import checksums, read_file
 
 STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "ctrl-c"}  # the exit status is 128 + the signal's number

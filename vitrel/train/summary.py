@@ -1,4 +1,4 @@
-"""Reports of a run: `summary.json` and learning curves (`curves.png`)."""
+"""The summary of a run, `summary.json`, and what is printed at its start and end."""
 
 import json
 import os
@@ -14,8 +14,6 @@ import torch
 import torchvision
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from vitrel.common.commands import evaluate_line
 from vitrel.common.files import atomic_write, commit
@@ -26,17 +24,17 @@ from vitrel.train.metrics import CSVLog, best_of, epochs_of
 from vitrel.train.progress import Speed
 
 SHARE_IMAGES = 2  # training images by which the share of position in attention is measured
-TITLES = {"top1": "top-1", "miou": "mIoU", "pixel_accuracy": "pixel accuracy"}
+TITLES = {"top1": "top-1", "miou": "mIoU"}
 
 
 class Summary(Callback):
-    """Writes `summary.json` at the start, after every epoch and at the end of a run, and `curves.png` at the end.
+    """Writes `summary.json` at the start, after every epoch and at the end of a run.
 
     `status` is "running", "finished", "interrupted" (SIGTERM, ctrl-c) or "failed" (with `error`). It remains "running" if the
     process was killed (SIGKILL).
 
     Args:
-        log: the log of metrics; the files are written to its folder.
+        log: the log of metrics; the summary is written to its folder.
         speed: the speed measurements.
         about: further entries, e.g. command and seed.
         resumed: the run resumes from a checkpoint: add to the time and the number of resumptions in the existing file.
@@ -112,17 +110,13 @@ class Summary(Callback):
         self.finish(trainer, "interrupted" if stopped else "failed", f"{type(exception).__name__}: {exception}")
 
     def finish(self, trainer: Trainer, status: str, error: str | None = None) -> None:
-        """Write the summary with its final status, and the curves if an epoch was logged.
+        """Write the summary with its final status.
 
         Does nothing before `on_fit_start`, or if the run's folder was removed.
         """
         if not hasattr(self, "fixed") or not self.path.parent.is_dir():
             return  # the run stopped before `on_fit_start`, or because its folder was removed
         self.write(trainer, status, error)
-        epochs = epochs_of(self.csv.rows)
-        if trainer.is_global_zero and epochs:
-            task = trainer.lightning_module.task
-            draw_curves(epochs, self.path.with_name("curves.png"), task.metric, task.learned)
 
     def write(self, trainer: Trainer, status: str, error: str | None = None) -> None:
         """Write `summary.json`, on rank 0 only."""
@@ -147,31 +141,6 @@ class Summary(Callback):
         }
         with atomic_write(self.path) as part:
             part.write_text(json.dumps(entry, indent=2, ensure_ascii=False) + "\n")
-
-
-def draw_curves(epochs: list[dict[str, float]], path: Path, metric: str = "top1", learned: str = "top1") -> None:
-    """Draw loss, metric and learning rate over epochs (rows of `epochs_of`) and save the figure as PNG.
-
-    Args:
-        epochs: rows of `epochs_of`.
-        path: of the PNG.
-        metric, learned: of the task, on the evaluation set and in training.
-    """
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    loss, values, rate = figure.subplots(1, 3)
-    for axes, trained, name in ((loss, "loss", "loss"), (values, learned, metric)):
-        label = "training" if trained == name else f"training ({TITLES[trained]})"
-        _curve(axes, epochs, f"train/{trained}_epoch", label, "#D55E00", "--")
-        _curve(axes, epochs, f"val/{name}", "validation", "#0072B2", "-")
-        if axes.lines:
-            axes.legend(frameon=False)
-    _curve(rate, epochs, "lr", "", "#000000", "-")
-    for axes, title in ((loss, "loss"), (values, f"{TITLES[metric]} (%)"), (rate, "learning rate")):
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel("epoch")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-    _save(figure, path)
 
 
 def versions() -> dict[str, str]:
@@ -222,16 +191,3 @@ def _read_summary(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return {}  # only time and resumptions are read from it
-
-
-def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, color: str, dash: str) -> None:
-    scale = 1 if "loss" in name or name == "lr" else 100
-    points = [(row["epoch"] + 1, scale * row[name]) for row in epochs if name in row]
-    if points:
-        axes.plot(*zip(*points, strict=True), dash, color=color, label=label, marker="." if len(points) < 30 else "")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as part:
-        figure.savefig(part, dpi=120, format="png")

@@ -68,9 +68,8 @@ def photographs(folder, side=40):
 
 
 @pytest.mark.slow
-def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys, monkeypatch):
+def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     """Own training, tuning at another size, borrowed weights: every kind of line of the configuration, on twelve images."""
-    monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda *_: None)
     config = yaml.safe_load((ROOT / "vitrel" / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
     labels = ["absolute", "rope_mixed", "rope_mixed-mixed", "absolute-fixres"]
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]

@@ -18,7 +18,7 @@ from vitrel.common.exits import INTERRUPTED, TERMINATED, end_with_parent
 from vitrel.common.plain_yaml import load_yaml, read_yaml
 from vitrel.common.user_modules import import_modules
 from vitrel.train.command import run as run_command
-from vitrel.train.same_run import values_that_differ
+from vitrel.train.resume_check import values_that_differ
 from vitrel.weights.read import read_file
 
 _stopped = threading.Event()  # in a worker process: a signal has ended one of its runs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitrel.data import Shapes
-from vitrel.train.order import Batch, EpochOrder, Filled, Plan, evaluation_batches
+from vitrel.train.batch_order import Batch, EpochOrder, Filled, Plan, evaluation_batches
 
 
 def order(n=50, batch_size=4, world=1, rank=0, seed=0, repeats=1, **how):

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from helpers import ROOT
-from vitrel.train import Classifier, guard, run
+from vitrel.train import Classifier, config_check, run
 from vitrel.train.command import Run, check_arguments
 from vitrel.train.datamodule import ImageData
 
@@ -154,7 +154,7 @@ def test_tags_are_refused(evil, tag, capsys):
 
 def test_the_parser_itself_imports_no_other_code(evil, capsys, monkeypatch):
     """The second lock holds where the first would not."""
-    monkeypatch.setattr(guard, "check", lambda *_: None)
+    monkeypatch.setattr(config_check, "check", lambda *_: None)
     base = write(evil.folder / "base.yaml", BASE)
     for option in ("--trainer.callbacks=evil.C", "--trainer.callbacks.help=evil.C", "--model.optim=evil.C"):
         refused(["--config", base, option], capsys)
@@ -215,11 +215,11 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
 
 
 def test_every_class_of_the_list_exists_and_every_parameter_that_takes_one_is_known():
-    for module, names in guard.CLASSES.items():
+    for module, names in config_check.CLASSES.items():
         loaded = __import__(module, fromlist=names)
         assert all(isinstance(getattr(loaded, name), type) for name in names)
-    free = {name for name, below in guard.keys_of(Trainer).items() if below is None}
-    assert free - {"max_time", "val_check_interval"} == set(guard.PLUGS)
+    free = {name for name, below in config_check.keys_of(Trainer).items() if below is None}
+    assert free - {"max_time", "val_check_interval"} == set(config_check.PLUGS)
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,12 @@ def _named(node):
 @pytest.mark.slow
 def test_messages_name_options_as_a_configuration_has_them():
     """And not as the class does that speaks: its group is one of the model's."""
-    keys = {"model": guard.keys_of(Classifier), "data": guard.keys_of(ImageData), "trainer": guard.keys_of(Trainer)}
-    known = {*guard._flat(keys | {"run": guard.keys_of(Run)})}
+    keys = {
+        "model": config_check.keys_of(Classifier),
+        "data": config_check.keys_of(ImageData),
+        "trainer": config_check.keys_of(Trainer),
+    }
+    known = {*config_check._flat(keys | {"run": config_check.keys_of(Run)})}
     groups = {name.split(".")[1] for name in known if name.startswith("model.") and name.count(".") > 1} | {"schedule"}
     found = set()
     for path in (ROOT / "vitrel" / "train").glob("*.py"):

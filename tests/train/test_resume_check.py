@@ -13,7 +13,7 @@ import torch
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
 from helpers.tars import write_tars
 from vitrel.train import run
-from vitrel.train.several import begin
+from vitrel.train.parallel_runs import begin
 
 SETTINGS = ("--data.augment={flip: false, erase: 0.2}", "--model.mixing.mixup=0.2", "--model.label_smoothing=0.1")
 
