@@ -21,6 +21,7 @@ from vitrel.inspect.any_model import model_name, trained_size
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import TRUNKS, preprocessing_of
 from vitrel.models.create import check_model_name, create_sized
+from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
 from vitrel.weights.load import apply_plan, model_for, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding
@@ -187,7 +188,7 @@ def trained_model(
     """Wrap a model in memory as `TrainedModel`, with preprocessing from its `pretrained_cfg` where none is given.
 
     img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
-    restrict: see `TrainedModel`. task: by default the attribute `task` of the model,
+    restrict: see `TrainedModel`. task: by default "segmentation" for a `Segmenter`,
     else "classification". ValueError for a model without `num_classes`, or an invalid mean or std.
     """
     name = name or model_name(model)
@@ -214,7 +215,7 @@ def trained_model(
         path=path,
         outputs=outputs,
         restrict=restrict,
-        task=task or getattr(model, "task", "classification"),
+        task=task or ("segmentation" if isinstance(model, Segmenter) else "classification"),
     )
 
 

@@ -94,7 +94,7 @@ def at_sizes(
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation, instead of those of the `pretrained_cfg`.
         class_indices: {class of the data: index of the model's output}, where the order of classes and outputs differs.
         restrict: compare only the logits of the data's classes.
-        task: "classification" or "segmentation", by default the attribute `task` of the model, else "classification". For
+        task: "classification" or "segmentation", by default the first for all models but a `Segmenter`. For
             segmentation a data set has masks [h, w] of each image's size instead of labels, with 255 where there is no class.
         settings: fields of `Sweep`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
 
