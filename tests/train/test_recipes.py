@@ -21,7 +21,7 @@ SCRATCH = yaml.safe_load((files("vitrel") / "configs" / "train" / "scratch.yaml"
 
 
 def test_every_family_and_encoding_has_a_smallest_model():
-    """Which is trained below; the larger ones differ in width and depth alone."""
+    """Which is trained below; larger ones differ from it in patch, width and depth alone."""
     families = {name.removesuffix("_none").replace("vitrel_", "").split("_")[0] for name in SMALLEST}
     assert families == {"vit", "swin", "swinv2"}
     trained = {name.partition("_n8_")[2] or name.partition("swin_n_")[2] for name in SMALLEST}
