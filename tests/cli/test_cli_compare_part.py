@@ -40,7 +40,7 @@ def compare(tmp_path, monkeypatch, capsys):
         run.photographs.append(sweep.photographs)
 
     monkeypatch.setattr(parallel_runs, "train_one", train_one)
-    monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args: None)
+    monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args, **how: None)
     monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
     monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
     monkeypatch.setattr("vitrel.evaluate.table.left_out_note", lambda rows, folder: "")

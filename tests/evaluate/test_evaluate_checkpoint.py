@@ -351,7 +351,7 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path):
     )
     with pytest.raises(ValueError, match=r"c\.pth holds scale beside the weights of a model"):
         load_model("vit_tiny_patch16_224", path, SMALL)
-    with pytest.raises(ValueError, match="is not a classifier: its num_classes"):
+    with pytest.raises(ValueError, match="predicts no classes: its num_classes"):
         trained_model(timm.create_model("vitrel_vit_n8_none", num_classes=0))
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3)
     with pytest.raises(ValueError, match=r"mean must be three numbers, for red, green and blue, got \[0\.5\]"):

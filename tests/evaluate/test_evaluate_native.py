@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, measure, policies, run
+from vitrel.evaluate import at_sizes, measure, policies, prepare, run
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.prepare import Images
@@ -262,15 +262,15 @@ def test_processes_share_the_images_of_every_shape(trained, folder, pretend_worl
 def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder, monkeypatch):
     model, settings = trained("vitrel_vit_n8_none"), sweep(folder, (32, 32), batch_size=8)
     [alone] = run.evaluate_rows([model], settings)
-    prepare, loaded = torch.utils.data._utils.collate.default_collate, []
+    batch, loaded = prepare._batch, []
 
-    def collate(items):
+    def collate(items, **how):
         loaded.append(len(items))
         if len(items) > 2:
             raise MemoryError
-        return prepare(items)
+        return batch(items, **how)
 
-    monkeypatch.setattr(torch.utils.data._utils.collate, "default_collate", collate)
+    monkeypatch.setattr(prepare, "_batch", collate)
     [one] = run.evaluate_rows([model], settings)
     assert max(loaded) > 2 and one.row["oom"] >= 1 and one.row["n"] == len(FILES)
     assert one.row["nll"] == pytest.approx(alone.row["nll"], abs=1e-5)

@@ -45,7 +45,7 @@ from vitrel.evaluate.table import (
     sample_of,
     table_order,
 )
-from vitrel.evaluate.tasks import task_of
+from vitrel.evaluate.tasks import capital, task_of
 
 SAFE, LOSES, UNKNOWN = "safe", "loses", "cannot tell"
 COLUMNS = {  # of judged rows, besides those of `aggregate`
@@ -344,11 +344,7 @@ def _sentences(used: Used, standing: Standing, margin: float) -> tuple[str, ...]
     sentences = [*_comparison(standing, used), *nothing, _sizes_sentence(used), _best_size(used, margin)][:3]
     is_name = any(sentences[0].startswith(f"{other} is") for other in standing.behind)  # the name of a model stays as it is
     first, *rest = [f"{text}." for text in sentences]
-    return (first if is_name else _capital(first), *map(_capital, rest))
-
-
-def _capital(text: str) -> str:
-    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"  # mIoU stays as it is
+    return (first if is_name else capital(first), *map(capital, rest))
 
 
 def _comparison(standing: Standing, used: Used) -> list[str]:

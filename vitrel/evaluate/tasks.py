@@ -113,6 +113,11 @@ class Task(ABC):
         self.check_targets(a, b)
 
 
+def capital(text: str) -> str:
+    """Return a text with a capital, as it begins a sentence; mIoU stays as it is."""
+    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"
+
+
 @cache
 def task_named(name: str) -> Task:
     """Return the task of this name; ValueError for an unknown one."""

@@ -32,7 +32,7 @@ from vitrel.evaluate.table import (
     read_predictions,
     write_frame,
 )
-from vitrel.evaluate.tasks import Predicted, Task, task_of
+from vitrel.evaluate.tasks import Predicted, Task, capital, task_of
 
 with optional_import():
     import pandas as pd
@@ -85,8 +85,8 @@ def sizes_table(judged: Judged) -> str:
         "resampled",
     ]
     return (
-        f"{markdown(head, lines)}\n{judged.title} with its 95 % interval; the interval of the difference allows for all sizes "
-        "of the model at once (Holm).\n"
+        f"{markdown(head, lines)}\n{capital(judged.title)} with its 95 % interval; the interval of the difference allows for "
+        "all sizes of the model at once (Holm).\n"
     )
 
 
@@ -140,7 +140,7 @@ def accuracy_tables(table: Sequence[Row]) -> str:
             by_size = {row["img_size"]: f"{main_metric(row):.1f} ±{(row['high'] - row['low']) / 2:.1f}" for row in rows}
             lines.append([label, policy, _resampled(rows), *(by_size.get(size, "-") for size in sizes)])
         head = ["model", "policy", "values resampled at other sizes", *sizes]
-        parts.append(f"{task_of(table[0]).title} in percent, {protocol} protocol:\n\n" + markdown(head, lines))
+        parts.append(f"{capital(task_of(table[0]).title)} in percent, {protocol} protocol:\n\n" + markdown(head, lines))
     trained = ", ".join(dict.fromkeys(row["train_size"] for row in table))
     over = ", ".join(dict.fromkeys(row["interval"] for row in table))
     return "\n".join(parts) + f"\nTrained at {trained}. ± is half the width of the 95 % interval, over {over}.\n"

@@ -32,7 +32,7 @@ def test_every_size_is_in_the_table_with_its_verdict(rows):
     by_size = {cell[2]: cell for cell in cells if cell[1] == "scale"}
     assert by_size["32x32"][5:7] == ["", "training size"] and by_size["48x48"][6] == "safe"
     assert by_size["48x48"][5].startswith("-0.1 (") and "values" in by_size["48x48"][8] and by_size["32x32"][8] == "nothing"
-    assert summary(judged).startswith(judged.headline) and "the trained model" in sizes_table(judged)
+    assert summary(judged).startswith(judged.headline) and "Verdicts are about the trained models" in summary(judged)
     changed = sizes_table(judge([row | {"unchanged": False, "resampled_values": 0} for row in rows]))
     assert "the weights changed: this is an error" in changed
 

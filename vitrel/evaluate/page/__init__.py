@@ -53,7 +53,7 @@ from vitrel.evaluate.table import (
     read_predictions,
     read_translation,
 )
-from vitrel.evaluate.tasks import TASKS, task_named, task_of
+from vitrel.evaluate.tasks import TASKS, capital, task_named, task_of
 from vitrel.evaluate.text import difference_text, resampled_text, verdict_text
 from vitrel.inspect.attention import NEGLIGIBLE
 
@@ -187,6 +187,7 @@ def contents(
         "words": words,
         "metric": judged.metric,
         "title": judged.title,
+        "heading": capital(judged.title),
     }
     return {
         "title": title,

@@ -59,13 +59,13 @@ function drawCurves() {
 
 function drawSpeed() {
   const protocol = $("speed-protocol").value;
-  return chart("speed-chart", CHARTS.speed, DATA.points.filter((point) => point.protocol === protocol), `${DATA.title} against throughput, ${protocol} protocol`);
+  return chart("speed-chart", CHARTS.speed, DATA.points.filter((point) => point.protocol === protocol), `${DATA.heading} against throughput, ${protocol} protocol`);
 }
 
 function drawTranslation() {
   const place = $("translation-at").value;
   const values = DATA.translation.filter((line) => `${line.img_size}, ${line.protocol}` === place);
-  return chart("translation-chart", CHARTS.translation, values, `${DATA.title} with the content translated, ${place}`);
+  return chart("translation-chart", CHARTS.translation, values, `${DATA.heading} with the content translated, ${place}`);
 }
 
 // Accuracy by class: the classes whose accuracy changes most between the training size and the chosen one.
