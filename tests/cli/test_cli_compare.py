@@ -31,6 +31,7 @@ CONFIG = {
     },
     "evaluate": {"sizes": [64, "64x96"], "policies": ["bicubic", "keep"], "n": 16, "device": "cpu"},
 }
+ROPE = CONFIG["evaluate"] | {"policies": ["keep"]}  # of the second model alone
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_what_is_done_is_not_done_again(again, monkeypatch):
 
 @pytest.mark.slow
 def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys):
-    printed = again(evaluate=CONFIG["evaluate"] | {"n": 12}, models=CONFIG["models"][1:], seeds=[0])
+    printed = again(evaluate=ROPE | {"n": 12}, models=CONFIG["models"][1:], seeds=[0])
     assert "16 of the 16 rows in" in printed and "n_asked: 16 there, 12 now" in printed
     assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["n"]) == {12}
     aside = tmp_path / "trial" / "replaced-1"
@@ -116,7 +117,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path, mo
     settings["trainer"]["max_epochs"] = 2
     (folder / "train.yaml").write_text(yaml.safe_dump(settings))
     train = CONFIG["train"] | {"trainer": CONFIG["train"]["trainer"] | {"max_epochs": 2}}
-    printed = again(train=train, seeds=[1], models=CONFIG["models"][1:])
+    printed = again(train=train, seeds=[1], models=CONFIG["models"][1:], evaluate=ROPE)
     assert "rope-seed1: resuming after epoch 1 of 2" in printed
     assert parallel_runs.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
 
@@ -185,23 +186,24 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
 def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
     aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
-    aid |= {"model_args": {"position_args": {"policy": "ntk"}}}
+    aid |= {"model_args": {"position_args": {"temperature": "log_n"}}}
     place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
     path = tmp_path / "trial.yaml"
-    path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes", place], "models": [*CONFIG["models"][1:], aid]}))
+    config = CONFIG | {"evaluate": ROPE, "models": [*CONFIG["models"][1:], aid]}
+    path.write_text(yaml.safe_dump(config | {"data": ["shapes", place]}))
     tool.main([str(path), "--out", str(tmp_path), "--jobs", "1"])
     assert "[1/1] rope-seed0: training for 1 epochs" in capsys.readouterr().out
     shapes, place = (pd.read_csv(tmp_path / "trial" / name / "results.csv") for name in ("shapes", "shapes-place"))
     assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
     pairs = shapes.pivot_table(index=["seed", "protocol", "img_size"], columns="label", values="nll")
     assert len(pairs) == 2 * 2 * 2
-    aid["model_args"]["position_args"]["policy"] = "linear"  # under the same label
-    path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes"], "models": [*CONFIG["models"][1:], aid]}))
+    aid["model_args"]["position_args"]["temperature"] = 2.0  # under the same label
+    path.write_text(yaml.safe_dump(config | {"data": ["shapes"]}))
     tool.main([str(path), "--out", str(tmp_path), "--no-report", "--jobs", "1"])
     changed = pd.read_csv(tmp_path / "trial" / "shapes" / "results.csv").query("label == 'aid'")
     assert set(changed["model_args"]) != set(shapes.query("label == 'aid'")["model_args"]) and len(changed) == 2 * 2 * 2
     same = pairs.xs("64x64", level="img_size")
-    assert same["aid"].tolist() == same["rope"].tolist()  # ntk acts at other sizes only
+    assert same["aid"].tolist() == same["rope"].tolist()  # log_n acts at other sizes only
     other = pairs.xs("64x96", level="img_size")
     assert (other["aid"] != other["rope"]).any()  # little, after two updates
 

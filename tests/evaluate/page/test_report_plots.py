@@ -1,13 +1,13 @@
 import matplotlib.image
 import pytest
 
+from vitrel.evaluate.advice import judge
 from vitrel.evaluate.page import plot_all
-from vitrel.evaluate.table import aggregate
 
 
 @pytest.mark.slow
 def test_plots_are_pictures_of_some_size(rows, tmp_path):
-    paths = plot_all(aggregate(rows), tmp_path / "plots", "noise")
+    paths = plot_all(judge(rows), tmp_path / "plots", "noise")
     assert [path.name for path in paths] == ["accuracy.png", "throughput.png", "tradeoff.png"]
     for path in paths:
         picture = matplotlib.image.imread(path)
