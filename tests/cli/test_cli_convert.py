@@ -124,7 +124,7 @@ def test_bare_weights_and_relative_position(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "position absolute, trained at 4x4 tokens, 3 classes" in said
     [args] = printed_commands(said)
-    assert args.models == [str(same)]
+    assert args.model == str(same)
     tool.main([same, "--position", "rope_mixed+table", "--absolute", "drop", "--out", added])
     model, relative, image = vitrel.load(same), vitrel.load(added), torch.randn(1, 3, 32, 32)
     assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)

@@ -87,8 +87,8 @@ model
                                   trainable: [norm, head]}
   --model.optim.lr X              peak learning rate (0.001); optim.name, weight_decay, warmup_epochs, layer_decay, ...
   --model.mixing YAML             mixup and cutmix: {} for the defaults, {mixup: 0.2} for mixup alone, null for none
-  --model.label_smoothing X       (0)
-  --model.objective YAML          {loss: bce}, {distillation: {teacher: NAME, checkpoint: FILE}}
+  --model.label_smoothing X       (0); --model.task and --model.head are --task and --head
+  --model.objective YAML          {loss: bce}, {distillation: {teacher: NAME, checkpoint: FILE}}, {dice: 0.5}
   --model.ema YAML                averaged weights: {} for the defaults
   --model.execution YAML          {compile: true, grad_checkpointing: true, channels_last: true}
 

@@ -636,7 +636,7 @@ def mean_interval(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str =
 
 
 def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield (label, policy, rows) of aggregated rows: the curve over sizes of every model under every policy.
+    """Yield (label, policy, rows) of aggregated rows, or of those of all seeds: the curve over sizes of every model under every policy.
 
     The rows are those of the table, in its order, of all protocols: for one curve per protocol, pass the rows of one. A policy
     that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that at other sizes
@@ -647,20 +647,20 @@ def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     for row in table:
         by_label[row["label"]].append(row)
     for label, group in by_label.items():
-        at: dict[str, dict[tuple[str, str], Row]] = defaultdict(dict)
+        at: dict[str, set[tuple[str, str]]] = defaultdict(set)
         for row in group:
-            at[row["policy"]][_at(row)] = row
+            at[row["policy"]].add(_at(row))
         parts = {policy: policy_parts(policy) for policy in at}
         for policy, names in parts.items():
-            if any(names < larger and not at[policy].keys() & at[other].keys() for other, larger in parts.items()):
+            if any(names < larger and not at[policy] & at[other] for other, larger in parts.items()):
                 continue
             fixed = {"fixed" if name in WINDOW_POLICIES else name for name in names}
-            chosen: dict[tuple[str, str], Row] = {}
+            chosen: dict[tuple[str, str], str] = {}
             for covering in (names, fixed):  # of the rows at a place, that of the longest policy within this one
                 fitting = sorted((one for one in parts if parts[one] <= covering), key=lambda one: -len(parts[one]))
                 for one in fitting:
-                    chosen = at[one] | chosen
-            yield label, policy, [row for row in group if chosen.get(_at(row)) is row]
+                    chosen = dict.fromkeys(at[one], one) | chosen
+            yield label, policy, [row for row in group if chosen.get(_at(row)) == row["policy"]]
 
 
 def with_curves(rows: Sequence[Row]) -> list[Row]:

@@ -43,7 +43,7 @@ def evaluated(tmp_path):
 
 def right(evaluated, label, seed, size):
     row = next(r for r in evaluated.curves.table if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
-    return [int(x) for x in evaluated.scores.of([row])[0]]
+    return [int(x) for x in evaluated.scores.of([row], "top1")[0]]
 
 
 def test_differences_and_losses_are_those_of_plain_loops(evaluated):
