@@ -186,10 +186,10 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
 def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
     aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
-    aid |= {"model_args": {"position_args": {"temperature": "log_n"}}}
+    aid |= {"model_args": {"position_args": {"policy_strength": 0.5}}}
     place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
     path = tmp_path / "trial.yaml"
-    config = CONFIG | {"evaluate": ROPE, "models": [*CONFIG["models"][1:], aid]}
+    config = CONFIG | {"evaluate": ROPE | {"policies": ["ntk"]}, "models": [*CONFIG["models"][1:], aid]}
     path.write_text(yaml.safe_dump(config | {"data": ["shapes", place]}))
     tool.main([str(path), "--out", str(tmp_path), "--jobs", "1"])
     assert "[1/1] rope-seed0: training for 1 epochs" in capsys.readouterr().out
@@ -197,13 +197,13 @@ def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
     pairs = shapes.pivot_table(index=["seed", "protocol", "img_size"], columns="label", values="nll")
     assert len(pairs) == 2 * 2 * 2
-    aid["model_args"]["position_args"]["temperature"] = 2.0  # under the same label
+    aid["model_args"]["position_args"]["policy_strength"] = 2.0  # under the same label
     path.write_text(yaml.safe_dump(config | {"data": ["shapes"]}))
     tool.main([str(path), "--out", str(tmp_path), "--no-report", "--jobs", "1"])
     changed = pd.read_csv(tmp_path / "trial" / "shapes" / "results.csv").query("label == 'aid'")
     assert set(changed["model_args"]) != set(shapes.query("label == 'aid'")["model_args"]) and len(changed) == 2 * 2 * 2
     same = pairs.xs("64x64", level="img_size")
-    assert same["aid"].tolist() == same["rope"].tolist()  # log_n acts at other sizes only
+    assert same["aid"].tolist() == same["rope"].tolist()  # ntk acts at other sizes only
     other = pairs.xs("64x96", level="img_size")
     assert (other["aid"] != other["rope"]).any()  # little, after two updates
 

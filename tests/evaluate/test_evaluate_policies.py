@@ -123,11 +123,11 @@ def test_a_temperature_is_added_to_every_policy_where_the_number_of_tokens_diffe
     assert policies_at(vit("alibi"), (64, 64), ["keep"], True) == ("keep", "keep+log_n")
     assert policies_at(trained("vitrel_swin_n").model, (40, 40), ["fixed"], True) == ("fixed",)  # its windows stay
     changed = with_policy(table, (64, 64), "clip+log_n")
-    asked = vit("table", position_args={"policy": "clip", "temperature": "log_n"})
-    asked.load_state_dict(table.state_dict())
+    built = vit("table", position_args={"policy": "clip", "temperature": "log_n"})
+    built.load_state_dict(table.state_dict())
     image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.allclose(changed(image), asked(image)) and not torch.allclose(changed(image), table(image))
+        assert torch.allclose(changed(image), built(image)) and not torch.allclose(changed(image), table(image))
     assert table.blocks[0].position.temperature == "none"
 
 
