@@ -43,7 +43,7 @@ def test_tokens_that_are_functions_of_row_and_column_leak_both():
 
 
 def test_one_axis_leaks_alone():
-    (row,) = measure_features(Maps(lambda y, x: (y, 0 * x)), images())
+    (row,) = measure_features(Maps(lambda y, x: (y, 0 * x)), images(32))
     assert row.leak.row == pytest.approx(1.0, abs=1e-4) and row.leak.column < 0.02
     assert row.leak_of_colors.row == pytest.approx(1.0, abs=1e-4) and row.leak_of_colors.column < 0.02
 
@@ -55,7 +55,7 @@ def test_a_function_that_is_not_linear_is_found_as_far_as_it_is():
     feature = ((torch.arange(h) / h) ** 2).double()
     slope = ((feature - feature.mean()) * y).sum() / (feature - feature.mean()).square().sum()
     expected = 1 - ((feature - feature.mean()) * slope - y).square().sum() / y.square().sum()
-    (row,) = measure_features(Maps(lambda y, x: (y**2, 0 * x)), images(), shifts=())
+    (row,) = measure_features(Maps(lambda y, x: (y**2, 0 * x)), images(32), shifts=())
     assert row.leak_of_colors.row == pytest.approx(float(expected), abs=1e-3) and math.isnan(row.equivariance)
 
 

@@ -43,13 +43,13 @@ def test_stages_are_those_of_a_run(name, size):
             layout = windows(h, w, block.attn.window, block.attn.shift)
             count, n = len(layout.slot), block.attn.window[0] * block.attn.window[1]
             filled = torch.zeros(count, dtype=torch.bool).index_fill(0, layout.inverse, True)
-            assert count == line.count[0] * line.count[1] * n == (h + line.padding[0]) * (w + line.padding[1])
+            assert count == line.window_count[0] * line.window_count[1] * n == (h + line.padding[0]) * (w + line.padding[1])
             assert line.padded_share == pytest.approx((~filled).double().mean().item())
         # one axis at a time, in the shifted block, the last: where token 0 lies tells the shift
         for axis, length in enumerate((h, w)):
             m, s = block.attn.window[axis], block.attn.shift[axis]
             alone = windows(length, 1, (m, 1), (s, 0))
-            assert len(alone.slot) == line.count[axis] * m == length + line.padding[axis]
+            assert len(alone.slot) == line.window_count[axis] * m == length + line.padding[axis]
             assert -alone.inverse[0] % len(alone.slot) == line.shift[axis]
     assert next(grids, None) is None
 
@@ -60,7 +60,7 @@ def test_a_global_trunk_is_one_stage_without_windows():
     [stage] = reported.stages
     assert seen["patches"] == [(56, 72)] and reported.image_padding == (6, 2)
     assert {(shape[1], grid) for shape, grid in seen["blocks"]} == {(3 + 7 * 9, Grid(7, 9, 3))}
-    assert (stage.grid, stage.blocks, stage.window, stage.count) == ((7, 9), len(seen["blocks"]), None, (1, 1))
+    assert (stage.grid, stage.blocks, stage.window, stage.window_count) == ((7, 9), len(seen["blocks"]), None, (1, 1))
     assert (stage.padding, stage.padded_share, stage.shift) == ((0, 0), 0.0, (0, 0))
     assert (reported.grid, reported.prefix, reported.trained_grid, reported.trained_size) == ((7, 9), 3, (8, 8), (64, 64))
 

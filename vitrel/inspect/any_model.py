@@ -51,7 +51,7 @@ class StageWindows(NamedTuple):
         return 1 - h * w / ((h + down) * (w + right))
 
     @property
-    def count(self) -> Size:
+    def window_count(self) -> Size:
         """Number of windows down and across."""
         (h, w), (down, right), (y, x) = self.grid, self.padding, self.window or self.grid
         return (h + down) // y, (w + right) // x

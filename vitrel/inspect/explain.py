@@ -91,7 +91,7 @@ class Explanation:
 
     def _of_query(self, h: int, m: int) -> Iterator[str]:
         query, columns = self.queries[m], self._columns()
-        keys = range(self.grid.tokens)
+        keys: Sequence[int] = range(self.grid.tokens)
         if self.grid.tokens > KEYS:
             keys = sorted(self.weights[h, m].topk(KEYS).indices.tolist())
         yield f"query {self.names[query]}" + (f", head {self.heads[h]}" if self.raw.shape[0] > 1 or self.heads[h] else "")

@@ -5,8 +5,8 @@ Three questions, for a layer and an image size:
 leak: can row and column of a token be read from its features? A linear probe (ridge regression in closed form) is fitted to the
 tokens of half of the images; the leak is R², the share of the variance of row and of column that it explains on the other half.
 On natural images content tells position too (the sky is above); on images of one color only the model does. The linear probe is
-that of "What DINO saw" (arXiv 2603.16840), which asks for position in pretrained ViTs; images of one color, R² on images that
-the probe has not seen and a probe without tuning are ours.
+that of "What DINO saw" (arXiv 2603.16840), which asks for position in pretrained ViTs; images of one color, and R² on images
+that the probe has not seen, are ours. Its penalty is, for each axis, the best between two halves of the images it is fitted to.
 
 equivariance: the cosine of a token's features with those of the token that shows the same pixels after the image was shifted by
 whole patches, mean over the tokens that both views contain. 1: features depend on content, not on place. New content enters at
@@ -30,8 +30,8 @@ from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.any_model import at_size, checked_size, model_name, patch_grid, trained_size
 
 SHIFTS = ((1, 0), (0, 1), (2, 3))  # tokens (down, right)
-RIDGE = 1e-3  # penalty of the probe, as a share of the tokens' number, for features of unit variance
-COLORS = 16  # images of one color
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # penalties of the probe, in shares of the tokens' number, for features of unit variance
+COLORS = 64  # images of one color, at most
 
 
 class Leak(NamedTuple):
@@ -146,18 +146,23 @@ def position_leak(features: Tensor) -> Leak:
     *_, h, w = features.shape
     tokens = features.permute(0, 2, 3, 1).double()  # [B, h, w, C]
     y, x = torch.meshgrid(*((2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in (h, w)), indexing="ij")
-    places = torch.stack((y, x), -1).to(tokens.device)  # [h, w, 2]
-    fit, held = tokens[::2].flatten(0, 2), tokens[1::2].flatten(0, 2)
+    places = torch.stack((y, x), -1).flatten(0, 1).to(tokens.device)  # [h*w, 2], centered
+    fit, held = tokens[::2], tokens[1::2]
+    chosen = torch.stack([_probe_error(fit[::2], fit[1::2], places, ridge) for ridge in RIDGES]).argmin(0)  # [2], by axis
+    error = torch.stack([_probe_error(fit, held, places, ridge) for ridge in RIDGES]).gather(0, chosen[None])[0]
+    variance = places.square().mean(0)
+    return Leak(*(float(1 - e / v) if v > 0 else float("nan") for e, v in zip(error, variance, strict=True)))
+
+
+def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Tensor:
+    """Mean squared error [2] of row and column on tokens `held` [B, h, w, C], of a probe fitted to the tokens `fit`."""
+    fit, held = fit.flatten(0, 2), held.flatten(0, 2)
     mean, spread = fit.mean(0), fit.std(0, correction=0)
     known = spread > 1e-6 * spread.max().clamp(min=1e-12)  # a channel without variance says nothing
     fit, held = ((part[:, known] - mean[known]) / spread[known] for part in (fit, held))
-    targets = places.flatten(0, 1).repeat(len(fit) // (h * w), 1)  # centered
-    gram = fit.mT @ fit + RIDGE * len(fit) * torch.eye(fit.shape[1], dtype=fit.dtype, device=fit.device)
-    weights = torch.linalg.solve(gram, fit.mT @ targets)
-    truth = places.flatten(0, 1).repeat(len(held) // (h * w), 1)
-    error = (held @ weights - truth).square().mean(0)
-    variance = truth.square().mean(0)
-    return Leak(*(float(1 - e / v) if v > 0 else float("nan") for e, v in zip(error, variance, strict=True)))
+    targets, truth = (places.repeat(len(part) // len(places), 1) for part in (fit, held))
+    gram = fit.mT @ fit + ridge * len(fit) * torch.eye(fit.shape[1], dtype=fit.dtype, device=fit.device)
+    return (held @ torch.linalg.solve(gram, fit.mT @ targets) - truth).square().mean(0)
 
 
 def agreement(a: Tensor, b: Tensor) -> float:

@@ -83,7 +83,9 @@ class ResolutionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as numbers, strings, tuples and dictionaries, with `resampled_values` and each encoding's `effect`."""
-        stages = [stage._asdict() | {"count": stage.count, "padded_share": stage.padded_share} for stage in self.stages]
+        stages = [
+            stage._asdict() | {"window_count": stage.window_count, "padded_share": stage.padded_share} for stage in self.stages
+        ]
         encodings = [vars(encoding) | {"effect": encoding.effect} for encoding in self.encodings]
         return vars(self) | {"stages": stages, "encodings": encodings, "resampled_values": self.resampled_values}
 
@@ -200,7 +202,7 @@ def _stage_lines(stages: Iterable[StageWindows]) -> list[str]:
     for number, s in enumerate(stages, 1):
         window = "global" if s.window is None else format_size(s.window)
         share = _percent(s.padded_share) if any(s.padding) else ""
-        cells = [f"{number}", f"{s.blocks}", format_size(s.grid), window, format_size(s.count), _added(s.padding), share]
+        cells = [f"{number}", f"{s.blocks}", format_size(s.grid), window, format_size(s.window_count), _added(s.padding), share]
         lines.append([*cells, format_size(s.shift) if any(s.shift) else "-"])
     return aligned(lines)
 
