@@ -248,7 +248,7 @@ def test_kills_at_random(command, tmp_path):
     assert status(in_child(command("whole", *extra, epochs=8))) == 0
     length = time.perf_counter() - begin
     args, folder = command("cut", *extra, epochs=8), tmp_path / "cut"
-    chance, kills, steps = random.Random(2), 0, set()
+    chance, kills = random.Random(2), 0
     while kills < 3:
         before = saved_at(folder)
         pid = in_child(resumed(args, folder))
@@ -260,8 +260,6 @@ def test_kills_at_random(command, tmp_path):
         if status(pid) == 0:
             break
         kills += 1
-        if (folder / "checkpoints" / "last.ckpt").exists():
-            steps.add(read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"])
     assert status(in_child(resumed(args, folder))) == 0
-    assert kills == 3 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
+    assert kills == 3  # where in an epoch depends on the machine; test_killed_at_a_batch kills inside one
     assert_same_run(folder, tmp_path / "whole")

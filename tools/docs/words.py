@@ -60,7 +60,7 @@ PROSE = (
     Term(r"\bwhat (nothing|no \w+) (takes?|needs|has|uses|enters|changes|reads)\b", "name the thing: unused keys"),
     Term(r"\bevaluated is not trained\b", "accuracy falls at offsets that were not trained"),
     Term(r"\btransfer report\b", "diagnosis (transfer is transfer learning)"),
-    Term(r"\bprobes?\b", "hook, inspection (a probe is a linear classifier)"),
+    Term(r"(?<!linear )\bprobes?\b", "hook, inspection (a probe is a linear classifier)"),
 )
 
 NAMES = (

@@ -636,7 +636,7 @@ def mean_interval(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str =
 
 
 def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield (label, policy, rows) of aggregated rows, or of those of all seeds: the curve over sizes of every model under every policy.
+    """Yield (label, policy, rows) of aggregated rows or of those of all seeds, a curve over sizes a model and policy.
 
     The rows are those of the table, in its order, of all protocols: for one curve per protocol, pass the rows of one. A policy
     that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that at other sizes

@@ -6,7 +6,8 @@ leak: can row and column of a token be read from its features? A linear probe (r
 tokens of half of the images; the leak is R², the share of the variance of row and of column that it explains on the other half.
 On natural images content tells position too (the sky is above); on images of one color only the model does. The linear probe is
 that of "What DINO saw" (arXiv 2603.16840), which asks for position in pretrained ViTs; images of one color, and R² on images
-that the probe has not seen, are ours. Its penalty is, for each axis, the best between two halves of the images it is fitted to.
+that the linear probe has not seen, are ours. Its penalty is, for each axis, the best between two halves of the
+images it is fitted to.
 
 equivariance: the cosine of a token's features with those of the token that shows the same pixels after the image was shifted by
 whole patches, mean over the tokens that both views contain. 1: features depend on content, not on place. New content enters at
@@ -30,7 +31,7 @@ from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.any_model import at_size, checked_size, model_name, patch_grid, trained_size
 
 SHIFTS = ((1, 0), (0, 1), (2, 3))  # tokens (down, right)
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # penalties of the probe, in shares of the tokens' number, for features of unit variance
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # penalties, in shares of the tokens' number, for features of unit variance
 COLORS = 64  # images of one color, at most
 
 
@@ -45,7 +46,7 @@ class FeatureRow(NamedTuple):
     """Position in the features of one layer at one image size; NaN where a quantity was not measured."""
 
     model: str
-    layer: int  # as it was asked for, negative from the end
+    layer: int  # as given: negative from the end
     size: Size  # (h, w) in pixels
     grid: Size  # (h, w) in tokens
     leak: Leak  # on natural images
@@ -155,7 +156,7 @@ def position_leak(features: Tensor) -> Leak:
 
 
 def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Tensor:
-    """Mean squared error [2] of row and column on tokens `held` [B, h, w, C], of a probe fitted to the tokens `fit`."""
+    """Mean squared error [2] of row and column on tokens `held` [B, h, w, C], of a linear probe fitted to the tokens `fit`."""
     fit, held = fit.flatten(0, 2), held.flatten(0, 2)
     mean, spread = fit.mean(0), fit.std(0, correction=0)
     known = spread > 1e-6 * spread.max().clamp(min=1e-12)  # a channel without variance says nothing

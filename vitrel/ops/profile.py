@@ -70,14 +70,11 @@ def relative(call: Call) -> dict[str, float]:
 
 def describe(call: Call) -> str:
     """Return the words of a call that a profile knows it by."""
-    return _described(*_key(call), call.compiled)
+    return _described(_key(call), call.compiled)
 
 
-def _described(
-    entry: str, tables: tuple, others: tuple, dtype: torch.dtype, device: torch.device, training: str, mask: str, dropout: bool,
-    grid: tuple[int, int, int], queries: int, window: tuple[int, int] | None, shift: tuple[int, int], batch: int, heads: int,
-    width: int, compiled: bool,
-) -> str:  # fmt: skip
+def _described(key: tuple, compiled: bool) -> str:
+    (_entry, tables, others, dtype, _device, training, mask, dropout, grid, queries, window, shift, batch, heads, width) = key
     terms = [f"{name} {axis}" for axis, *has in tables for name, part in zip(_PARTS, has, strict=True) if part]
     terms += [name for name, part in zip(_OTHERS, others, strict=True) if part]
     tokens = grid[0] * grid[1] + grid[2]
@@ -85,7 +82,7 @@ def _described(
         seen = f"{_rounded(tokens)} tokens{' with a prefix' if grid[2] else ''}, {_rounded(batch)} images"
     else:
         count = batch * -(-grid[0] // window[0]) * -(-grid[1] // window[1])
-        hidden = hides_pairs(*grid[:2], window, shift)
+        hidden = hides_pairs(grid[0], grid[1], window, shift)
         seen = f"{_rounded(count)} windows of {window[0]}x{window[1]}{' with hidden pairs' if hidden else ''}"
     few = "few queries" if queries < tokens else ""
     rest = (mask, "dropout" if dropout else "", few, "compiled" if compiled else "")
@@ -191,7 +188,7 @@ def _key(call: Call) -> tuple:
 def _names(*key: Any, compiled: bool = False) -> str:
     """Names of the backends for a call, fastest first, joined by spaces."""
     profile = profile_of(key[4])
-    case = None if profile is None else profile.cases.get(_described(*key, compiled))
+    case = None if profile is None else profile.cases.get(_described(key, compiled))
     return " ".join(case["ms"]) if case else ""
 
 

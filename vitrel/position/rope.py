@@ -47,7 +47,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
     key: ClassVar[str]
     rotates = True
-    policies = POLICIES
+    policies: tuple[str, ...] = POLICIES
     grid: Grid
 
     def __init__(

@@ -203,8 +203,9 @@ def problem(call: Call) -> Callable[..., Values]:
 
     def output(backend: str, *inputs: Tensor) -> Tensor:
         if window is None:
-            return attention(*inputs, terms, grid, call.mask, 0.0, backend)
-        return window_attention(*inputs, terms, grid, window, call.shift, heads, 0.0, backend)
+            q, k, v = inputs
+            return attention(q, k, v, terms, grid, call.mask, 0.0, backend)
+        return window_attention(inputs[0], terms, grid, window, call.shift, heads, 0.0, backend)
 
     def compute(backend: str, function: Callable[..., Tensor] = output) -> Values:
         with torch.set_grad_enabled(call.grad):
