@@ -23,6 +23,7 @@ class Absolute(PositionEncoding):
     """Learned absolute embedding, `pos_embed` as in timm.
 
     Args:
+        init_std: standard deviation of the initial values.
         shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
         jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
         rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
@@ -41,13 +42,14 @@ class Absolute(PositionEncoding):
         num_heads: int,
         head_dim: int,
         *,
+        init_std: float = 0.02,
         shift_coords: float | None = None,
         jitter_coords: float | None = None,
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
         super().__init__(shift_coords, jitter_coords, rescale_coords)
-        self.grid = grid
+        self.grid, self.init_std = grid, init_std
         self.pos_embed = nn.Parameter(torch.empty(1, grid.tokens, num_heads * head_dim, **factory))
         self.reset_parameters()
 
