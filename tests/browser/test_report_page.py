@@ -77,7 +77,7 @@ def predict(folder, n, classes):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    frame = pd.read_csv(ROOT / "results" / "quickstart" / "results.csv", keep_default_na=False)
+    frame = pd.read_csv(ROOT / "results" / "shapes_classified" / "results.csv", keep_default_na=False)
     frame["label"] = frame["label"].replace("vitrel_vit_n8_rope_mixed", EVIL)
     frame.to_csv(folder / "results.csv", index=False)
     translated = {
@@ -470,7 +470,7 @@ def test_a_layer_in_which_position_is_negligible_is_gray(browser, folder, tmp_pa
 
 
 def test_a_folder_with_results_alone(browser, tmp_path):
-    shutil.copy(ROOT / "results" / "quickstart" / "results.csv", tmp_path)
+    shutil.copy(ROOT / "results" / "shapes_classified" / "results.csv", tmp_path)
     browser.get_log("browser")
     look(browser, write_html(tmp_path))
     hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")

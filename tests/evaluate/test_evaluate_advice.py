@@ -189,7 +189,7 @@ def test_a_common_seed_of_several_says_nothing_about_models_trained_in_this_way(
     assert [len(one.sentences) for one in judge(rows).advice] == [2, 2]  # without a comparison
 
 
-@pytest.mark.parametrize("name", ["quickstart", "study/flowers256"])
+@pytest.mark.parametrize("name", ["shapes_classified", "study/flowers256"])
 def test_three_sentences_without_jargon(name):
     folder = ROOT / "results" / name
     rows = read_csv(folder / "results.csv")
@@ -251,8 +251,8 @@ def test_predictions_helper_and_labels_keep_their_order():
     assert scores.of(rows, "top1").shape == (2, 100) and scores.of([row("96x96")], "top1") is None
 
 
-def test_the_quickstart_as_a_reader_checks_it():
-    judged = judge(read_csv(ROOT / "results" / "quickstart" / "results.csv"))
+def test_four_models_on_classified_scenes_as_a_reader_checks_it():
+    judged = judge(read_csv(ROOT / "results" / "shapes_classified" / "results.csv"))
     found = {one.label.removeprefix("vitrel_"): one.text for one in judged.advice}
     assert "Safe at every other size" in found["vit_n8_absolute"] and "highest at 96 px" in found["vit_n8_absolute"]
     assert "Loses at every other size: fine-tune it there" in found["vit_n8_rope_mixed"]

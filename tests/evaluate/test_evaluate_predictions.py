@@ -89,7 +89,7 @@ def test_other_images_or_labels_are_refused_by_name():
 @pytest.fixture
 def folders(tmp_path):
     """folders(name, rows, hits): a folder of an evaluation with these rows, of which each has hits[i] per class, of 10."""
-    base = read_csv(ROOT / "results" / "quickstart" / "results.csv")[0]
+    base = read_csv(ROOT / "results" / "shapes_classified" / "results.csv")[0]
 
     def make(name, changes, hits):
         (tmp_path / name).mkdir()

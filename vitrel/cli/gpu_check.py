@@ -89,9 +89,9 @@ def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str,
     config["train"]["trainer"] |= {"precision": precision, "accelerator": "cpu" if accelerator == "cpu" else "gpu"}
     config["train"]["trainer"] |= {"devices": [int(index)] if index else 1}
     if quick:
-        config["models"] = config["models"][:1] + config["models"][2:3]
-        config["train"]["data"] |= {"n_train": 480, "n_val": 48}
-        config["evaluate"] |= {"sizes": [48, 64], "protocols": ["scale"], "policies": ["bicubic"]}
+        config["models"] = [entry | {"train": {}} for entry in config["models"][1:3]]
+        config["train"]["data"] |= {"n_train": 320, "n_val": 48}
+        config["evaluate"] |= {"sizes": [64, 96], "protocols": ["canvas"], "policies": ["keep"], "skip": []}
         config["evaluate"] |= {"n": 48, "batch_size": 48, "attention_n": 2}
     return config
 

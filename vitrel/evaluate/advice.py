@@ -41,7 +41,7 @@ from vitrel.evaluate.table import (
     known_number,
     main_metric,
     merged,
-    protocol_order,
+    protocols_of,
     sample_of,
     table_order,
 )
@@ -60,7 +60,7 @@ COLUMNS = {  # of judged rows, besides those of `aggregate`
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice on one model, about its first protocol ("scale" where there is one): at most three sentences. The first says
+    """The advice on one model, about its first protocol: at most three sentences. The first says
     how it compares with the other models.
     """
 
@@ -92,9 +92,9 @@ class Judged:
     def by_size(self) -> list[Row]:
         """The rows by which sizes are judged, one per model, protocol and size, by area."""
         labels = [one.label for one in self.advice]
-        used = [row for row in self.rows if row["used"]]
+        used, protocols = [row for row in self.rows if row["used"]], protocols_of(self.rows)
         return sorted(
-            used, key=lambda row: (labels.index(row["label"]), protocol_order(row["protocol"]), by_area(row["img_size"]))
+            used, key=lambda row: (labels.index(row["label"]), protocols.index(row["protocol"]), by_area(row["img_size"]))
         )
 
     @property
@@ -137,7 +137,7 @@ def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGI
         for size, policies in sizes.items():
             for place in policies.values():
                 place.row["used"] = place is chosen[size]
-    first = {label: min(of_label, key=protocol_order) for label, of_label in used.items()}
+    first = {label: next(iter(of_label)) for label, of_label in used.items()}
     of_first = {label: used[label][first[label]] for label in used}
     compared = _compared(of_first, first)
     advice = [Advice(label, first[label], _sentences(of_first[label], compared[label], margin)) for label in first]

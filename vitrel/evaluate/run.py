@@ -171,9 +171,11 @@ def run_sweep(
                 (folder / "claims.md").unlink(missing_ok=True)
             if sweep.report:
                 from vitrel.evaluate.page import write_html
-                from vitrel.evaluate.page.pictures import collect_pictures
+                from vitrel.evaluate.page.pictures import collect_pictures, read_pictures
+                from vitrel.evaluate.page.scenes import draw_scenes
 
-                collect_pictures(models, sweep, folder, rows=rows)
+                path = collect_pictures(models, sweep, folder, rows=rows)
+                draw_scenes(read_pictures(path) or {"scenes": []}, folder / "plots")
                 write_html(folder, shown(title), sweep.photographs, sweep.margin)
         except BaseException as error:
             saved = tables.write_rest()

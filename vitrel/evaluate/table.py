@@ -554,16 +554,18 @@ def aggregate(rows: Sequence[Row], scores: Scores = NO_SCORES) -> list[Row]:
 
 
 def table_order(rows: Sequence[Row]) -> list[Row]:
-    """Sort aggregated rows: models as given, the scale protocol first, other protocols by name, policy, image area."""
-    order = {label: index for index, label in enumerate(dict.fromkeys(row["label"] for row in rows))}
-    return sorted(
-        rows, key=lambda row: (order[row["label"]], *protocol_order(row["protocol"]), row["policy"], by_area(row["img_size"]))
-    )
+    """Sort aggregated rows: models and protocols as given, policy, image area."""
+    labels, protocols = [*dict.fromkeys(row["label"] for row in rows)], protocols_of(rows)
+
+    def place(row: Row) -> tuple:
+        return labels.index(row["label"]), protocols.index(row["protocol"]), row["policy"], by_area(row["img_size"])
+
+    return sorted(rows, key=place)
 
 
-def protocol_order(protocol: str) -> tuple[bool, str]:
-    """Sort key of a protocol: scale first, others by name."""
-    return not protocol.startswith("scale"), protocol
+def protocols_of(rows: Sequence[Row]) -> list[str]:
+    """Return the protocols of rows, each once, in the order of the rows: an evaluation has them as they were given to it."""
+    return [*dict.fromkeys(row["protocol"] for row in rows)]
 
 
 def merged(protocol: str, group: Sequence[Row], scores: Scores = NO_SCORES) -> Row:

@@ -27,7 +27,7 @@ from vitrel.evaluate.table import (
     is_missing,
     line_key,
     main_metric,
-    protocol_order,
+    protocols_of,
     read_csv,
     read_predictions,
     write_frame,
@@ -39,8 +39,8 @@ with optional_import():
 
 
 def summary(judged: Judged) -> str:
-    """Return the advice, the table of sizes and the accuracy tables as Markdown, for table.md and the terminal."""
-    return f"{advice_list(judged)}\n{sizes_table(judged)}\n{accuracy_tables(judged.rows)}"
+    """Return the advice and the accuracy tables as Markdown, for table.md and the terminal."""
+    return f"{advice_list(judged)}\n{accuracy_tables(judged.rows)}"
 
 
 def advice_list(judged: Judged) -> str:
@@ -50,8 +50,8 @@ def advice_list(judged: Judged) -> str:
 
 
 def table_page(judged: Judged, title: str) -> str:
-    """Return the text of table.md: advice, sizes, accuracy tables, the table of curves."""
-    return f"# {title}\n\n{summary(judged)}\n{curves_table(judged.rows)}"
+    """Return the text of table.md: advice, accuracy tables, the table of sizes, the table of curves."""
+    return f"# {title}\n\n{summary(judged)}\n{sizes_table(judged)}\n{curves_table(judged.rows)}"
 
 
 def sizes_table(judged: Judged) -> str:
@@ -223,7 +223,8 @@ def compare_folders(a: str | Path, b: str | Path, margin: float = MARGIN) -> lis
     for label_a, label_b in pairs:
         a_rows, b_rows = _by(first_labels[label_a], *PLACE[:2]), _by(second_labels[label_b], *PLACE[:2])
         common = a_rows.keys() & b_rows.keys()
-        for place in sorted(common, key=lambda place: (*protocol_order(place[1]), by_area(place[0]))):
+        protocols = protocols_of([first for of_place in a_rows.values() for first, _ in of_place.values()])
+        for place in sorted(common, key=lambda place: (protocols.index(place[1]), by_area(place[0]))):
             for crop, a_crop, b_crop in _matched(a_rows[place], b_rows[place], "crop_pct"):
                 for policy, a_policy, b_policy in _matched(a_crop, b_crop, "policy", best=True):
                     columns = {"a": label_a, "b": label_b, **dict(zip(PLACE, (*place, crop), strict=True)), "policy": policy}

@@ -1,7 +1,8 @@
 """Segmentation: a backbone with a head that gives every pixel of an image logits, at any height and width.
 
-The head "linear" is one linear layer on the tokens, as in the linear probe of DINOv2 (arXiv 2304.07193, section 7.4), but without
-its batch norm: learned with one, a Swin loses 9 to 12 points of mIoU on larger canvases of `shapes-dense` that it keeps without.
+The head "linear" is one linear layer on the tokens, as in the linear probe of DINOv2 (arXiv 2304.07193, section 7.4), but
+without its batch norm: trained with one, a Swin loses 9 to 12 points of mIoU on larger canvases of `shapes-dense` that it keeps
+without.
 "fpn" (arXiv 1612.03144) and "upernet" (arXiv 1807.10221) are decoders of segmentation_models_pytorch on `vitrel.pyramid`.
 """
 
@@ -57,8 +58,6 @@ class Segmenter(nn.Module):
             self.features: Tokens | Pyramid = Tokens(backbone)
             self.stride, width = self.features.stride, self.features.width
             self.head: nn.Module = nn.Conv2d(width, num_classes, 1)
-            nn.init.trunc_normal_(self.head.weight, std=0.02)  # as a timm classifier
-            nn.init.zeros_(self.head.bias)
         else:
             self.features, self.stride = Pyramid(backbone, STRIDES), STRIDES[0]
             self.head = Decoder(self.features.out_channels, num_classes, head)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ LABELS = [0, 0, 0, 1, 1, 2]
 @pytest.fixture
 def some():
     """Rows of one model at two sizes, in two seeds."""
-    rows = read_csv(ROOT / "results" / "quickstart" / "results.csv")
+    rows = read_csv(ROOT / "results" / "shapes_classified" / "results.csv")
     own = [row for row in rows if row["label"] == "vitrel_vit_n8_absolute" and row["protocol"] == "scale"]
     first = [next(row for row in own if row["img_size"] == size) for size in ("64x64", "96x96")]
     return [row | {"seed": seed} for seed in (0, 1) for row in first]

@@ -21,7 +21,7 @@ from vitrel.evaluate.page.pictures import FORMAT
 from vitrel.evaluate.statistics import estimate_of_means
 from vitrel.evaluate.table import aggregate, curves, line_key, read_csv, translation_columns, write_predictions
 
-QUICKSTART = ROOT / "results" / "quickstart" / "results.csv"
+QUICKSTART = ROOT / "results" / "shapes_classified" / "results.csv"
 
 EVIL = "</script><script>alert(1)</script>"
 

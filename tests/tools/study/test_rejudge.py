@@ -14,9 +14,9 @@ def test_the_files_are_up_to_date():
 
 
 def test_a_file_that_is_not_is_named_and_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(rejudge, "TABLES", {"quickstart": "quickstart"})
+    monkeypatch.setattr(rejudge, "TABLES", {"shapes_classified": "quickstart"})
     monkeypatch.setattr(rejudge, "CLAIMS", {"study_shapes/shapes-corner": "vitrel/configs/study_shapes.yaml"})
-    for name in ("quickstart", "study_shapes/shapes-corner"):
+    for name in ("shapes_classified", "study_shapes/shapes-corner"):
         shutil.copytree(ROOT / "results" / name, tmp_path / name)
     claims = tmp_path / "study_shapes" / "shapes-corner" / "claims.md"
     before = claims.read_text("utf-8")

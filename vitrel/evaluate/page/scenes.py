@@ -3,13 +3,15 @@
 import base64
 import colorsys
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from vitrel.common.files import atomic_write
 from vitrel.common.sizes import format_size
 from vitrel.data.decode import IGNORED
 from vitrel.evaluate.classes import NO_CLASS
@@ -17,10 +19,11 @@ from vitrel.evaluate.predict import AtSizes
 from vitrel.evaluate.prepare import Images
 from vitrel.evaluate.segmentation import iou_of, predicted_classes
 from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.table import by_area
 from vitrel.evaluate.tasks import ImageList
 from vitrel.evaluate.trials import Trial, outputs_of
 
-SIDE = 176  # pixels of the longer side of a picture
+SIDE = 192  # pixels of the longer side of a picture
 NOTHING = (255, 255, 255)  # color of pixels without a class, or that the model's input does not show
 
 
@@ -74,6 +77,51 @@ def color(index: int) -> tuple[int, int, int]:
 def legend(images: ImageList) -> list[dict[str, str]]:
     """Return {name, color} of every class."""
     return [{"name": name, "color": "rgb({}, {}, {})".format(*color(index))} for index, name in enumerate(images.classes)]
+
+
+def draw_scenes(pictures: Mapping[str, Any], folder: Path) -> Path | None:
+    """Write scenes.png into `folder`: for every protocol the image of the largest size, its mask, and what each model predicts.
+
+    pictures: of `read_pictures`. Return the path, or None where there are no scenes.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    scenes = pictures["scenes"]
+    if not scenes:
+        return None
+    rows = []
+    for protocol in dict.fromkeys(item["protocol"] for item in scenes):
+        of_protocol = [item for item in scenes if item["protocol"] == protocol]
+        largest = max((item["size"] for item in of_protocol), key=by_area)
+        rows.append([item for item in of_protocol if item["size"] == largest])
+    labels = [*dict.fromkeys(item["label"] for item in scenes)]
+    columns = ["image", "truth", *labels]
+    figure = Figure(figsize=(1.6 * len(columns), 1.85 * len(rows) + 0.5), layout="constrained")
+    for axes, items in zip(figure.subplots(len(rows), len(columns), squeeze=False), rows, strict=True):
+        shown = {"image": (items[0]["image"], ""), "truth": (items[0]["truth"], "")}
+        shown |= {item["label"]: (item["predicted"], f"mIoU {item['iou']:.0f} %") for item in items}
+        for ax, name in zip(axes, columns, strict=True):
+            ax.set(xticks=[], yticks=[])
+            picture, text = shown.get(name, ("", "not evaluated"))
+            if pictures["blobs"].get(picture):
+                data = base64.b64decode(pictures["blobs"][picture].partition(",")[2])
+                ax.imshow(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")), interpolation="nearest")
+            ax.set_xlabel(text, fontsize=9)
+            if items is rows[0]:
+                ax.set_title(name, fontsize=10)
+        axes[0].set_ylabel(f"{items[0]['protocol']}, {items[0]['size']} px", fontsize=9)
+    handles = [Patch(color=_numbers(one["color"]), label=one["name"]) for one in pictures["legend"]]
+    figure.legend(handles=handles[:12], loc="outside lower center", ncols=min(6, len(handles)), fontsize=8, frameon=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / "scenes.png") as part:
+        figure.savefig(part, format="png", dpi=130)
+    return folder / "scenes.png"
+
+
+def _numbers(color: str) -> tuple[float, ...]:
+    """The color "rgb(R, G, B)" as numbers from 0 to 1."""
+    return tuple(int(part) / 255 for part in color.removeprefix("rgb(").removesuffix(")").split(","))
 
 
 def _picture(pixels: np.ndarray, how: Image.Resampling = Image.Resampling.NEAREST) -> str:
