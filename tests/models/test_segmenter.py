@@ -74,7 +74,7 @@ def test_the_linear_head_reads_the_last_normalized_tokens():
     image = torch.randn(2, 3, 32, 48)
     with torch.no_grad():
         tokens = model.backbone.forward_features(image)[:, 1:].mT.unflatten(2, (4, 6))
-        at_tokens = torch.einsum("kc,bchw->bkhw", model.head.weight[:, :, 0, 0], tokens)
+        at_tokens = torch.einsum("kc,bchw->bkhw", model.head.weight[:, :, 0, 0], tokens) + model.head.bias[:, None, None]
         want = F.interpolate(at_tokens, scale_factor=8, mode="bilinear", align_corners=False)
         torch.testing.assert_close(model(image), want, atol=1e-5, rtol=1e-5)
 

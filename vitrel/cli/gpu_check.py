@@ -91,7 +91,7 @@ def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str,
     if quick:
         config["models"] = [entry | {"train": {}} for entry in config["models"][1:3]]
         config["train"]["data"] |= {"n_train": 320, "n_val": 48}
-        config["evaluate"] |= {"sizes": [64, 96], "protocols": ["canvas"], "policies": ["keep"], "skip": []}
+        config["evaluate"] |= {"sizes": [64, 96], "protocols": ["canvas"], "policies": None, "skip": []}
         config["evaluate"] |= {"n": 48, "batch_size": 48, "attention_n": 2}
     return config
 
