@@ -122,8 +122,8 @@ def test_the_change_of_basis_leaves_the_logits_and_orders_the_channels():
     torch.testing.assert_close(after.logits(Terms()), before.logits(Terms()), atol=1e-4, rtol=1e-4)
     for tokens in (after.q, after.k):
         power = tokens[:, 0, 1:].flatten(0, 1).var(0)
-        pairs = power[:8] + power[8:]  # channel p and p + D/2 are rotated together
-        assert (pairs[:-1] >= 0.99 * pairs[1:]).all()
+        weaker, stronger = power.view(2, 8).aminmax(dim=0)  # channel p and p + D/2 are rotated together
+        assert (weaker[:-1] >= 0.99 * stronger[1:]).all()
     torch.testing.assert_close(after.q[:, :, 1:].flatten(0, 2).std(), after.k[:, :, 1:].flatten(0, 2).std(), rtol=0.2, atol=0)
 
 
@@ -303,7 +303,7 @@ def test_a_swin_gets_another_encoding_in_its_windows(version, position):
                 parameter.normal_()
             if version == 2 and "norm" in name and name.endswith("weight"):
                 parameter.fill_(1.0)  # a new block is the identity
-    images, other = torch.randn(24, 3, 48, 48), torch.randn(16, 3, 48, 48)
+    images, other = torch.randn(12, 3, 48, 48), torch.randn(8, 3, 48, 48)
     ours = absolute_to_relative(model, images, position)
     bare = relativize(model, position)
     error = [(m(other) - model(other)).square().mean() for m in (bare, ours)]
