@@ -1,13 +1,14 @@
 """Every test starts from the same seed, and parallel workers do not fight over cores."""
 
-import itertools
 import os
+
+os.environ["VITREL_PROFILE"] = "off"  # no test depends on what was measured on this machine, in subprocesses neither
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; subprocesses inherit them
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 import pytest
 import torch
 from torch.utils.data import _utils, dataloader
-
-os.environ["VITREL_PROFILE"] = "off"  # no test depends on what was measured on this machine, in subprocesses neither
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -51,27 +52,25 @@ def brief_evaluations(request):
 
 @pytest.hookimpl(trylast=True)  # after the selection by -m
 def pytest_collection_modifyitems(items):
-    """Every worker begins with its share of the tests that fork; then come the longest, so that none is left with one.
+    """Every worker begins with its share of the modules that fork; then come the longest, so that none is left with one.
 
     PyTorch does not train in the fork of a process whose autograd engine has started threads, as some later tests (of compiled
-    models) make it do. xdist gives each worker one stretch of the list, and an idle one takes from the end of another's.
+    models) make it do. xdist gives each worker one stretch of the list, and an idle one takes from the end of another's. A
+    module stays whole where it can, since each worker that has a part of it sets up its fixtures anew.
     """
 
-    def forks(item):
-        return hasattr(getattr(item, "module", None), "in_child")
+    def seconds(module):
+        markers = [item.get_closest_marker("slow") for item in module]
+        return sum(marker.kwargs.get("seconds", 1) for marker in markers if marker)
 
-    def seconds(item):
-        slow = item.get_closest_marker("slow")
-        return slow.kwargs.get("seconds", 0) if slow else 0
+    def forks(module):
+        return hasattr(getattr(module[0], "module", None), "in_child")
 
-    items.sort(key=seconds, reverse=True)
-    forking, workers = [item for item in items if forks(item)], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    stretches, left = [], len(items)
-    for worker in range(workers):
-        stretches.append((left // (workers - worker), forking[worker::workers]))
-        left -= stretches[-1][0]
-    turns = itertools.cycle(stretches)
+    modules = {}
     for item in items:
-        if not forks(item):
-            next(stretch for size, stretch in turns if len(stretch) < size).append(item)
-    items[:] = [item for _, stretch in stretches for item in stretch]
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    modules = sorted(modules.values(), key=lambda module: (not forks(module), -seconds(module)))
+    stretches = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))]
+    for module in modules:
+        min(stretches, key=len).extend(module)
+    items[:] = [item for stretch in stretches for item in stretch]

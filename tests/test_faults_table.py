@@ -9,7 +9,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.small_runs import Tensors, fit, small
-from helpers.sources import trees
+from helpers.sources import sources
 from vitrel.train import command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,9 +43,13 @@ def test_no_lock_file_names_an_address():
     assert not locked
 
 
-@pytest.mark.slow
+def trees_with(pattern):
+    """{path: syntax tree} of the files whose text has the pattern."""
+    return {name: ast.parse(text) for name, text in sources().items() if re.search(pattern, text)}
+
+
 def test_nothing_is_unpickled_or_extracted():
-    for name, tree in trees().items():
+    for name, tree in trees_with(r"extract|pickle|torch\.load|dill|joblib").items():
         assert "extractall" not in named(tree) and "extract" not in named(tree), name
         assert not imported(tree) & {"dill", "cloudpickle", "joblib"}, name
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
@@ -55,10 +59,9 @@ def test_nothing_is_unpickled_or_extracted():
                 assert "weights_only=True" in ast.unparse(call), f"{name}: {ast.unparse(call)}"
 
 
-@pytest.mark.slow
 def test_yaml_is_parsed_in_one_place():
     """Which refuses what would crash the parser."""
-    for name, tree in trees().items():
+    for name, tree in trees_with("yaml").items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         read = [call for call in calls if re.fullmatch(r"yaml\.(safe_|full_|unsafe_)?(load|load_all|parse|scan|compose)", call)]
         assert not read or name == "vitrel/common/plain_yaml.py", f"{name}: {read[0]}: use vitrel.common.plain_yaml"

@@ -122,8 +122,8 @@ def test_the_change_of_basis_leaves_the_logits_and_orders_the_channels():
     torch.testing.assert_close(after.logits(Terms()), before.logits(Terms()), atol=1e-4, rtol=1e-4)
     for tokens in (after.q, after.k):
         power = tokens[:, 0, 1:].flatten(0, 1).var(0)
-        pairs = power[:8] + power[8:]  # channel p and p + D/2 are rotated together
-        assert (pairs[:-1] >= 0.99 * pairs[1:]).all()
+        weaker, stronger = power.view(2, 8).aminmax(dim=0)  # channel p and p + D/2 are rotated together
+        assert (weaker[:-1] >= 0.99 * stronger[1:]).all()
     torch.testing.assert_close(after.q[:, :, 1:].flatten(0, 2).std(), after.k[:, :, 1:].flatten(0, 2).std(), rtol=0.2, atol=0)
 
 
@@ -175,8 +175,9 @@ def test_an_embedding_that_needs_no_place_is_dropped_exactly():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("refit", [True, False])
-@pytest.mark.parametrize("position", ["table", "rope_mixed+table", "shaw", "alibi"])
+@pytest.mark.parametrize(
+    ("position", "refit"), [("table", True), ("rope_mixed+table", False), ("shaw", False), ("alibi", True)]
+)
 def test_the_copy_is_relative_and_the_original_untouched(position, refit):
     model, images = trained(class_token=True, reg_tokens=1), torch.randn(4, 3, 32, 48)
     before = copy.deepcopy(model.state_dict())
@@ -291,25 +292,25 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
     assert flipped(torch.randn(1, 3, 40, 56)).isfinite().all()
 
 
-@pytest.mark.slow(seconds=15)
-@pytest.mark.parametrize(("version", "position"), [(1, "cpb"), (2, "rope_mixed"), (1, "log_decay")])
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize(("version", "position"), [(1, "cpb"), (2, "rope_mixed")])
 def test_a_swin_gets_another_encoding_in_its_windows(version, position):
     name = "vitrel_swin_n" if version == 1 else "vitrel_swinv2_n"
-    model = timm.create_model(name, num_classes=5, depths=(1, 2), num_heads=(1, 2)).eval()
+    model = timm.create_model(name, num_classes=5, depths=(2,), num_heads=(2,)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 parameter.normal_()
             if version == 2 and "norm" in name and name.endswith("weight"):
                 parameter.fill_(1.0)  # a new block is the identity
-    images, other = torch.randn(24, 3, 48, 48), torch.randn(16, 3, 48, 48)
-    ours = absolute_to_relative(model, images, position)
+    images, other = torch.randn(12, 3, 48, 48), torch.randn(8, 3, 48, 48)
+    ours = absolute_to_relative(model, images, position, steps=6)
     bare = relativize(model, position)
     error = [(m(other) - model(other)).square().mean() for m in (bare, ours)]
-    assert [key_of(block.position) for stage in ours.layers for block in stage.blocks] == [position] * 3
+    assert [key_of(block.position) for stage in ours.layers for block in stage.blocks] == [position] * 2
     before, after = ([block.divergence for block in steps] for steps in (ours.conversion.before, ours.conversion.after))
-    assert len(after) == 3 and sum(after) < sum(before)
-    assert error[1] < 0.5 * error[0] or position == "log_decay"  # one slope a head cannot follow a random table
+    assert len(after) == 2 and sum(after) < sum(before)
+    assert error[1] < 0.5 * error[0]
     assert ours(torch.randn(1, 3, 72, 56)).isfinite().all()
 
 

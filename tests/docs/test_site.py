@@ -31,8 +31,9 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_site_builds_with_search_and_generated_pages(site):
+@pytest.mark.slow(seconds=15)
+def test_site_builds_with_search_and_generated_pages_and_needs_no_network(site):
+    """In one test, since two workers would build it twice; pictures are described."""
     search = (site / "search" / "search_index.json").read_text("utf-8")
     for key in POSITIONS:
         page = (site / "encodings" / f"{key}.html").read_text("utf-8")
@@ -44,10 +45,6 @@ def test_site_builds_with_search_and_generated_pages(site):
     assert all(f"vitrel {name}" in line for name in COMMANDS)
     assert "absolute_to_relative" in (site / "reference" / "api.html").read_text("utf-8")
     assert "retention" in (site / "reference" / "file_formats.html").read_text("utf-8")
-
-
-@pytest.mark.slow
-def test_site_needs_no_network_and_describes_its_pictures(site):
     for path in site.rglob("*.html"):
         text = path.read_text("utf-8")
         loaded = re.findall(r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:[^"'\s>]+)""", text)

@@ -120,6 +120,7 @@ def test_a_temperature_is_added_to_every_policy_where_the_number_of_tokens_diffe
     table = vit("table")
     assert policies_at(table, (64, 64), ["clip"], True) == ("clip", "clip+log_n")
     assert policies_at(table, (32, 32), None, True) == ("none",)
+    assert policies_at(table, (16, 24), None, True) == ("none", "log_n")
     assert policies_at(vit("alibi"), (64, 64), ["keep"], True) == ("keep", "keep+log_n")
     assert policies_at(trained("vitrel_swin_n").model, (40, 40), ["fixed"], True) == ("fixed",)  # its windows stay
     changed = with_policy(table, (64, 64), "clip+log_n")

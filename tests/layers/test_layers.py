@@ -18,7 +18,7 @@ from vitrel.layers import Attention, PatchMerging
 from vitrel.ops import attention
 from vitrel.position import Terms
 
-GRIDS = [(4, 5), (7, 3), (2, 2), (12, 12), (6, 10)]  # some below the window, some not divisible
+GRIDS = [(4, 5), (7, 3), (2, 2), (12, 10)]  # some below the window, some not divisible
 
 
 class Layer(torch.nn.Module):
@@ -39,11 +39,11 @@ class Layer(torch.nn.Module):
 
 TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+lookhere+rope_mixed"]  # several in one layer; it rotates once
 TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalized", "log_decay+transformer_xl+pape+xpos"]
-TOGETHER += [key for key in IN_ATTENTION if all(key not in position.split("+") for position in TOGETHER)]
+TOGETHER += [key for key in IN_ATTENTION if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
-CONFIGS += [dict(position=position, window=(4, 3), shift=(2, 1)) for position in ("cpb", "rope_mixed+shaw+lookhere")]
+CONFIGS += [dict(position="cpb", window=(4, 3), shift=(2, 1))]
+CONFIGS += [dict(position="rope_mixed+shaw+lookhere", cosine=True, window=(4, 3), shift=(2, 1))]
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(policy="clip", temperature="log_n"))]
-CONFIGS += [dict(position="rope_mixed+table", cosine=True, window=4, shift=2)]
 
 
 # Global and in windows; the others are slow.

@@ -43,7 +43,7 @@ def check_onnx(model, folder, sizes=SIZES):
 @pytest.mark.slow
 def test_onnx_of_a_swin(tmp_path):
     """Shifted windows, patches that are merged and cosine attention; traced at 64x48, run at other batches and sizes."""
-    check_onnx(shallow("vitrel_swinv2_n"), tmp_path)
+    check_onnx(shallow("vitrel_swinv2_n"), tmp_path, SIZES[1::2])
 
 
 TOGETHER = [  # several in one model, each of which moves the logits; a model rotates once
@@ -59,20 +59,20 @@ TOGETHER += [key for key in POSITIONS if key != "none" and all(key not in positi
 @pytest.mark.parametrize("position", TOGETHER)
 def test_onnx_of_every_encoding(position, tmp_path):
     options = {"temperature": "log_n"} if "rope_mixed" in position else {}
-    check_onnx(shallow("vitrel_vit_n8_none", depth=1, position=position, position_args=options), tmp_path, SIZES[1:4])
+    check_onnx(shallow("vitrel_vit_n8_none", depth=1, position=position, position_args=options), tmp_path, SIZES[1:3])
 
 
 @pytest.mark.slow
 def test_compiled_for_one_size_at_a_time():
     """dynamic=False compiles a graph for each size; otherwise two serve all of them (test_contract.py)."""
-    model, counter = shallow("vitrel_swin_n"), CompileCounter()
+    model, counter = shallow("vitrel_swin_n", depths=(2,), num_heads=(1,)), CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
     with torch.no_grad():
-        for size in ((64, 64), (40, 88), (100, 52)):
+        for size in ((64, 64), (40, 88)):
             image = torch.randn(2, 3, *size)
             torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
-    assert counter.frame_count == 3
+    assert counter.frame_count == 2
 
 
 class MadeOnTheCPU(TorchDispatchMode):
@@ -122,7 +122,7 @@ def constants_on_the_cpu(model, image):
     ("name", "options"),
     [
         ("vitrel_vit_n8_none", {"position": "table+rope_mixed", "depth": 1}),
-        ("vitrel_swin_n", {"depths": (2,), "num_heads": (1,)}),
+        ("vitrel_swin_n", {"depths": (1,), "num_heads": (1,)}),
     ],
 )
 def test_captured_graphs_are_of_one_device(name, options):

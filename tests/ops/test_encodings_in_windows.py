@@ -27,7 +27,7 @@ def regions(h, w, window, shift):
     return found.values()
 
 
-@each(("key", "options", "size"), spread(CASES, [(5, 7), (3, 4), (2, 9), (9, 6)]))
+@each(("key", "options", "size"), spread(CASES, [(5, 7), (2, 6)]))
 def test_equals_the_oracle_of_each_window(key, options, size):
     """Alike for every backend that takes the terms; Shaw's values have a test of their own below."""
     (h, w), window, shift, heads, dim = size, (3, 4), (1, 2), 4, 8

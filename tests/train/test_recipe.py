@@ -167,7 +167,7 @@ def test_compiled_training_is_the_same(tmp_path):
     def trained(execution):
         torch.manual_seed(0)
         module = small(TABLE, ema=Ema(0.9), execution=execution)
-        fit(module).save_checkpoint(tmp_path / "run.ckpt")
+        fit(module, max_epochs=1, limit_val_batches=0).save_checkpoint(tmp_path / "run.ckpt")
         return torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
 
     plain, compiled = trained(Execution()), trained(COMPILED)

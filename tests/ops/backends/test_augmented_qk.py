@@ -258,7 +258,7 @@ def test_a_sweep_of_sizes_compiles_twice():
     counter = CompileCounter()
     attend = torch.compile(augmented_qk.attention, backend=counter, fullgraph=True)
     encoding = perturbed(create_position("factorized+shaw+pape", Grid(4, 5, 1), 2, 8, parabolas=3))
-    for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1), Grid(9, 6, 1)):
+    for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1)):
         q, k, v = torch.randn(3, 2, 2, grid.tokens, 8)
         out, expected = (function(q, k, v, encoding(grid), grid) for function in (attend, reference.attention))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)

@@ -83,8 +83,13 @@ def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
     return (inputs, grad_out), results
 
 
+# In the interpreter, which is slow: one token, partial windows along both axes and along one, with every shift, width and
+# number of angles.
+PAIRS = [((1, 1), (4, 4)), ((5, 5), (3, 5)), ((8, 9), (7, 7)), ((4, 10), (7, 7)), ((3, 16), (4, 4))]
+
+
 @runs
-@each(("grid", "window"), itertools.product(GRIDS, WINDOWS))
+@each(("grid", "window"), PAIRS if INTERPRETED else itertools.product(GRIDS, WINDOWS))
 def test_equals_the_reference(grid, window):
     """Grids that the window does not divide or that it exceeds, with and without shift, bias and rotary term; three widths."""
     n = GRIDS.index(grid) + WINDOWS.index(window)
@@ -94,8 +99,7 @@ def test_equals_the_reference(grid, window):
 
 
 @runs
-@each("rotary", [0, 1, 2])
-@each("bias", [True, False])
+@each(("bias", "rotary"), [(False, 0), (True, 2), (False, 2)] + [(True, 0), (True, 1), (False, 1)] * (not INTERPRETED))
 def test_every_combination_of_terms(bias, rotary):
     check((5, 5), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
 
@@ -116,10 +120,10 @@ def test_windows_of_more_than_one_tile(grid, window, shift):
 @each(
     ("shift", "grids"),
     [
-        ((3, 3), [(6, 1), (7, 8), (8, 8), (14, 6)]),
-        ((0, 0), [(7, 8), (8, 1)]),
-        ((0, 6), [(7, 1), (11, 8)]),
-    ],
+        ((3, 3), [(6, 1), (7, 8), (14, 6)]),
+        ((0, 6), [(11, 8)]),
+    ]
+    + [((3, 3), [(8, 8)]), ((0, 0), [(7, 8), (8, 1)]), ((0, 6), [(7, 1)])] * (not INTERPRETED),
 )
 def test_every_border(shift, grids):
     """Grids smaller than a window, of one and of several, with and without padding; shifted or not."""
@@ -129,7 +133,7 @@ def test_every_border(shift, grids):
 
 @runs
 @each(("window", "shift"), [((4, 4), (2, 2)), ((3, 5), (1, 4)), ((7, 2), (3, 1))], ids=str)
-@each("grid", [(1, 1), (5, 5), (4, 10), (3, 16), (7, 3), (12, 9)], ids=str)
+@each("grid", [(1, 1), (5, 5), (3, 16), (12, 9)], ids=str)
 def test_the_geometry_is_that_of_vitrel_ops_window(grid, window, shift):
     """Token and region of every slot: the rule that an axis which one window holds is not shifted stands in both."""
     layout, n = windows(*grid, window, shift), window[0] * window[1]
@@ -162,7 +166,8 @@ def _geometry(TOKEN, REGION, h, w, windows, sizes, SLOTS: tl.constexpr):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_half_precision(monkeypatch, dtype):
     check((8, 8), (7, 7), (3, 3), width=32, heads=1, rotary=1, dtype=dtype)
-    check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
+    if not INTERPRETED:
+        check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
     monkeypatch.setattr(triton_window, "WARP_GROUPS", ())  # the tile of sm_80 and sm_89
     check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
 
@@ -231,7 +236,7 @@ def test_shapes_beyond_which_memory_would_be_read():
         triton_window.window_forward(qkv, None, angle, angle, (4, 4), (0, 0), 1, 1.0)
 
 
-@pytest.mark.slow(seconds=65)
+@pytest.mark.slow(seconds=40)
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
     """Of all modules with kernels, as most of a short run is the start of a process."""

@@ -13,11 +13,11 @@ from vitrel.grid import Grid
 FEW = Shape((7, 7), dtype=torch.float32, rotary=True), Shape((16, 16), rotary=True), Shape(grid=Grid(14, 14, 1), width=64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow(seconds=15)
+@pytest.mark.parametrize("architecture", [80, 90])
 def test_nothing_spills(architecture):
-    """At all three on two architectures; on the others at the one whose tile depends on the architecture."""
-    shapes = FEW if architecture in (80, 90) else FEW[1:2]
+    """On sm_90 at all three, on sm_80 at the one whose tile depends on the architecture; the page has all four."""
+    shapes = FEW if architecture == 90 else FEW[1:2]
     with compiling(architecture) as found:
         for shape in shapes:
             launch(shape)

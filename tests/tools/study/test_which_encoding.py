@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import timm
+import torch
 
 from helpers import ROOT
 from tools.study import which_encoding
@@ -106,12 +108,11 @@ def test_ratios_are_of_the_same_round(monkeypatch):
     assert list(stored)[: len(rows[0])] == list(rows[0])
 
 
-@pytest.mark.slow
-def test_measured_ratios():
-    rows = measure_costs(("none", "shaw"), rounds=1)
-    ratio = {(row["key"], row["mode"], row["img_size"]): row["ratio"] for row in rows}
-    assert len(ratio) == 6
-    assert all(ratio["none", mode, size] == 1 for key, mode, size in ratio if key == "none")
-    assert ratio["shaw", "forward", 448] > 1.2  # content products, and no fused attention
+def test_what_is_timed_is_a_forward_pass_or_a_step_of_training():
+    model, image = timm.create_model("vitrel_vit_n8_shaw", depth=1), torch.randn(1, 3, 32, 32)
+    for mode in ("forward", "training"):
+        which_encoding._run(model, image, mode)()
+        assert model.training is (mode == "training")
+        assert all((p.grad is not None) is (mode == "training") for p in model.parameters())
     with pytest.raises(ValueError, match="keys must hold 'none'"):
         measure_costs(("table",))
