@@ -1,6 +1,7 @@
 """The checks: each reads surveys of a model at several sizes, or runs it, and yields findings or why it is not applicable."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class Examined:
     @property
     def one_module(self) -> bool:
         """Whether the same module takes both sizes."""
-        return all(self.subject.at(size) is self.subject.model for size in self.sizes[:2])
+        return len(self.sizes) > 1 and all(self.subject.takes_as_it_is(size) for size in self.sizes[:2])
 
     def rotation(self, size: Size, number: int) -> Rotation | None:
         """The rotation of the attention `number` among the located ones, measured once."""
@@ -104,10 +105,26 @@ def order(examined: Examined) -> Iterator[Finding]:
                 what = f"pairs of one offset differ by {100 * rows.spread:.0f}% of the range of biases"
                 text = f"{what}; they agree with {names[0]}" if names else what
                 yield Finding("order", found.where, "one bias per offset (query minus key)", text, _input(found, size))
+            elif (wrap := _wraps(rows.by_offset)) and rows.content <= SAME:
+                text = f"offsets (dy, dx) and (dy + 1, dx - {wrap}) share a bias, so rows of the table overlap"
+                yield Finding("order", found.where, "a bias for each offset", text, _input(found, size))
     yield from _order_of_sincos(examined)
     if not any_position and not any(one.embeddings for one in examined.surveys.values()):
         _need_attention(examined)
         raise NotApplicableError("the model has no position")
+
+
+def _wraps(table: Tensor) -> int:
+    """The m for which a table [H, 2h-1, 2w-1] is a function of m dy + dx, so that its rows overlap; 0 if there is none."""
+    width = table.shape[2]
+    if not (_depends(table, 1) and _depends(table, 2)):
+        return 0
+    for m in range(max(2, width // 2), width):
+        a, b = table[:, :-1, m:], table[:, 1:, : width - m]
+        seen = ~(a.isnan() | b.isnan())
+        if int(seen.sum()) > 2 * len(table) and torch.equal(a[seen], b[seen]) and float(a[seen].std()) > 0:
+            return m
+    return 0
 
 
 def _orders(found: Located) -> dict[str, Tensor]:
@@ -186,7 +203,7 @@ def prefix(examined: Examined) -> Iterator[Finding]:
             text = f"their bias differs between patches by {100 * rows.prefix:.0f}% of the range"
             yield Finding("prefix", found.where, "one bias between a prefix token and all patches", text, _input(found, size))
     embeddings = [(size, one) for size, each in examined.surveys.items() for one in each.embeddings]
-    for (_, one), (size, other) in zip(embeddings, embeddings[1:], strict=False):
+    for (_, one), (size, other) in itertools.pairwise(embeddings):
         if one.where == other.where and len(one.prefix):
             seen = True
             if difference(other.prefix, one.prefix) > SAME:
@@ -215,9 +232,7 @@ def axes(examined: Examined) -> Iterator[Finding]:
             elif turn is not None:
                 has = [True, True]
             if rows is not None:
-                table = rows.by_offset
-                parts = (table - table[:, :1], table - table[..., :1])
-                has = [a or bool((part.nan_to_num(0).abs() > 1e-6).any()) for a, part in zip(has, parts, strict=True)]
+                has = [a or _depends(rows.by_offset, axis) for axis, a in enumerate(has, 1)]
             if has != [True, True] and any(has):
                 name = "rows" if has[0] else "columns"
                 text = f"position depends on {name} only"
@@ -234,14 +249,21 @@ def axes(examined: Examined) -> Iterator[Finding]:
         raise NotApplicableError("the model has no position in attention")
 
 
+def _depends(table: Tensor, axis: int) -> bool:
+    """Whether a table [H, 2h-1, 2w-1] differs along an axis, unseen offsets (NaN) left out."""
+    apart = table.nan_to_num(-math.inf).amax(axis) - table.nan_to_num(math.inf).amin(axis)
+    return bool((apart[apart.isfinite()] > 1e-6).any())
+
+
 def _varies(patches: Tensor) -> tuple[bool, bool]:
     scale = float(patches.abs().max()) * SAME
-    return tuple(float(patches.std(axis, correction=0).max()) > scale if patches.shape[axis] > 1 else False for axis in (0, 1))
+    rows, columns = (patches.shape[axis] > 1 and float(patches.std(axis, correction=0).max()) > scale for axis in (0, 1))
+    return rows, columns
 
 
 def exchange(examined: Examined) -> Iterator[Finding]:
     """Exchanging height and width exchanges the frequencies of y and x, and leaves the bias of a window."""
-    a, b = examined.sizes[:2]
+    a, b = _exchanged(examined)
     seen = False
     for number, (one, other) in enumerate(zip(*(examined.surveys[s].attentions for s in (a, b)), strict=False)):
         turns = [examined.rotation(size, number) for size in (a, b)]
@@ -274,10 +296,11 @@ def exchange(examined: Examined) -> Iterator[Finding]:
 
 
 def _common(*tables: Tensor) -> list[Tensor]:
+    found = list(tables)
     for axis in (1, 2):
-        n = min(table.shape[axis] for table in tables)
-        tables = [table.narrow(axis, (table.shape[axis] - n) // 2, n) for table in tables]
-    return tables
+        n = min(table.shape[axis] for table in found)
+        found = [table.narrow(axis, (table.shape[axis] - n) // 2, n) for table in found]
+    return found
 
 
 def _learned(examined: Examined) -> Iterator[tuple[Size, Embedding, Embedding]]:
@@ -313,6 +336,10 @@ def _error_rules(native: Embedding, grid: Size) -> dict[str, Tensor]:
             errors[f"{mode} to {format_size(grid[::-1])} patches, read as {format_size(grid)}"] = swapped.reshape(*grid, -1)
             errors[f"{mode} to {format_size(grid[::-1])} patches, transposed"] = swapped.transpose(0, 1)
             errors[f"{mode} of the transposed embedding"] = interpolated(exchanged, grid, **how)
+            side = math.isqrt(exchanged.shape[0] * exchanged.shape[1])
+            if side * side == exchanged.shape[0] * exchanged.shape[1] and native.grid != (side, side):
+                square = native.patches.flatten(0, 1).unflatten(0, (side, side))
+                errors[f"{mode} of the embedding read as {side}x{side}"] = interpolated(square, grid, **how)
     return errors
 
 
@@ -325,7 +352,8 @@ def _off_center(native: Embedding, grid: Size) -> dict[str, Tensor]:
             for offset in (0.1, 0.01, 0.001, 0.5):
                 moved = interpolated(native.patches, grid, offset, mode=mode, antialias=antialias)
                 if moved.shape[:2] == grid:
-                    errors[f"{mode} by a scale factor of the size plus {offset}"] = moved
+                    name = f"{mode}{', antialias,' * antialias} by a scale factor of the size plus {offset}"
+                    errors[name] = moved
     return errors
 
 
@@ -444,19 +472,31 @@ def _same(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.std(correction=0).clamp(min=1e-9))
 
 
+def _exchanged(examined: Examined) -> tuple[Size, Size]:
+    if len(examined.sizes) < 2 or examined.sizes[0][::-1] != examined.sizes[1]:
+        raise NotApplicableError("no two sizes with height and width exchanged")
+    return examined.sizes[0], examined.sizes[1]
+
+
 def cache(examined: Examined) -> Iterator[Finding]:
     """A size runs the same whatever ran before."""
     if not examined.one_module:
         raise NotApplicableError("the model is built for one size; another one is another module")
-    subject, (a, b) = examined.subject, examined.sizes[:2]
-    for first, second in ((a, b), (b, a)):
+    subject, (a, b) = examined.subject, _exchanged(examined)
+    unit = subject.unit()
+    small = [size for size in ((2 * unit, 2 * unit),) if subject.takes_as_it_is(size)]
+    for first, second in ((a, b), (b, a), *((size, a) for size in small)):
         used, fresh = copy.deepcopy(subject.model), copy.deepcopy(subject.model)
         images = subject.images(second)
         subject.output(used, subject.images(first))
-        apart = _same(subject.output(fresh, images), subject.output(used, images))
-        if apart > OUTPUT:
+        expected = subject.output(fresh, images)
+        try:
+            apart = _same(expected, subject.output(used, images))
             text = f"the output changes by {apart:.2g} of its standard deviation after an image of {format_size(first)} px"
-            sizes = f"an image of {format_size(first)} px, then one of {format_size(second)} px (as many tokens)"
+        except REFUSALS as error:
+            apart, text = math.inf, f"the model fails after an image of {format_size(first)} px: {one_line(error)}"
+        if apart > OUTPUT:
+            sizes = f"an image of {format_size(first)} px, then one of {format_size(second)} px"
             yield Finding("cache", subject.name, "the output of a model that ran nothing before", text, sizes)
             return
 
@@ -468,13 +508,19 @@ def state(examined: Examined) -> Iterator[Finding]:
     subject, model = examined.subject, copy.deepcopy(examined.subject.model)
     images = subject.images(examined.native)
     before, weights = subject.output(model, images), {n: v.clone() for n, v in model.state_dict().items()}
-    for size in examined.sizes[:2]:
-        subject.output(model, subject.images(size))
-    apart = _same(before, subject.output(model, images))
+    run = f"{format_size(examined.native)} px, then other sizes, then {format_size(examined.native)} px again"
+    try:
+        for size in examined.sizes[:2]:
+            subject.output(model, subject.images(size))
+        apart = _same(before, subject.output(model, images))
+    except REFUSALS as error:
+        yield Finding(
+            "state", subject.name, "sizes that the model takes, one after another", f"it fails: {one_line(error)}", run
+        )
+        return
     changed = [n for n, v in model.state_dict().items() if n in weights and not torch.equal(v, weights[n])]
     if apart > OUTPUT or changed:
         text = f"{changed[0]} was changed" if changed else f"the output changes by {apart:.2g} of its standard deviation"
-        run = f"{format_size(examined.native)} px, another size, {format_size(examined.native)} px again"
         yield Finding("state", changed[0] if changed else subject.name, "the same output again", text, run)
 
 
@@ -528,9 +574,10 @@ def dtype(examined: Examined) -> Iterator[Finding]:
             yield Finding("dtype", one.where, "angles in float32", text, where)
         rows, rows_low = examined.bias(size, number), bias(other)
         if rows is not None and rows_low is not None and rows.content <= SAME:
-            apart = float((rows.by_offset - rows_low.by_offset).abs().nan_to_num(0).max()) / rows.range
-            if apart > LOW_PRECISION:
-                text = f"biases change by {100 * apart:.0f}% of their range under autocast to bfloat16"
+            apart = float((rows.by_offset - rows_low.by_offset).abs().nan_to_num(0).max())
+            rounding = 2**-7 * float(rows.by_offset.nan_to_num(0).abs().max())  # of bfloat16, twice
+            if apart > max(LOW_PRECISION * rows.range, rounding):
+                text = f"biases change by {100 * apart / rows.range:.0f}% of their range under autocast to bfloat16"
                 yield Finding("dtype", one.where, "biases in float32", text, where)
 
 
@@ -554,18 +601,20 @@ def device(examined: Examined) -> Iterator[Finding]:
     except REFUSALS as error:
         if "device" in str(error) and "meta" in str(error) and "item" not in str(error):
             text = f"after a pass on the CPU and .to(another device): {one_line(error)}"
-            yield Finding("device", subject.name, "constants on the device of the model", text, f"image of {format_size(size)} px")
+            yield Finding(
+                "device", subject.name, "constants on the device of the model", text, f"image of {format_size(size)} px"
+            )
             return
         raise NotApplicableError(f"the model does not run on the meta device: {one_line(error)}") from error
 
 
 def compiled(examined: Examined) -> Iterator[Finding]:
-    """torch.compile (its tracing, without code generation) gives the eager outputs at both sizes."""
+    """torch.compile (its tracing, a graph per size, without code generation) gives the eager outputs at both sizes."""
     subject = examined.subject
     sizes = examined.sizes[:2] if examined.one_module else examined.sizes[:1]
     model = copy.deepcopy(subject.at(sizes[0]))
     torch._dynamo.reset()
-    fast = torch.compile(copy.deepcopy(model), backend="eager")
+    fast = torch.compile(copy.deepcopy(model), backend="eager", dynamic=False)  # sizes as symbols take minutes
     for size in sizes:
         images = subject.images(size)
         try:

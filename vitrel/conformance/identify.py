@@ -1,6 +1,7 @@
 """The encoding of a model, named from what a survey measures: kind, base, unit, pairs, window, rule at another size."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def _windows(found: Located) -> dict[str, Any]:
     return {"window": format_size(shape)} | ({"shift": format_size(shift)} if any(shift) else {})
 
 
-def named_rotation(turn: Rotation, others: list[Rotation | None] = ()) -> tuple[str, dict[str, Any]]:
+def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tuple[str, dict[str, Any]]:
     """Kind and details of a rotation; others: the same layer's at other sizes, for the unit of its positions."""
     if not turn.pairs:
         return "rotation of no pairs", {}
@@ -139,7 +140,7 @@ def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
     if _separates(rows.by_offset):
         return "factorized", {}
     low, high = float(rows.by_offset.nan_to_num(0).min()), float(rows.by_offset.nan_to_num(0).max())
-    if not sign and 0 <= low and high <= 16 and high > 1:
+    if not sign and low >= 0 and 1 < high <= 16:
         return "cpb", {"biases": "0 to 16, computed"}
     return "table", {"sign": sign} if sign else {}
 
@@ -168,7 +169,9 @@ def _of_distance(table: Tensor) -> str:
             errors = []
             for b in torch.logspace(-3, 3, 241, dtype=torch.float64):
                 columns = torch.stack((torch.log1p(b * at), torch.ones_like(at)), -1)
-                errors.append(float((columns @ torch.linalg.lstsq(columns, head[:, None]).solution - head[:, None]).abs().max()))
+                errors.append(
+                    float((columns @ torch.linalg.lstsq(columns, head[:, None]).solution - head[:, None]).abs().max())
+                )
             worst = max(worst, min(errors))
         if worst < 0.01 * float(scale):
             return "log_decay"
@@ -179,7 +182,7 @@ def _separates(table: Tensor) -> bool:
     """Whether the bias is the sum of one of the rows and one of the columns."""
     if bool(table.isnan().any()):
         h, w = (n // 4 for n in table.shape[1:])
-        table = table[:, h:-h or None, w:-w or None]
+        table = table[:, h : -h or None, w : -w or None]
         if bool(table.isnan().any()):
             return False
     rest = table - table.mean(1, keepdim=True) - table.mean(2, keepdim=True) + table.mean((1, 2), keepdim=True)
@@ -192,7 +195,7 @@ def _memory(rows: Bias, model: nn.Module) -> str:
     table = rows.by_offset.flatten(1)
     seen = ~table.isnan().any(0)
     for value in model.parameters():
-        for both in ((value, value.T) if value.dim() == 2 else ()):
+        for both in (value, value.T) if value.dim() == 2 else ():
             if both.shape[0] == heads and both.shape[1] in (height * width, height * width + 3):
                 held = both[:, : height * width].double()
                 for name, one in (("query - key", held), ("key - query", held.flip(1))):

@@ -198,6 +198,9 @@ def bias(found: Located, order: Tensor | None = None) -> Bias | None:
         places, (h, w) = torch.stack((where // side, where % side), -1), tuple(order.shape)
     real = found.tokens >= 0
     pairs = visible & real[:, :, None] & real[:, None]  # [W, N, N]
+    slots = window_slots(found) if found.windows > 1 else None
+    if slots is not None:
+        pairs = pairs & aligned(found, slots[1])  # pairs across a border are found by another check
     values = found.logits.double()
     inside = values.permute(0, 2, 1, 3, 4)[:, :, pairs]  # [B, H, M]
     if not inside.numel():
@@ -209,7 +212,7 @@ def bias(found: Located, order: Tensor | None = None) -> Bias | None:
     spread_all = max(spread_all, 1e-6)
     offset = (places[:, :, None] - places[:, None])[pairs]  # [M, 2]
     index = (offset[:, 0] + h - 1) * (2 * w - 1) + offset[:, 1] + w - 1
-    size = inside.shape[:2] + ((2 * h - 1) * (2 * w - 1),)
+    size = (*inside.shape[:2], (2 * h - 1) * (2 * w - 1))
     at = index.expand(*inside.shape)
     top = torch.full(size, -math.inf, dtype=torch.float64).scatter_reduce(2, at, inside, "amax")
     low = torch.full(size, math.inf, dtype=torch.float64).scatter_reduce(2, at, inside, "amin")

@@ -11,7 +11,7 @@ plain: nothing is replaced.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +40,9 @@ class Attention:
     query: Tensor  # [B*L, Q, D] operand of the product
     key: Tensor  # [B*L, K, D]
     linears: frozenset[int]  # numbers of the linear layers that query and key are made of
-    before: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))  # what query and key may be rotated from
+    before: tuple[list[Tensor], list[Tensor]] = field(
+        default_factory=lambda: ([], [])
+    )  # what query and key may be rotated from
 
 
 @dataclass
@@ -86,9 +88,13 @@ def record(
     mode, fastpath = _Recorder(images, replace, stack, last), torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which is one operator
-        with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), suppress(_EnoughError):
-            with sdpa_kernel(SDPBackend.MATH), mode:
-                mode.found.output = call(images)
+        with ExitStack() as stack_of:
+            stack_of.enter_context(suppress(_EnoughError))
+            for context in (evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager")):
+                stack_of.enter_context(context)
+            stack_of.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack_of.enter_context(mode)
+            mode.found.output = call(images)
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
         for hook in hooks:

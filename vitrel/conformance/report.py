@@ -13,7 +13,7 @@ DEFINITIONS = {  # {check: (definition, place of its code in vitrel)}
     "order": ("token i lies in row i // w and column i % w; an offset or a step has one value on the whole grid", "grid.py"),
     "rotation": ("the norm of each pair of channels is the same at all positions", "position/rope.py"),
     "sign": ("query i and key j are rotated by the angles of their positions with the same sign", "position/rope.py"),
-    "prefix": ("prefix tokens are not rotated, and their bias and embedding are the same whatever the grid", "position/terms.py"),
+    "prefix": ("prefix tokens are not rotated; their bias and embedding are the same on any grid", "position/terms.py"),
     "axes": ("position tells rows and columns apart", "position/terms.py"),
     "exchange": ("frequencies of y on h x w are those of x on w x h; a window has one bias per offset", "position/rope.py"),
     "resampling": ("an embedding at h x w is the native one resampled to h rows and w columns", "position/absolute.py"),

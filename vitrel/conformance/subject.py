@@ -43,8 +43,12 @@ class Subject:
         self._extra = _extra(self.model)
 
     def at(self, size: Size) -> nn.Module:
-        """The model for images of `size`: the same one if it takes any, or a copy that `set_input_size` has changed."""
-        return model_at_size(self.model, size)
+        """A copy of the model that ran nothing before, for images of `size`, changed by `set_input_size` where it has one."""
+        return copy.deepcopy(model_at_size(self.model, size))
+
+    def takes_as_it_is(self, size: Size) -> bool:
+        """Whether the model takes `size` without being changed for it."""
+        return model_at_size(self.model, size) is self.model and not self.takes(size)
 
     def call(self, model: nn.Module) -> Callable[[Tensor], Any]:
         """A function that runs `model`, a copy of the subject's, on images."""
@@ -127,8 +131,8 @@ def one_line(error: BaseException) -> str:
 def sizes_of(subject: Subject) -> tuple[Size, Size]:
     """Two image sizes with the same number of tokens, height and width exchanged: 6 x 8 and 8 x 6 patches (or units).
 
-    Six patches are enough that the largest rotation between neighbors of a normalized encoding stays below pi (DINOv3: 4 pi / 6),
-    so it has one meaning. ValueError if the model takes no such images, with its reason.
+    With six patches the largest rotation between neighbors of a normalized encoding is below pi (DINOv3: 4 pi / 6), so that it
+    has one meaning. ValueError if the model takes no such images, with its reason.
     """
     unit, reason = subject.unit(), ""
     for side in dict.fromkeys((unit, *_UNITS)):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
-from vitrel.conformance.record import Attention, Pass, Replace, constant, record
+from vitrel.conformance.record import Pass, Replace, constant, record
 
-HIDDEN = -50.0  # logits so far below the largest of their query are a mask: exp(-50) is 2e-22; no bias of a trained model is
+HIDDEN = -80.0  # logits so far below the largest of their query are a mask: -100 in Swin V2, whose biases are 0 to 16
 CONTENTS = 3  # constant passes, each with other contents, so that no single content is degenerate
 
 
@@ -147,11 +147,12 @@ class _Layout(NamedTuple):
 
 
 def _groups(found: Pass) -> list[list[int]]:
-    """Numbers of attentions that are one: consecutive ones of the same module and window, which computes windows in parts."""
+    """Numbers of attentions that are one: consecutive ones of the same queries, of a module that computes windows in parts."""
     groups: list[list[int]] = []
     for number, one in enumerate(found.attentions):
         before = found.attentions[groups[-1][-1]] if groups else None
-        if before is not None and before.where == one.where and before.logits.shape[1:] == one.logits.shape[1:]:
+        same = before is not None and before.where == one.where and before.linears == one.linears
+        if same and before.logits.shape[1:] == one.logits.shape[1:]:
             groups[-1].append(number)
         else:
             groups.append([number])

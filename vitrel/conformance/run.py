@@ -81,7 +81,9 @@ def check(
             report.passed.append("expect")
         else:
             text = f"identified: {', '.join(sorted(kinds)) or 'none'}"
-            report.findings.append(Finding("expect", subject.name, expect, text, f"image of {format_size(examined.sizes[0])} px"))
+            report.findings.append(
+                Finding("expect", subject.name, expect, text, f"image of {format_size(examined.sizes[0])} px")
+            )
     report.seconds = time.monotonic() - start
     return report
 
@@ -163,7 +165,8 @@ def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Fi
         if time.monotonic() - start > _SECONDS or not examined.one_module:
             break
         try:
-            one = survey(subject.call(subject.model), subject.model, size, subject.channels)
+            model = subject.at(size)
+            one = survey(subject.call(model), model, size, subject.channels)
             pair = {size: one}
             if examined.native is not None:
                 pair[examined.native] = examined.surveys[examined.native]
