@@ -64,7 +64,7 @@ def check(
             continue
         say(name)
         try:
-            findings = _merged(CHECKS[name](examined))
+            findings = _merged(CHECKS[name](examined), subject.name)
         except NotApplicableError as reason:
             report.skipped[name] = str(reason)
             continue
@@ -143,11 +143,12 @@ def _native_first(examined: Examined) -> list[tuple[int, int]]:
     return sorted(examined.sizes, key=lambda size: size != examined.native)
 
 
-def _merged(findings: Any) -> list[Finding]:
+def _merged(findings: Any, model: str) -> list[Finding]:
     """One finding for each text of a check, of its first layer and size, with the number of others."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        found.setdefault((finding.check, finding.expected), []).append(finding)
+        named = finding._replace(where=finding.where or model)
+        found.setdefault((finding.check, finding.expected), []).append(named)
     merged = []
     for same in found.values():
         layers = dict.fromkeys(finding.where for finding in same)
