@@ -20,6 +20,7 @@ ROOMS = {  # what else each room may import; all may import the core
     "data": set(),
     "export": {"convert", "evaluate"},
     "inspect": set(),
+    "conformance": {"inspect"},
     "tune": set(),
     "train": {"data", "convert", "inspect"},
     "evaluate": {"data", "inspect", "cpu", "convert"},

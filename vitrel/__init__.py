@@ -16,6 +16,8 @@ __all__ = [
     "RelativeAttention",
     "Table",
     "Terms",
+    "assert_position_conforms",
+    "check",
     "combine",
     "create_model",
     "create_position",

@@ -1,6 +1,7 @@
 """The public names of vitrel, in a module of their own: `import vitrel` imports it, the command only where a name is used."""
 
 from vitrel import evaluate
+from vitrel.conformance import assert_position_conforms, check
 from vitrel.convert import from_timm, load, relativize, save
 from vitrel.cpu.optimize import optimize
 from vitrel.grid import Grid

@@ -18,6 +18,7 @@ PACKAGES = (
     "vitrel.weights.load",
     "vitrel.convert",
     "vitrel.inputs",
+    "vitrel.conformance",
     "vitrel.inspect.diagnose",
     "vitrel.inspect.resolution_report",
     "vitrel.inspect.attention",

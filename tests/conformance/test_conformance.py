@@ -1,0 +1,210 @@
+"""`vitrel.check` against closed forms and loops, faults that it must name, right models that must pass, and its errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from conformance.faults import FAULTS, RIGHT, Rope, Table, Tiny, swin
+
+import vitrel
+from helpers import ROOT, command, each
+from vitrel.conformance import measure, report
+from vitrel.conformance.checks import CHECKS
+from vitrel.conformance.subject import Subject
+from vitrel.conformance.survey import survey
+
+pytest_plugins = ["vitrel.conformance.pytest_plugin"]
+QUICK = [name for name in CHECKS if name not in ("compile", "export")]
+tool = command("check")
+
+
+def examined(model, size=(48, 64)):
+    return survey(model.eval(), model, size)
+
+
+def test_rotations_are_those_of_the_closed_form():
+    turn = measure.rotation(examined(Rope()).attentions[0])
+    frequency = torch.tensor([100 ** (-t / 4) for t in range(4)], dtype=torch.float64)
+    expected = torch.zeros(2, 8, dtype=torch.float64)
+    expected[0, :4], expected[1, 4:] = frequency, frequency
+    assert turn.pairs == "half" and torch.allclose(turn.steps[0, 0], expected, atol=1e-6)
+    assert turn.prefix < 1e-6 and turn.spread.max() < 1e-6
+
+
+def test_biases_are_those_of_the_table():
+    model = Table()
+    found = measure.bias(examined(model).attentions[0])
+    for dy, dx in ((0, 0), (-5, 7), (3, -2)):  # query minus key
+        row = model.table[(dy + 15) * 31 + dx + 15]
+        assert torch.allclose(found.by_offset[:, dy + 5, dx + 7].float(), row, atol=1e-5)
+    assert found.spread < 1e-6 and found.window == (6, 8)
+
+
+def test_tokens_lie_where_a_loop_over_windows_puts_them():
+    found = examined(swin((28, 56), window_size=3, always_partition=False), (28, 56)).attentions[1]  # 7 x 14 tokens
+    assert found.grid == (7, 14)
+    seen = sorted(found.tokens[found.tokens >= 0].tolist())
+    assert seen == list(range(98))
+
+
+def test_windows_of_a_shifted_block():
+    found = examined(swin(), (56, 112)).attentions[1]  # 14 x 28 tokens, windows of 7, shifted by 3
+    expected = []
+    for top in range(2):
+        for left in range(4):
+            at = [((top * 7 + y + 3) % 14) * 28 + (left * 7 + x + 3) % 28 for y in range(7) for x in range(7)]
+            expected.append(at)
+    assert found.tokens.tolist() == expected and found.heads == 2
+    for window, tokens in enumerate(expected[:: len(expected) - 1]):
+        which = window * (len(expected) - 1)
+        for i, a in enumerate(tokens):
+            for j, b in enumerate(tokens):
+                (ya, xa), (yb, xb) = divmod(a, 28), divmod(b, 28)
+                inside = ya - yb == i // 7 - j // 7 and xa - xb == i % 7 - j % 7
+                assert bool(found.visible[which, i, j]) == inside
+
+
+@each("fault", [f for f in FAULTS if f.name in ("align_corners", "rotary: class token rotated", "windows: one window shifted")])
+def test_some_faults_are_named(fault):
+    names = {"half_pixel", "prefix", "shift", "order", "window", "mask", "resampling"}
+    found = {finding.check for finding in vitrel.check(fault.build(), checks=sorted(names)).findings}
+    assert found == {fault.check}
+
+
+@pytest.mark.slow(seconds=40)
+@each("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_every_fault_is_named(fault):
+    names = [*QUICK, *({fault.check} & {"compile", "export"})]
+    found = vitrel.check(fault.build(), like=fault.right and fault.right(), expect=fault.expect, checks=names)
+    assert fault.check in {f.check for f in found.findings}
+    assert {f.check for f in found.findings} <= {fault.check, *fault.also}
+    about = next(f for f in found.findings if f.check == fault.check).to_dict()
+    assert all(about[name] for name in ("where", "expected", "found", "input", "definition", "code"))
+
+
+def test_faults_have_reports():
+    assert len([fault for fault in FAULTS if fault.reference]) >= 15
+
+
+@pytest.mark.slow(seconds=20)
+@each("build", RIGHT)
+def test_right_models_pass_every_check(build):
+    found = vitrel.check(build())
+    assert found.ok, found
+    assert not {"compile", "export"} & set(found.skipped)
+
+
+@pytest.mark.slow(seconds=60)
+@each(
+    ("name", "options", "kind"),
+    [
+        ("test_vit", {}, "absolute, resampled bicubic, antialias"),
+        ("vit_small_patch16_dinov3", {"depth": 2}, "rope_normalized, pairs half, first y, base 100.0, unit height and width"),
+        ("vit_small_patch16_rope_224", {"depth": 2}, "rope_axial, pairs interleaved, first x, base 100.0, unit patches"),
+        ("vit_small_patch16_rope_mixed_224", {"depth": 2}, "rope_mixed, pairs interleaved"),
+        ("beit_base_patch16_224", {"depth": 2}, "table, sign query - key"),
+        ("vit_relpos_small_patch16_224", {"depth": 2}, "table"),
+        ("swin_tiny_patch4_window7_224", {"depths": (2, 2), "num_heads": (3, 6)}, "table, window 7x7"),
+        ("vitrel_vit_n8_alibi", {}, "alibi (euclidean)"),
+        ("vitrel_vit_n8_factorized", {}, "factorized"),
+        ("vitrel_vit_n8_sincos", {}, "sincos"),
+        ("vitrel_vit_n8_decomposed", {}, "decomposed"),
+        ("vitrel_vit_n8_none", {}, "none"),
+    ],
+)
+def test_models_of_timm_and_vitrel_raise_no_alarm(name, options, kind):
+    found = vitrel.check(name, checks=[n for n in QUICK if n not in ("dtype", "device", "state")], **options)
+    assert found.ok, found
+    assert any(text.startswith(kind) for text in found.encodings), found.encodings
+
+
+@pytest.mark.slow(seconds=60)
+def test_the_check_fails_with_timm_1_0_26_and_passes_with_1_0_27(tmp_path):
+    """NaFlexVit with DINOv3's rotation: the older one refuses it, and its nearest rotation gives other positions."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import timm, torch
+from vitrel.conformance import check
+def build(**options):
+    torch.manual_seed(0)
+    return timm.create_model("vit_small_patch16_dinov3", embed_dim=64, depth=2, num_heads=2, dynamic_img_size=True, **options)
+try:
+    model = build(use_naflex=True)
+except ValueError as error:
+    model = build(use_naflex=True, rope_type="axial")
+report = check(model, [(96, 128), (128, 96)], like=build(), checks=["order", "rotation", "like"])
+print(timm.__version__, *(finding.found for finding in report.findings))
+"""
+    printed = []
+    for version in ("1.0.26", "1.0.27"):
+        folder = tmp_path / version
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"timm=={version}"]
+        if subprocess.run(pip, capture_output=True).returncode:
+            pytest.skip(f"timm {version} cannot be installed: the package index cannot be reached")
+        run = [sys.executable, "-c", code, str(folder)]
+        printed.append(subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip())
+    assert printed == ["1.0.26 interleaving: pairs are interleaved, not half", "1.0.27"]
+
+
+def test_the_fixture_and_the_function(assert_position_conforms):
+    faulty = next(fault for fault in FAULTS if fault.check == "half_pixel")
+    assert_position_conforms(Tiny(), sizes=[(48, 64), (64, 48), 48], checks=["half_pixel", "order"])
+    with pytest.raises(AssertionError, match=r"half_pixel: bi.* with align_corners"):
+        vitrel.assert_position_conforms(faulty.build(), checks=["half_pixel"])
+
+
+def test_the_model_is_not_changed_and_zero_tables_are_seen():
+    model = Table()
+    with torch.no_grad():
+        model.table.zero_()
+    model.train()
+    found = vitrel.check(model, checks=["order"])
+    assert found.encodings[0].startswith("table") and not model.table.any() and model.training
+
+
+def test_definitions_name_files_that_exist():
+    assert set(CHECKS) < set(report.DEFINITIONS)
+    assert all((ROOT / "vitrel" / place).is_file() for _, place in report.DEFINITIONS.values())
+
+
+def test_a_check_that_says_nothing_gives_its_reason():
+    found = vitrel.check(timm.create_model("test_convnext"), sizes=[(64, 96)], checks=["order", "window", "like", "prefix"])
+    assert found.ok and found.skipped["window"] == "no attention was seen" and not found.passed
+
+
+@each(
+    ("arguments", "message"),
+    [
+        (["test_vitt"], "unknown model 'test_vitt'; nearest: test_vit"),
+        (["test_vit", "--checks", "ordr"], "there is no check 'ordr': did you mean order?"),
+        (["nowhere.module:build"], "neither a name of timm.list_models() nor an import path"),
+        (["test_vit", "--model-args", "{dynamic: true}"], "unexpected keyword argument 'dynamic'"),
+        (["test_vit", "--size", "97"], "does not take images of 97x97 px"),
+    ],
+)
+def test_bad_usage_has_exit_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tool.main(arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_command_prints_a_table_writes_json_and_returns_1_for_findings(tmp_path, capsys):
+    path = tmp_path / "check.json"
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["conformance.faults:Corners", "--checks", "half_pixel", "order", "--json", str(path)])
+    assert stop.value.code == 1
+    text = capsys.readouterr().out
+    assert "half_pixel  FINDING" in text and "patch centers lie at" in text
+    found = json.loads(path.read_text())
+    assert [f["check"] for f in found["findings"]] == ["half_pixel"] and found["versions"]["timm"] == timm.__version__
+    tool.main(["conformance.faults:Tiny", "--checks", "half_pixel"])
+    assert "no finding in 1 checks" in capsys.readouterr().out
+
+
+def test_models_on_the_meta_device_are_refused():
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
+        Subject(torch.nn.Linear(2, 2))

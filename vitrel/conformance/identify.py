@@ -1,0 +1,229 @@
+"""The encoding of a model, named from what a survey measures: kind, base, unit, pairs, window, rule at another size."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.common.sizes import Size, format_size
+from vitrel.conformance.measure import (
+    SAME,
+    Bias,
+    Rotation,
+    bias,
+    difference,
+    interpolated,
+    resampling_rules,
+    rotation,
+    window_slots,
+)
+from vitrel.conformance.survey import Embedding, Located, Survey
+
+_FLAT = 1e-4  # radians; a step below it is none: the slowest band of a base of 10,000 and 64 channels has 2.4e-4
+
+
+class Identity(NamedTuple):
+    """What position does in one place of a model."""
+
+    where: str
+    kind: str  # "rope_axial", "table", "absolute", ... or "none"
+    details: dict[str, Any]
+
+    def __str__(self) -> str:
+        return ", ".join([self.kind, *(f"{name} {value}" for name, value in self.details.items())])
+
+
+def identify(surveys: dict[Size, Survey], model: nn.Module) -> list[Identity]:
+    """The encodings of a model from surveys at several image sizes; the first of them is the one that is named."""
+    first, *others = surveys.values()
+    found = [_embedding(e, [s.embeddings[n] for s in others if len(s.embeddings) > n], model)
+             for n, e in enumerate(first.embeddings)]  # fmt: skip
+    for n, attention in enumerate(first.attentions):
+        same = [s.attentions[n] for s in others if len(s.attentions) == len(first.attentions)]
+        found += _attention(attention, same, model)
+    if not found and (first.attentions or first.unlocated):
+        found.append(Identity("", "none" if not first.unlocated else "not identified", {}))
+    return found
+
+
+def summary(found: list[Identity]) -> list[str]:
+    """One line for each different encoding, with the number of layers that have it."""
+    counts = Counter(str(one) for one in found)
+    return [text if n == 1 else f"{text} ({n} layers)" for text, n in counts.items()]
+
+
+def _attention(found: Located, others: list[Located], model: nn.Module) -> list[Identity]:
+    made, details = [], _windows(found)
+    turn, rows = rotation(found), bias(found)
+    if turn is not None:
+        made.append(Identity(found.where, *named_rotation(turn, [rotation(other) for other in others])))
+    if rows is not None:
+        made.append(Identity(found.where, *named_bias(rows, model)))
+    if details:
+        kinds = [Identity(one.where, one.kind, one.details | details) for one in made]
+        return kinds or [Identity(found.where, "none", details)]
+    return made
+
+
+def _windows(found: Located) -> dict[str, Any]:
+    slots = window_slots(found)
+    if slots is None or (found.windows == 1 and found.tokens.shape[1] == found.grid[0] * found.grid[1]):
+        return {}
+    shape, _ = slots
+    first = found.places[found.tokens >= 0].view(-1, 2)[0]
+    shift = tuple(int(at) % m if n > m else 0 for at, m, n in zip(first, shape, found.grid, strict=True))
+    return {"window": format_size(shape)} | ({"shift": format_size(shift)} if any(shift) else {})
+
+
+def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tuple[str, dict[str, Any]]:
+    """Kind and details of a rotation; others: the same layer's at other sizes, for the unit of its positions."""
+    if not turn.pairs:
+        return "rotation of no pairs", {}
+    steps = turn.steps[0]  # [H, 2, P]
+    down, right = steps[:, 0], steps[:, 1]
+    active = (down.abs() > _FLAT) | (right.abs() > _FLAT)
+    both = (down.abs() > _FLAT) & (right.abs() > _FLAT)
+    details: dict[str, Any] = {"pairs": turn.pairs}
+    if not bool(active.any()):
+        return "none", {}
+    if bool(both.any()):
+        ratio = (right - down / turn.grid[1]).abs().max()
+        if float(ratio) < SAME:
+            return "rope over the number of the token", details
+        return "rope_mixed", details | {"heads": "one for all" if bool((steps == steps[:1]).all()) else "each its own"}
+    axes = ["y" if bool((down[0, i : i + 1].abs() > _FLAT).any()) else "x" for i in range(down.shape[1]) if bool(active[0, i])]
+    details["first"] = axes[0]
+    unit = _unit(turn, [other for other in others if other is not None])
+    base = frequency_base(down[0] if axes[0] == "y" else right[0])
+    if base:
+        details["base"] = float(f"{base:.4g}")
+    return ("rope_axial" if unit == "patches" else "rope_normalized"), details | {"unit": unit}
+
+
+def frequency_base(steps: Tensor) -> float:
+    """The base of frequencies base^(-t/n) [n], from angles per step in order; 0 if they are no geometric series."""
+    found = steps[steps.abs() > _FLAT].abs().double()
+    if len(found) < 3:
+        return 0.0
+    ratios = (found[1:] / found[:-1])[len(found) // 4 :]  # the first angles may exceed pi
+    if float(ratios.max() - ratios.min()) > 0.01 * float(ratios.mean()) or not 0 < float(ratios.mean()) < 1:
+        return 0.0
+    return float(ratios.median()) ** -len(found)
+
+
+def _unit(turn: Rotation, others: list[Rotation]) -> str:
+    """What positions are measured in: patches, or a share of the grid, by the change of angles with the grid."""
+    bands = turn.steps[0][0]
+    slow = [int((axis.abs() + 9 * (axis.abs() < _FLAT)).argmin()) for axis in bands]  # the slowest band cannot exceed pi
+    for name, of in (("patches", lambda n, g: 1.0), ("height and width", lambda n, g: n), ("longer side", lambda n, g: max(g))):
+        same = [
+            abs(float(one.steps[0][0, axis, slow[axis]]) * of(one.grid[axis], one.grid)
+                / (float(bands[axis, slow[axis]]) * of(turn.grid[axis], turn.grid)) - 1)
+            for one in others for axis in (0, 1) if abs(float(bands[axis, slow[axis]])) > _FLAT
+        ]  # fmt: skip
+        if all(error < 1e-2 for error in same):
+            return name
+    return "another"
+
+
+def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Kind and details of a bias, from its values by offset."""
+    if rows.content > SAME:
+        kind = "decomposed" if _separates(rows.by_offset) else "shaw"
+        return kind, {"biases": "depend on queries or keys"}
+    distance = _of_distance(rows.by_offset)
+    if distance:
+        return distance, {}
+    sign = _memory(rows, model)
+    if _separates(rows.by_offset):
+        return "factorized", {}
+    low, high = float(rows.by_offset.nan_to_num(0).min()), float(rows.by_offset.nan_to_num(0).max())
+    if not sign and low >= 0 and 1 < high <= 16:
+        return "cpb", {"biases": "0 to 16, computed"}
+    return "table", {"sign": sign} if sign else {}
+
+
+def _offsets(table: Tensor) -> tuple[Tensor, Tensor]:
+    h, w = (n // 2 for n in table.shape[1:])
+    y, x = torch.meshgrid(torch.arange(-h, h + 1), torch.arange(-w, w + 1), indexing="ij")
+    return y.double(), x.double()
+
+
+def _of_distance(table: Tensor) -> str:
+    """alibi or log_decay, if every head's bias is that function of a distance; otherwise ""."""
+    y, x = _offsets(table)
+    distances = {"euclidean": (y**2 + x**2).sqrt(), "L1": y.abs() + x.abs(), "squared": y**2 + x**2}
+    seen = ~table.isnan().any(0)
+    scale = table[:, seen].amax() - table[:, seen].amin()
+    for name, distance in distances.items():
+        at = distance[seen]
+        columns = torch.stack((at, torch.ones_like(at)), -1)
+        fit = torch.linalg.lstsq(columns, table[:, seen].T).solution
+        if float((columns @ fit - table[:, seen].T).abs().max()) < SAME * float(scale):
+            return f"alibi ({name})" if float(fit[0].max()) <= 0 else f"bias linear in the distance ({name}), growing"
+    for _, distance in zip(range(1), distances.values(), strict=False):
+        at, worst = distance[seen], 0.0
+        for head in table[:, seen]:
+            errors = []
+            for b in torch.logspace(-3, 3, 241, dtype=torch.float64):
+                columns = torch.stack((torch.log1p(b * at), torch.ones_like(at)), -1)
+                errors.append(
+                    float((columns @ torch.linalg.lstsq(columns, head[:, None]).solution - head[:, None]).abs().max())
+                )
+            worst = max(worst, min(errors))
+        if worst < 0.01 * float(scale):
+            return "log_decay"
+    return ""
+
+
+def _separates(table: Tensor) -> bool:
+    """Whether the bias is the sum of one of the rows and one of the columns."""
+    if bool(table.isnan().any()):
+        h, w = (n // 4 for n in table.shape[1:])
+        table = table[:, h : -h or None, w : -w or None]
+        if bool(table.isnan().any()):
+            return False
+    rest = table - table.mean(1, keepdim=True) - table.mean(2, keepdim=True) + table.mean((1, 2), keepdim=True)
+    return float(rest.abs().max()) < SAME * float(table.max() - table.min()) and float(table.max() - table.min()) > 0
+
+
+def _memory(rows: Bias, model: nn.Module) -> str:
+    """How a parameter holds the table: "query - key" or "key - query"; "" if none does."""
+    heads, (height, width) = len(rows.by_offset), rows.by_offset.shape[1:]
+    table = rows.by_offset.flatten(1)
+    seen = ~table.isnan().any(0)
+    for value in model.parameters():
+        for both in (value, value.T) if value.dim() == 2 else ():
+            if both.shape[0] == heads and both.shape[1] in (height * width, height * width + 3):
+                held = both[:, : height * width].double()
+                for name, one in (("query - key", held), ("key - query", held.flip(1))):
+                    if torch.allclose(one[:, seen], table[:, seen], atol=1e-5):
+                        return name
+    return ""
+
+
+def embedding_axes(found: Embedding) -> bool:
+    """Whether each channel of an embedding varies along one axis only, as of sines and cosines of rows and columns."""
+    rows, columns = (found.patches.std(axis, correction=0).amax(0) for axis in (0, 1))
+    scale = found.patches.std().clamp(min=1e-9)
+    return bool((torch.minimum(rows, columns) < SAME * scale).all())
+
+
+def _embedding(found: Embedding, others: list[Embedding], model: nn.Module) -> Identity:
+    if embedding_axes(found):
+        return Identity(found.where, "sincos", {})
+    rules = [rule for other in (found, *others) if (rule := resampled_from(found, other))]
+    return Identity(found.where, "absolute", {"resampled": rules[0]} if rules else {})
+
+
+def resampled_from(native: Embedding, other: Embedding) -> str:
+    """The rule of F.interpolate by which an embedding follows from that of another grid; "" for the same grid or none."""
+    if native.grid == other.grid:
+        return ""
+    smaller = any(n < m for n, m in zip(other.grid, native.grid, strict=True))
+    for name, how in resampling_rules(smaller).items():
+        if difference(interpolated(native.patches, other.grid, **how), other.patches) < 0.01:
+            return name
+    return ""

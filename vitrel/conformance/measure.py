@@ -1,0 +1,272 @@
+"""Rotations and biases measured in a survey: angles per step, biases per offset, and how far each is from such a rule.
+
+Nothing here uses vitrel's encodings: angles are read from rotated queries, biases from logits without content.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrel.common.sizes import Size
+from vitrel.conformance.survey import Located
+
+SAME = 1e-3  # radians, or share of the largest bias: float32 leaves 1e-5 of angles up to 100, and of biases
+PAIRS = {"half": "channels p and p + D/2", "interleaved": "channels 2p and 2p + 1", "quarter": "channels p and p + D/4"}
+
+
+class Rotation(NamedTuple):
+    """Rotation of queries and keys in one attention, by token of its grid."""
+
+    pairs: str  # key of PAIRS; "" if the norm of no pairing is the same for all tokens, so it is no rotation
+    norms: float  # largest change of the norm of a pair over tokens, as a share of it, for the best pairing
+    grid: Size  # of the image, or of one window
+    steps: Tensor  # [2 (query, key), H, 2 (down, right), P] mean angle between neighbors, radians in (-pi, pi]
+    spread: Tensor  # [2, H, 2, P] largest deviation from that mean over the grid
+    origin: Tensor  # [H, P] angle of the first patch against unrotated content; NaN where that is not known
+    prefix: float  # largest deviation of a prefix token from unrotated content, as a share of its norm; NaN if not known
+
+
+class Bias(NamedTuple):
+    """Bias of one attention by offset (query minus key), masks left out."""
+
+    by_offset: Tensor  # [H, 2h-1, 2w-1] mean bias of pairs with the offset; NaN where no visible pair has it
+    spread: float  # largest difference between pairs with one offset, as a share of the range of biases
+    content: float  # largest difference between contents, as a share of the range
+    prefix: float  # largest difference of a prefix token's bias over patches, as a share of the range
+    window: Size  # the h x w of by_offset
+    range: float  # of all biases
+
+
+def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
+    """The rotation of an attention; None if its queries are the same at all patches. order: as for `maps`."""
+    shape = _window(found)
+    if shape is None:
+        return None
+    query, key = (maps(found, part, order) for part in (found.query, found.key))  # [B, H, h, w, D]
+    if max(_varies(query), _varies(key)) < 1e-4:
+        return None
+    width = query.shape[-1]
+    scores = {name: max(_norm_change(_pairs(part, name)) for part in (query, key)) for name in _patterns(width)}
+    pairs = min(scores, key=lambda name: scores[name])
+    turns = [_pairs(part, pairs) for part in (query, key)]  # complex [B, H, h, w, P]
+    found_steps = [[_step(turn, axis) for axis in (2, 3)] for turn in turns]
+    steps, spread = (torch.stack([torch.stack([s[which] for s in side], 1) for side in found_steps]) for which in (0, 1))
+    origin = torch.full((query.shape[1], width // 2), math.nan)
+    plain = _plain(found, 0, pairs)
+    if plain is not None:
+        content = _pairs(plain, pairs)
+        origin = (turns[0][:, :, 0, 0] * content.conj()).sum(0).angle()
+    pure = scores[pairs] < SAME
+    return Rotation(pairs if pure else "", scores[pairs], tuple(query.shape[2:4]), steps, spread, origin, _prefix(found, pairs))
+
+
+def transposed_order(found: Located) -> dict[str, Tensor]:
+    """{name: order} for `maps`: the positions tokens would have by common errors, [h*w] index of the token at each place."""
+    h, w = found.grid
+    index = torch.arange(h * w)
+    return {
+        "height and width exchanged": _places(index // h, index % h, (w, h)),
+        "columns counted first": _places(index % h, index // h, (h, w)),
+    }
+
+
+def _places(y: Tensor, x: Tensor, grid: Size) -> Tensor:
+    order = torch.empty(grid, dtype=torch.long)
+    order[y, x] = torch.arange(len(y))
+    return order
+
+
+def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
+    """Values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of the first full window where there are several.
+
+    order: [h, w] index of the token at each place, if not row-major.
+    """
+    if found.windows > 1:
+        full = (found.tokens >= 0).all(1).nonzero().flatten()
+        first = int(full[0]) if len(full) else 0
+        return values[:, first].unflatten(2, _window(found))
+    slots = found.tokens[0].argsort()[(found.tokens[0] < 0).sum() :]  # of the tokens in their order
+    return values[:, 0][:, :, slots[(torch.arange(len(slots)).view(found.grid) if order is None else order)]]
+
+
+def _window(found: Located) -> Size | None:
+    """Shape of a window's slots, which follow each other row by row; the grid where attention is global without padding."""
+    if found.windows == 1 and int((found.tokens[0] >= 0).sum()) + found.prefix == found.tokens.shape[1]:
+        return found.grid
+    n = found.tokens.shape[1]
+    best, most = None, 0
+    slot = torch.arange(n)
+    for w in (w for w in range(1, n + 1) if n % w == 0):
+        count = int(aligned(found, torch.stack((slot // w, slot % w), -1)).sum())
+        if count > most:
+            best, most = (n // w, w), count
+    return best
+
+
+def aligned(found: Located, slots: Tensor) -> Tensor:
+    """[W, N, N] bool: real pairs whose offset in the image is that of their slots [N, 2] in the window."""
+    real = found.tokens >= 0
+    offset = found.places[:, :, None] - found.places[:, None]
+    return (offset == slots[:, None] - slots[None]).all(-1) & real[:, :, None] & real[:, None]
+
+
+def window_slots(found: Located) -> tuple[Size, Tensor] | None:
+    """Shape of the window and the (row, column) of each slot [N, 2]; None if slots have no such order."""
+    shape = _window(found)
+    if shape is None or found.prefix:
+        return None
+    slot = torch.arange(shape[0] * shape[1])
+    return shape, torch.stack((slot // shape[1], slot % shape[1]), -1)
+
+
+def _varies(values: Tensor) -> float:
+    """Largest difference between tokens of [B, H, h, w, D], as a share of the largest value."""
+    return float((values - values[:, :, :1, :1]).abs().max() / values.abs().max().clamp(min=1e-20))
+
+
+def _patterns(width: int) -> list[str]:
+    return [name for name, n in (("half", 2), ("interleaved", 2), ("quarter", 4)) if width % n == 0]
+
+
+def _pairs(values: Tensor, pattern: str) -> Tensor:
+    """Channels [..., D] as complex numbers [..., D/2]."""
+    values = values.double()
+    if pattern == "interleaved":
+        return torch.view_as_complex(values.unflatten(-1, (-1, 2)).contiguous())
+    if pattern == "quarter":
+        values = torch.cat([part for part in values.chunk(4, -1)][::2] + [part for part in values.chunk(4, -1)][1::2], -1)
+    a, b = values.chunk(2, -1)
+    return torch.complex(a.contiguous(), b.contiguous())
+
+
+def _norm_change(turn: Tensor) -> float:
+    """Largest change of the norm of a pair over tokens, as a share of the mean norm of all pairs."""
+    norm = turn.abs()
+    change = norm.amax((2, 3)) - norm.amin((2, 3))
+    return float(change.max() / norm.mean())
+
+
+def _step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Mean angle [H, P] between neighbors along an axis of [B, H, h, w, P], and the largest deviation from it."""
+    n = turn.shape[axis]
+    if n < 2:
+        return torch.full((2,), math.nan).new_full(turn.shape[1:2] + turn.shape[-1:], math.nan), torch.zeros(
+            turn.shape[1:2] + turn.shape[-1:]
+        )
+    both = (turn.narrow(axis, 1, n - 1) * turn.narrow(axis, 0, n - 1).conj()).sum(0)  # [H, ., ., P]
+    both = both / both.abs().clamp(min=1e-30)
+    mean = both.mean((1, 2))
+    deviation = (both * (mean / mean.abs().clamp(min=1e-9)).conj()[:, None, None]).angle().abs().amax((1, 2))
+    return mean.angle(), deviation
+
+
+def _plain(found: Located, side: int, pairs: str) -> Tensor | None:
+    """Content [B, H, D] of queries (side 0) or keys before they are rotated: the candidate with the norms of their pairs."""
+    rotated = _pairs((found.query, found.key)[side][:, 0, :, -1], pairs).abs()  # [B, H, P], of the last token
+    rotated = F.normalize(rotated, dim=-1)
+    norms = [F.normalize(_pairs(one, pairs).abs(), dim=-1) for one in found.before[side]]
+    errors = [float((norm - rotated).abs().max()) for norm in norms if norm.shape == rotated.shape]
+    if not errors or min(errors) > SAME:
+        return None
+    return [one for one, norm in zip(found.before[side], norms, strict=True) if norm.shape == rotated.shape][
+        errors.index(min(errors))
+    ]
+
+
+def _prefix(found: Located, pairs: str) -> float:
+    plains = [_plain(found, side, pairs) for side in (0, 1)]
+    if not found.prefix or any(plain is None for plain in plains):
+        return math.nan
+    worst = 0.0
+    for part, plain in zip((found.query, found.key), plains, strict=True):
+        rows = part[:, 0][:, :, found.tokens[0] < 0]  # [B, H, P, D]
+        rows, plain = F.normalize(rows.double(), dim=-1), F.normalize(plain.double(), dim=-1)[:, :, None]
+        worst = max(worst, float((rows - plain).norm(dim=-1).max()))
+    return worst
+
+
+def bias(found: Located, order: Tensor | None = None) -> Bias | None:
+    """The bias of an attention, masks left out; None if it is zero. order: as for `maps`, for global attention."""
+    h, w = found.grid
+    visible, places = found.visible, found.places
+    if order is not None:
+        side = order.shape[1]
+        where = order.flatten().argsort()[found.tokens.clamp(min=0)]
+        places, (h, w) = torch.stack((where // side, where % side), -1), tuple(order.shape)
+    real = found.tokens >= 0
+    pairs = visible & real[:, :, None] & real[:, None]  # [W, N, N]
+    slots = window_slots(found) if found.windows > 1 else None
+    if slots is not None:
+        pairs = pairs & aligned(found, slots[1])  # pairs across a border are found by another check
+    values = found.logits.double()
+    inside = values.permute(0, 2, 1, 3, 4)[:, :, pairs]  # [B, H, M]
+    if not inside.numel():
+        return None
+    spread_all = float(inside.amax() - inside.amin())
+    everything = values.permute(0, 2, 1, 3, 4)[:, :, visible]
+    if float(everything.amax() - everything.amin()) < 1e-6:
+        return None
+    spread_all = max(spread_all, 1e-6)
+    offset = (places[:, :, None] - places[:, None])[pairs]  # [M, 2]
+    index = (offset[:, 0] + h - 1) * (2 * w - 1) + offset[:, 1] + w - 1
+    size = (*inside.shape[:2], (2 * h - 1) * (2 * w - 1))
+    at = index.expand(*inside.shape)
+    top = torch.full(size, -math.inf, dtype=torch.float64).scatter_reduce(2, at, inside, "amax")
+    low = torch.full(size, math.inf, dtype=torch.float64).scatter_reduce(2, at, inside, "amin")
+    seen = top > -math.inf
+    difference = torch.where(seen, top - low, 0.0)
+    by_offset = torch.where(seen, (top + low) / 2, math.nan)
+    content = float((inside.amax(0) - inside.amin(0)).max()) / spread_all
+    table = by_offset[0].unflatten(1, (2 * h - 1, 2 * w - 1))
+    return Bias(table, float(difference.max()) / spread_all, content, _prefix_bias(found, spread_all), (h, w), spread_all)
+
+
+def _prefix_bias(found: Located, scale: float) -> float:
+    """Largest difference over patches of the bias between a prefix token and patches, as a share of `scale`."""
+    if not found.prefix:
+        return 0.0
+    first, rest = found.tokens[0] < 0, found.tokens[0] >= 0
+    logits = found.logits[:, 0].double()
+    parts = logits[:, :, first][..., rest], logits[:, :, rest][..., first].mT
+    return max(float((part.amax(-1) - part.amin(-1)).max()) for part in parts) / scale
+
+
+class Resampled(NamedTuple):
+    """How an embedding at another size follows from that of the native size."""
+
+    rule: str  # as in `resample`
+    error: float  # largest difference, as a share of the standard deviation
+
+
+def resampling_rules(to_smaller: bool) -> dict[str, dict]:
+    """{rule: arguments of F.interpolate}: right ones first, then those with other centers."""
+    rules: dict[str, dict] = {}
+    for mode in ("bicubic", "bilinear"):
+        rules[f"{mode}, antialias"] = dict(mode=mode, antialias=True)
+        rules[f"{mode}"] = dict(mode=mode, antialias=False)
+    if not to_smaller:
+        rules = {name: how for name, how in rules.items() if not how["antialias"]} | {
+            name: how for name, how in rules.items() if how["antialias"]
+        }
+    return rules | {f"{mode}, align_corners": dict(mode=mode, align_corners=True) for mode in ("bicubic", "bilinear")}
+
+
+def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
+    """An embedding [h0, w0, C] at another grid by F.interpolate, [h, w, C]; offset: added to the grid for its scale factor."""
+    image = native.permute(2, 0, 1)[None].float()
+    if offset:
+        factors = [(n + offset) / m for n, m in zip(grid, image.shape[-2:], strict=True)]
+        out = F.interpolate(image, scale_factor=factors, recompute_scale_factor=False, **how)
+    else:
+        out = F.interpolate(image, size=grid, **how)
+    return out[0].permute(1, 2, 0)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference of two embeddings as a share of the standard deviation; inf for other shapes."""
+    if a.shape != b.shape:
+        return math.inf
+    return float((a.float() - b.float()).abs().max() / b.float().std().clamp(min=1e-9))

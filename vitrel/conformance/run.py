@@ -1,0 +1,180 @@
+"""`check`: find position errors in anyone's model, from outside; `assert_position_conforms`: the same as a test."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from vitrel.common.names import did_you_mean
+from vitrel.common.sizes import Size, format_size
+from vitrel.conformance.checks import CHECKS, OF_SURVEYS, Examined, NotApplicableError
+from vitrel.conformance.identify import identify, summary
+from vitrel.conformance.report import Finding, Report
+from vitrel.conformance.subject import REFUSALS, Subject, load, one_line, sizes_of
+from vitrel.conformance.survey import survey
+from vitrel.inspect.any_model import checked_size
+
+MOST_TOKENS = 1024  # patches of the native size up to which it is examined: the logits of all pairs are stored
+_SMALLER = ((1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (3, 4))  # grids tried for the smallest input, in patches
+_SECONDS = 5.0  # a survey that takes longer is not repeated on smaller grids
+
+
+def check(
+    model: str | nn.Module,
+    sizes: Sequence[int | Size] | None = None,
+    like: str | nn.Module | None = None,
+    expect: str | None = None,
+    checks: Sequence[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Report:
+    """Identify position in a model and test it, from its operators alone: no class of any library is known.
+
+    The model runs in float32 on the CPU, as a copy; it is not changed. A check that says nothing about it is "not applicable",
+    with the reason.
+
+    Args:
+        model: any module that takes images [B, C, height, width], a name of timm.create_model, or a Python import path
+            ("package.module:function") of a module or of what returns one.
+        sizes: of images in pixels, ints or (height, width): two with height and width exchanged, then others. Default: 6 x 8
+            and 8 x 6 patches, and the native size up to 1,024 patches.
+        like: a reference model whose position must be the same; for a port, with the same weights.
+        expect: the kind that must be identified, for example "rope_axial".
+        checks: names of checks to run; default all.
+        progress: called before each step with its name.
+        options: arguments of timm.create_model, or of the function, for a name.
+
+    Raises:
+        ValueError: a name is unknown, a size is not positive whole numbers, or the model takes no size that can be tried.
+        TypeError: options are given with a model, or are not those of the named one.
+    """
+    start, say = time.monotonic(), progress or (lambda step: None)
+    for name in checks or ():
+        if name not in CHECKS:
+            raise ValueError(f"there is no check {name!r}{did_you_mean(name, CHECKS)}; checks: {', '.join(CHECKS)}")
+    subject = _subject(model, options)
+    examined = _examine(subject, _sizes(subject, sizes), say)
+    if like is not None:
+        examined.reference = _examine(_subject(like, {} if isinstance(like, nn.Module) else options), examined.sizes, say)
+    found = identify({size: examined.surveys[size] for size in _native_first(examined)}, subject.model)
+    report = Report(subject.name, examined.sizes, summary(found))
+    for name in checks or CHECKS:
+        if name == "like" and like is None:
+            continue
+        say(name)
+        try:
+            findings = _merged(CHECKS[name](examined), subject.name)
+        except NotApplicableError as reason:
+            report.skipped[name] = str(reason)
+            continue
+        except REFUSALS as error:
+            report.skipped[name] = f"the model refuses it: {one_line(error)}"
+            continue
+        if findings and name in OF_SURVEYS:
+            findings = _smallest(name, findings, examined)
+        report.findings += findings
+        report.passed += [] if findings else [name]
+    if expect is not None:
+        kinds = {one.kind for one in found}
+        if expect in kinds:
+            report.passed.append("expect")
+        else:
+            text = f"identified: {', '.join(sorted(kinds)) or 'none'}"
+            report.findings.append(
+                Finding("expect", subject.name, expect, text, f"image of {format_size(examined.sizes[0])} px")
+            )
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size] | None = None, **options: Any) -> None:
+    """Raise AssertionError, with the report, if `check` has a finding in the model; arguments as of `check`.
+
+    Args:
+        model: as for `check`.
+        sizes: as for `check`.
+        options: other arguments of `check`.
+    """
+    report = check(model, sizes, **options)
+    assert report.ok, str(report)
+
+
+def _subject(model: str | nn.Module, options: dict[str, Any]) -> Subject:
+    if isinstance(model, str):
+        return Subject(load(model, **options), model)
+    if options:
+        raise TypeError(f"options {', '.join(options)} are for a name; here the model is already built")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a torch.nn.Module or a name, not {type(model).__name__}")
+    return Subject(model)
+
+
+def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, ...]:
+    if given is not None:
+        found = tuple(dict.fromkeys(checked_size(size) for size in given))
+        for size in found:
+            if reason := subject.takes(size):
+                raise ValueError(f"{subject.name} does not take images of {format_size(size)} px: {reason}")
+        return found if len(found) > 1 else (*found, found[0][::-1]) if found[0] != found[0][::-1] else found
+    native = subject.native()
+    unit = subject.unit()
+    fits = native[0] * native[1] // unit**2 <= MOST_TOKENS and not subject.takes(native)
+    try:
+        two = sizes_of(subject)
+    except ValueError:
+        if not fits:
+            raise
+        return (native,)
+    return tuple(dict.fromkeys((*two, native))) if fits else two
+
+
+def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], None]) -> Examined:
+    surveys = {}
+    for size in sizes:
+        say(f"{subject.name} at {format_size(size)} px")
+        model = subject.at(size)
+        surveys[size] = survey(subject.call(model), model, size, subject.channels)
+    native = subject.native()
+    return Examined(subject, sizes, surveys, native if native in surveys else None)
+
+
+def _native_first(examined: Examined) -> list[tuple[int, int]]:
+    return sorted(examined.sizes, key=lambda size: size != examined.native)
+
+
+def _merged(findings: Any, model: str) -> list[Finding]:
+    """One finding for each text of a check, of its first layer and size, with the number of others."""
+    found: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        named = finding._replace(where=finding.where or model)
+        found.setdefault((finding.check, finding.expected), []).append(named)
+    merged = []
+    for same in found.values():
+        layers = dict.fromkeys(finding.where for finding in same)
+        more = f" and {len(layers) - 1} other layers" if len(layers) > 1 else ""
+        merged.append(same[0]._replace(where=same[0].where + more))
+    return merged
+
+
+def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Finding]:
+    """The findings with the input of the smallest grid that shows the same check, if the model takes smaller ones."""
+    subject, unit = examined.subject, examined.subject.unit()
+    start = time.monotonic()
+    for grid in _SMALLER:
+        size = grid[0] * unit, grid[1] * unit
+        if time.monotonic() - start > _SECONDS or not examined.one_module:
+            break
+        try:
+            model = subject.at(size)
+            one = survey(subject.call(model), model, size, subject.channels)
+            pair = {size: one}
+            if examined.native is not None:
+                pair[examined.native] = examined.surveys[examined.native]
+            again = [f for f in CHECKS[name](Examined(subject, (size, size), pair, examined.native))
+                     if format_size(size) in f.input]  # fmt: skip
+        except (NotApplicableError, *REFUSALS):
+            continue
+        if again:
+            return [findings[0]._replace(input=again[0].input, found=again[0].found), *findings[1:]]
+    return findings
