@@ -5,8 +5,8 @@ import timm
 import torch
 
 import vitrel
-from helpers import each
-from tools.docs.any_size import VARIANTS, apart, native, variant
+from helpers import ROOT, each
+from tools.docs.any_size import VARIANTS, apart, native, table, variant
 from vitrel.any_size import ADAPTERS, adapter_of, any_size
 from vitrel.models.backbone import Backbone
 
@@ -86,3 +86,8 @@ def test_a_model_without_position_is_returned_itself_and_the_given_one_is_not_ch
     assert (
         type(cait) is timm.models.cait.Cait and isinstance(ours, timm.models.cait.Cait) and ours.cls_token is not cait.cls_token
     )
+
+
+def test_the_page_has_the_table_that_the_command_prints():
+    page = (ROOT / "docs" / "how_to" / "any_size.md").read_text("utf-8")
+    assert page.partition("<!-- any_size -->\n")[2].partition("\n<!-- /any_size -->")[0] == table()

@@ -102,4 +102,5 @@ ADAPTER = Adapter(
     },
     position="table, or MLP of log offsets, in windows and strided windows; CoAtNet's over the whole grid",
     elsewhere="windows: nothing; CoAtNet: table geometric, MLP evaluated",
+    multiple=32,
 )
