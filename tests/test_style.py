@@ -14,7 +14,8 @@ from helpers.sources import sources, trees
 CORE = ["geometry", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
 SHARED = {"common"}  # all may import it
 ROOMS = {  # what else each room may import; all may import the core
-    "convert": set(),
+    "any_size": set(),
+    "convert": {"any_size"},
     "inputs": set(),
     "cpu": set(),
     "data": set(),

@@ -28,7 +28,7 @@ def test_models_of_ours_and_of_timm(capsys):
     # 12 blocks of 12 C^2 N + 2 C N^2, the patch embedding and the head, for 197 tokens of 192 channels
     blocks = 12 * (12 * 192**2 * 197 + 2 * 192 * 197**2)
     assert deit["multiply_adds"] == pytest.approx(blocks + 196 * 192 * 768 + 192 * 1000, rel=0.01)
-    assert found["resnet18"]["elsewhere"].startswith("not supported by from_timm")
+    assert (found["resnet18"]["position"], found["resnet18"]["elsewhere"]) == ("none", "nothing")
 
 
 def test_at_sizes_and_with_weights_only(capsys):

@@ -12,6 +12,7 @@ from torch import nn
 import vitrel
 from helpers import each
 from helpers.timm_peers import NAMES, SMALL, apart, peer, scattered
+from vitrel.convert.recognize import as_vitrel
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
@@ -277,7 +278,7 @@ def test_refusals(name):
     build, words = REFUSED[name]
     model = meta(name) if build is None else build()
     with pytest.raises(ValueError, match=words) as caught:
-        vitrel.from_timm(model)
+        as_vitrel(timm.create_model(model) if isinstance(model, str) else model)
     text = str(caught.value)
     assert "\n" not in text and (name in text or type(model).__name__ in text), text
 
@@ -324,7 +325,7 @@ def test_another_family_is_refused_by_what_it_has(name, reason):
     with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(ValueError, match=f"{name} .* has no vitrel model: .*{reason}") as refused:
-        vitrel.from_timm(model)
+        as_vitrel(model)
     assert "unwrap" not in str(refused.value) and "load the weights" not in str(refused.value)
 
 

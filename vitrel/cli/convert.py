@@ -103,18 +103,19 @@ def _check(args: argparse.Namespace) -> None:
 
 def _open(args: argparse.Namespace) -> tuple["Backbone", str]:
     """The model with its weights, and a text on every tensor for vitrel names ("" for others)."""
-    from vitrel.convert import from_timm, load
-    from vitrel.models.backbone import Backbone
+    from vitrel.convert import load
+    from vitrel.convert.recognize import as_vitrel
+    from vitrel.models.create import create_model
 
     if is_name(args.model) and args.model.startswith("vitrel_") and args.weights:
         return _by_tensors(args)
     if is_name(args.model) and args.pretrained:
-        model: Any = from_timm(args.model, pretrained=True, **args.model_args)
+        model: Any = create_model(args.model, pretrained=True, **args.model_args)
     elif is_name(args.model):
         model = load(args.weights, like=args.model, **args.model_args)
     else:
         model = load(args.model, like=args.like, **args.model_args)
-    return (model if isinstance(model, Backbone) else from_timm(model)).eval(), ""
+    return as_vitrel(model).eval(), ""
 
 
 def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:

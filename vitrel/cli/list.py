@@ -71,6 +71,7 @@ def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
     """Return the line of a model, built without memory for weights; sizes: (h, w) in pixels at which to report resampling."""
     import timm
 
+    from vitrel.any_size import adapter_of
     from vitrel.convert import from_timm
     from vitrel.models.backbone import Backbone
     from vitrel.models.create import on_meta
@@ -84,7 +85,12 @@ def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
         except ValueError as error:
             elsewhere = "not supported by from_timm: " + str(error).partition(": ")[2]
         else:
-            position, elsewhere = ours.current_arguments()["position"], _elsewhere(ours, sizes)
+            if isinstance(ours, Backbone):
+                position, elsewhere = ours.current_arguments()["position"], _elsewhere(ours, sizes)
+            elif adapter := adapter_of(model):
+                position, elsewhere = adapter.position, adapter.elsewhere
+            else:
+                position, elsewhere = "none", "nothing"
         size = getattr(model, "img_size", None) or getattr(getattr(model, "patch_embed", None), "img_size", None)
         size = tuple(size or model.pretrained_cfg["input_size"][1:])
         cost = _multiply_adds(model, size)

@@ -1,12 +1,13 @@
-"""from_timm: convert a timm model to a vitrel model that computes the same and runs at any image size."""
+"""from_timm: convert a timm model to a model that computes the same and runs at any image size."""
 
+import copy
 from typing import Any
 
 from torch import nn
 
-from vitrel.convert.recognize import as_vitrel
+from vitrel.any_size import adapter_of, any_size, takes
+from vitrel.convert.recognize import as_vitrel, refusal
 from vitrel.convert.relativize import relativize
-from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
 
 
@@ -20,17 +21,19 @@ def from_timm(
     fade_steps: int | None = None,
     rope: str | None = None,
     **arguments: Any,
-) -> Backbone:
-    """Return a vitrel model equal to a timm model: the same logits and gradients at its image size, and any h x w works.
+) -> nn.Module:
+    """Return a model equal to a timm model: the same logits and gradients at its image size, and any h x w works.
 
-    Supported are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and SigLIP's image towers,
-    SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size), Swin V1 and V2. A model
-    is recognized from its modules, not its name.
+    Converted to a vitrel model are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and
+    SigLIP's image towers, SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size),
+    Swin V1 and V2. A model is recognized from its modules, not its name. Other families keep timm's trunk: hybrid ViTs, MaxViT,
+    Hiera, CaiT, LeViT and the others that docs/how_to/any_size.md lists; in a copy of the model, the modules that hold position
+    are exchanged (vitrel.any_size). A model without position, such as a ResNet, is returned itself.
 
-    The result's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model. At a
-    size that is no multiple of the patch (384 with patches of 14) timm ignores the last pixels, and vitrel pads them to another
-    patch. The result's size is therefore the largest multiple, 378, where both models are equal. timm's errors in windows
-    (Swin's shift before padding, unmasked padding) are not reproduced.
+    A vitrel model's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model.
+    At a size that is no multiple of the patch (384 with patches of 14) timm ignores the last pixels, and vitrel pads them to
+    another patch. The result's size is therefore the largest multiple, 378, where both models are equal. timm's errors in
+    windows (Swin's shift before padding, unmasked padding) are not reproduced.
 
     Args:
         model: a timm model, not changed, or its name; a vitrel model is returned itself if `position` is None.
@@ -43,9 +46,10 @@ def from_timm(
         arguments: for a name: of timm.create_model (num_classes, img_size, checkpoint_path, ...).
 
     Raises:
-        ValueError: the model has no counterpart, for a reason in the message. For a name also the errors of
-            `vitrel.create_model`.
+        ValueError: the model has no counterpart, for a reason in the message, or `position` is for a model that keeps timm's
+            trunk. For a name also the errors of `vitrel.create_model`.
     """
+    built_here = isinstance(model, str)
     if isinstance(model, str):
         model = create_model(model, pretrained=pretrained, **arguments)
     elif pretrained or arguments:
@@ -57,5 +61,14 @@ def from_timm(
     options = {name: value for name, value in options.items() if value is not None}
     if position is None and options:
         raise ValueError(f"{next(iter(options))} needs an encoding to add in attention, for example position='table'")
-    converted = as_vitrel(model)
-    return converted if position is None else relativize(converted, position, **options)
+    try:
+        converted = as_vitrel(model)
+    except ValueError:
+        if position is not None or not takes(model):
+            raise
+    else:
+        return converted if position is None else relativize(converted, position, **options)
+    try:
+        return any_size(model if built_here or adapter_of(model) is None else copy.deepcopy(model))
+    except ValueError as error:
+        raise refusal(model, str(error)) from error

@@ -15,8 +15,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.common.files import atomic_write
-from vitrel.convert.from_timm import from_timm
-from vitrel.convert.recognize import recognize
+from vitrel.convert.recognize import as_vitrel, recognize
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
@@ -213,7 +212,7 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
 
 
 def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
-    """Return the model of a run's folder, or of timm's with config.json converted by `from_timm`, in evaluation mode.
+    """Return the model of a run's folder, or of timm's with config.json as a vitrel model, in evaluation mode.
 
     Args:
         folder: of the run, or written by timm.
@@ -231,7 +230,7 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
         check_file(weights)
         with guarding(str(weights)):
             model = create_model(f"local-dir:{folder}", checkpoint_path=str(weights), **changes)
-    return from_timm(model).eval()
+    return as_vitrel(model).eval()
 
 
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> Backbone:

@@ -38,7 +38,12 @@ def check_window(window: tuple[int, int], shift: tuple[int, int]) -> None:
 
 
 def windows(
-    h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device | str | None = None
+    h: int,
+    w: int,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    device: torch.device | str | None = None,
+    strided: bool = False,
 ) -> Windows:
     """Return the layout of (shifted) windows over an h x w grid.
 
@@ -50,22 +55,30 @@ def windows(
         window: (h, w) in tokens.
         shift: (sy, sx) in tokens: the borders of windows lie sy rows below and sx columns right of those without shift.
         device: of the result.
+        strided: a window holds tokens at equal distances over the whole grid (MaxViT's grid attention, arXiv 2204.01697, sec.
+            3.2), ceil(h / window) rows and ceil(w / window) columns apart, instead of neighbors; without shift.
     """
-    return _windows(h, w, tuple(window), tuple(shift), device=device)
+    return _windows(h, w, tuple(window), tuple(shift), strided, device=device)
 
 
 def window_mask(
-    h: int, w: int, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
+    h: int,
+    w: int,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strided: bool = False,
 ) -> Tensor | None:
     """Return the additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf.
 
     None if every slot is known to see all keys. -inf cannot make a row fully masked, since padding sees padding. Swin's -100
-    would be too small for logits of that size. The mask is cached and shared: do not change it in place. h, w, window and shift
-    are as in `windows`.
+    would be too small for logits of that size. The mask is cached and shared: do not change it in place. h, w, window, shift
+    and strided are as in `windows`.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None
-    return _window_mask(h, w, tuple(window), tuple(shift), str(dtype).removeprefix("torch."), device=device)
+    return _window_mask(h, w, tuple(window), tuple(shift), strided, str(dtype).removeprefix("torch."), device=device)
 
 
 def hides_pairs(h: int, w: int, window: tuple[int, int], shift: tuple[int, int]) -> bool:
@@ -84,26 +97,35 @@ def axis_shift(n: int, window: int, shift: int, device: torch.device | str | Non
 
 
 @cached_geometry
-def _windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device) -> Windows:
+def _windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], strided: bool, device: torch.device) -> Windows:
     rows, columns = _axis(h, window[0], shift[0], device), _axis(w, window[1], shift[1], device)
     count, n = rows.count * columns.count, window[0] * window[1]
     # Flat indices, not an outer sum: for a grid of one window, broadcasting would need another compiled graph.
     number, slot = _divide(torch.arange(count * n, device=device), n)  # window of each row, and slot in it
     (down, across), (y, x) = _divide(number, columns.count), _divide(slot, window[1])
-    y, x = down * window[0] + y, across * window[1] + x  # row and column of each slot, on the padded grid
+    # row and column of each slot, on the padded grid
+    if strided:
+        y, x = y * rows.count + down, x * columns.count + across
+    else:
+        y, x = down * window[0] + y, across * window[1] + x
     source = rows.source[y] * w + columns.source[x]
     padded = (rows.label[y] == _PADDING) | (columns.label[x] == _PADDING)
     label = torch.where(padded, 3 * 3, rows.label[y] * 3 + columns.label[x])  # [L*N]; equal labels see each other
     keys = (number * n)[:, None] + torch.arange(n, device=device)  # [L*N, N]
     visible = label[:, None] == label[keys]
     y, x = _divide(torch.arange(h * w, device=device), w)
-    (down, y), (across, x) = _divide(rows.slot[y], window[0]), _divide(columns.slot[x], window[1])
+    if strided:
+        (y, down), (x, across) = _divide(rows.slot[y], rows.count), _divide(columns.slot[x], columns.count)
+    else:
+        (down, y), (across, x) = _divide(rows.slot[y], window[0]), _divide(columns.slot[x], window[1])
     return Windows(slot, source, visible, (down * columns.count + across) * n + y * window[1] + x)
 
 
 @cached_geometry
-def _window_mask(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], dtype: str, device: torch.device) -> Tensor:
-    visible = _windows(h, w, window, shift, device=device).visible
+def _window_mask(
+    h: int, w: int, window: tuple[int, int], shift: tuple[int, int], strided: bool, dtype: str, device: torch.device
+) -> Tensor:
+    visible = _windows(h, w, window, shift, strided, device=device).visible
     return torch.zeros((), dtype=getattr(torch, dtype), device=device).masked_fill(~visible, float("-inf"))
 
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.common.names import nearest
-from vitrel.convert import absolute_to_relative, from_timm, load, relativize
+from vitrel.convert import absolute_to_relative, load, relativize
 from vitrel.convert.absolute_to_relative import IMAGES, cannot_fit
+from vitrel.convert.recognize import as_vitrel
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
-from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_sized
+from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, select_options, split_position
 from vitrel.weights.load import apply_plan, plan_weights
@@ -120,7 +121,7 @@ class Tuning:
         check_registered(name)
         if self.init_from is not None:
             return self._from_file(self.init_from, name)
-        base = from_timm(name, pretrained=self.pretrained)
+        base = as_vitrel(create_model(name, pretrained=self.pretrained))
         return base, _label_names(base) if self.pretrained else None
 
     def has_weights(self, name: str) -> bool:
@@ -264,7 +265,7 @@ class Tuning:
         """The model in a file, as a vitrel model, and its class names, or None; `like` names the architecture."""
         try:
             model = load(path, like=like)
-            model = model if isinstance(model, Backbone) else from_timm(model)
+            model = as_vitrel(model)
         except ValueError as error:
             raise ValueError(f"model.tuning.init_from {path}: {error}") from error
         return model, _label_names(model)

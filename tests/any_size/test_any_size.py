@@ -1,0 +1,93 @@
+"""Families that keep timm's trunk: timm's function at its own size, any other size, timm's checkpoints, clear refusals."""
+
+import pytest
+import timm
+import torch
+
+import vitrel
+from helpers import ROOT, each
+from tools.docs.any_size import VARIANTS, apart, native, table, variant
+from vitrel.any_size import ADAPTERS, adapter_of, any_size
+from vitrel.models.backbone import Backbone
+
+TWO = ((96, 160), (160, 64))
+
+
+@torch.no_grad()
+@each("name", VARIANTS)
+def test_same_function_in_both_precisions_and_other_sizes(name):
+    theirs = variant(name)
+    ours = vitrel.from_timm(theirs)
+    assert not isinstance(ours, Backbone) and [*ours.state_dict()] == [*theirs.state_dict()] and not ours.training
+    image = torch.randn(2, 3, *native(name, theirs))
+    expected = theirs(image)
+    assert expected.std() > 0.05 and apart(ours(image), expected) < 3e-6
+    for size in TWO:
+        images = torch.randn(2, 3, *size)
+        both = ours(images)
+        assert both.isfinite().all() and apart(ours(images[1:]), both[1:]) < 1e-4
+    assert apart(ours.double()(image.double()), theirs.double()(image.double())) < 1e-7
+    assert ours(torch.randn(1, 3, *TWO[0]).double()).dtype == torch.float64
+
+
+def test_every_adapter_has_a_variant_and_exchanges_what_it_lists():
+    taken = {}
+    for name, options in VARIANTS.items():
+        with torch.device("meta"):
+            model = timm.create_model(name, **options)
+        adapter = adapter_of(model)
+        found = {type(part) for part in model.modules()} & {*adapter.exchanged}
+        changed = any_size(model)
+        assert not {type(part) for part in changed.modules()} & {*adapter.exchanged}, name
+        taken.setdefault(ADAPTERS.index(adapter), set()).update(found)
+    assert {*taken} == {*range(len(ADAPTERS))}
+    missing = {kind.__name__ for i, found in taken.items() for kind in {*ADAPTERS[i].exchanged} - found}
+    assert missing <= {"Levit", "PartitionAttention2d"}, missing
+
+
+DEFINED = {  # {name: (arguments with which timm takes other sizes, size)}: there the numbers are timm's
+    "vit_tiny_r_s16_p8_224": (dict(dynamic_img_size=True), (96, 160)),
+    "aimv2_large_patch14_224": (dict(dynamic_img_size=True), (70, 140)),
+    "vitamin_small_224": (dict(dynamic_img_size=True), (96, 160)),
+    "samvit_base_patch16": ({}, (176, 256)),  # where tables grow
+    "sam2_hiera_tiny": ({}, (96, 160)),
+    "maxvit_tiny_tf_224": ({}, (128, 192)),  # whole windows
+    "tiny_vit_5m_224": ({}, (448, 224)),
+}
+
+
+@torch.no_grad()
+@each("name", DEFINED)
+def test_numbers_are_those_of_timm_where_timm_takes_the_size(name):
+    options, size = DEFINED[name]
+    theirs = variant(name, **options)
+    ours, image = vitrel.from_timm(theirs), torch.randn(1, 3, *size)
+    assert apart(ours(image), theirs(image)) < 3e-6
+
+
+def test_refusals():
+    model = vitrel.from_timm(variant("hiera_tiny_224"))
+    with pytest.raises(ValueError, match=r"multiples of 32 pixels, not 70x96.*96x96"):
+        model(torch.randn(1, 3, 70, 96))
+    with pytest.raises(ValueError, match=r"cait_xxs24_224 .* has no vitrel model"):
+        vitrel.from_timm("cait_xxs24_224", depth=1, position="table")
+    theirs = variant("cait_xxs24_224")
+    theirs.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"a forward that is not its class's"):
+        vitrel.from_timm(theirs)
+    with pytest.raises(ValueError, match=r"botnet26t_256 .* has no vitrel model"):
+        vitrel.from_timm("botnet26t_256")
+
+
+def test_a_model_without_position_is_returned_itself_and_the_given_one_is_not_changed():
+    resnet, cait = timm.create_model("resnet18"), variant("cait_xxs24_224")
+    assert vitrel.from_timm(resnet) is resnet
+    ours = vitrel.from_timm(cait)
+    assert (
+        type(cait) is timm.models.cait.Cait and isinstance(ours, timm.models.cait.Cait) and ours.cls_token is not cait.cls_token
+    )
+
+
+def test_the_page_has_the_table_that_the_command_prints():
+    page = (ROOT / "docs" / "how_to" / "any_size.md").read_text("utf-8")
+    assert page.partition("<!-- any_size -->\n")[2].partition("\n<!-- /any_size -->")[0] == table()

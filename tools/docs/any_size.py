@@ -1,0 +1,152 @@
+"""Small variants of the families that keep timm's trunk, and the table of docs/how_to/any_size.md.
+
+python -m tools.docs.any_size    # print the table of families; --names counts timm's entry points
+"""
+
+import argparse
+from collections import Counter
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitrel.any_size import ADAPTERS, adapter_of, takes
+from vitrel.convert.recognize import recognize
+from vitrel.models.create import on_meta
+
+DEEP = dict(depth=2, img_size=64)
+VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it small}
+    "vit_tiny_r_s16_p8_224": DEEP,
+    "vitamin_small_224": DEEP,
+    "aimv2_large_patch14_224": dict(depth=2, img_size=56, embed_dim=64, num_heads=2),
+    "vit_small_patch16_18x2_224": DEEP,
+    "vit_dpwee_patch16_reg1_gap_256": DEEP,
+    "vit_pe_core_tiny_patch16_384": DEEP,
+    "samvit_base_patch16": dict(depth=2, img_size=128, embed_dim=64, num_heads=2, window_size=3, global_attn_indexes=(1,)),
+    "swin_s3_tiny_224": dict(depths=(1, 2, 2, 1), embed_dim=24, num_heads=(1, 2, 2, 2)),
+    "swinv2_cr_tiny_ns_224": dict(depths=(1, 2, 1, 1), embed_dim=24, num_heads=(1, 2, 2, 2), img_size=128),
+    "maxvit_tiny_tf_224": dict(depths=(1, 1, 1, 1), img_size=64),
+    "maxvit_rmlp_pico_rw_256": dict(depths=(1, 1, 1, 1), img_size=64),
+    "maxvit_tiny_pm_256": dict(depths=(1, 1, 1, 1), img_size=64),
+    "coatnet_nano_rw_224": dict(depths=(1, 1, 1, 1), img_size=64),
+    "coatnet_rmlp_nano_rw_224": dict(depths=(1, 1, 1, 1), img_size=64),
+    "hiera_tiny_224": dict(stages=(1, 1, 1, 1), img_size=64),
+    "hiera_small_abswin_256": dict(stages=(1, 1, 1, 1), img_size=64),
+    "sam2_hiera_tiny": dict(stages=(1, 2, 2, 1), global_att_blocks=(4,)),
+    "gcvit_xxtiny": dict(img_size=64, window_size=2),
+    "mvitv2_tiny": dict(img_size=64),
+    "levit_128s": dict(depth=(1, 1, 1), img_size=64),
+    "levit_conv_128s": dict(depth=(1, 1, 1), img_size=64),
+    "efficientformer_l1": dict(depths=(1, 1, 1, 2)),
+    "efficientformerv2_s0": dict(img_size=64),
+    "tiny_vit_5m_224": dict(depths=(1, 1, 2, 1)),
+    "cait_xxs24_224": DEEP,
+    "convit_tiny": DEEP | dict(local_up_to_layer=1),
+    "crossvit_tiny_240": {},
+    "nest_tiny": {},
+    "pit_xs_224": dict(depth=(1, 1, 1), img_size=64),
+    "tnt_s_patch16_224": DEEP,
+    "visformer_tiny": dict(depth=(1, 1, 1), img_size=64),
+    "volo_d1_224": dict(img_size=64),
+    "xcit_nano_12_p16_224": dict(depth=2),
+    "coat_lite_tiny": dict(serial_depths=(1, 1, 1, 1)),
+    "coat_tiny": dict(serial_depths=(1, 1, 1, 1), parallel_depth=1),
+    "twins_pcpvt_small": dict(depths=(1, 1, 1, 1)),
+    "twins_svt_small": dict(depths=(1, 1, 2, 1)),
+    "pvt_v2_b0": dict(depths=(1, 1, 1, 1)),
+    "davit_tiny": dict(depths=(1, 1, 1, 1)),
+    "csatv2": {},
+    "edgenext_xx_small": {},
+    "efficientvit_m0": {},
+    "naflexvit_base_patch16_gap": dict(depth=2, embed_dim=64, num_heads=2),
+    "naflexvit_base_patch16_parfac_gap": dict(depth=2, embed_dim=64, num_heads=2),
+}
+
+
+def variant(name: str, **options: Any) -> nn.Module:
+    """Return timm's model with the arguments of VARIANTS and `options`, in eval mode, with random parameters and statistics."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=7, **VARIANTS[name], **options).eval()
+    for level in getattr(model, "levels", ()):  # of Nest, which takes no depths
+        level.transformer_encoder = level.transformer_encoder[:1]
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if value.dim() < 2:
+                value.normal_(float(key.endswith("weight")), 0.1)
+            elif any(word in key for word in ("pos", "bias", "rel")):
+                value.normal_(0, 0.5)
+            else:
+                value.normal_(0, value[0].numel() ** -0.5)
+        for key, value in model.named_buffers():
+            if key.endswith("running_var"):
+                value.uniform_(0.5, 1.5)
+    return model
+
+
+def native(name: str, model: nn.Module) -> tuple[int, int]:
+    """Return the image size (h, w) in pixels at which the variant is compared with timm."""
+    if name == "sam2_hiera_tiny" or not adapter_of(model).exchanged:
+        return 128, 128  # timm's takes any multiple of 32 too, and its own size costs more
+    size = VARIANTS[name].get("img_size", model.pretrained_cfg["input_size"][-1])
+    return (size, size)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, relative to the largest value of b."""
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def taken(model: nn.Module) -> str:
+    """Return how from_timm takes a model of timm: "vitrel", "timm", "none" (it has no position), or why not."""
+    try:
+        recognize(model)
+        return "vitrel"
+    except ValueError as error:
+        reason = str(error)
+    if adapter_of(model) is not None:
+        return "timm"
+    return "none" if takes(model) else reason.partition(": ")[2]
+
+
+def names() -> dict[str, str]:
+    """Return {entry point of timm: how it is taken}, from models on the meta device."""
+    found = {}
+    for name in timm.list_models():
+        if name.startswith("vitrel_"):
+            continue
+        try:
+            with on_meta():
+                found[name] = taken(timm.create_model(name))
+        except (IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError) as error:
+            found[name] = f"cannot be built on the meta device ({type(error).__name__})"
+    return found
+
+
+def table() -> str:
+    """Return the table of the families that keep timm's trunk, in Markdown."""
+    lines = ["| family | position | at another size | sides |", "|---|---|---|---|"]
+    for adapter in ADAPTERS:
+        files = dict.fromkeys(kind.__module__.rpartition(".")[2] for kind in adapter.models)
+        sides = f"multiples of {adapter.multiple}" if adapter.multiple > 1 else "any"
+        lines.append(f"| {', '.join(files)} | {adapter.position} | {adapter.elsewhere} | {sides} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table, or with --names the number of entry points by how they are taken, and the refusals."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", action="store_true", help="count timm's entry points, some minutes")
+    if not parser.parse_args().names:
+        print(table())
+        return
+    found = names()
+    kinds = Counter(how if how in ("vitrel", "timm", "none") else "refused" for how in found.values())
+    print(f"{len(found)} entry points: {dict(kinds)}")
+    for name, how in found.items():
+        if how not in ("vitrel", "timm", "none"):
+            print(f"{name}: {how}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""timm models of other architectures at any image size: their trunk stays timm's, their position modules become vitrel's.
+
+`any_size` takes a model that vitrel.models does not express; `vitrel.from_timm` calls it for these.
+"""
+
+import functools
+
+import torch
+from timm.layers.attention_pool2d import AttentionPool2d, RotAttentionPool2d
+from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.layers.halo_attn import HaloAttn
+from timm.layers.lambda_layer import LambdaLayer
+from torch import Tensor, nn
+
+from vitrel.any_size import absolute, convolved, decomposed, levit, maxxvit, swin, vit, windowed
+from vitrel.any_size.exchange import Adapter, exchange
+from vitrel.common.sizes import format_size
+
+__all__ = ["ADAPTERS", "WITHOUT_POSITION", "Adapter", "adapter_of", "any_size", "takes"]
+
+ADAPTERS: tuple[Adapter, ...] = (
+    vit.ADAPTER,
+    decomposed.SAM,
+    swin.ADAPTER,
+    maxxvit.ADAPTER,
+    windowed.HIERA,
+    windowed.SAM2,
+    windowed.GCVIT,
+    decomposed.MVITV2,
+    levit.ADAPTER,
+    levit.TINY_VIT,
+    absolute.CAIT,
+    absolute.CONVIT,
+    absolute.CROSSVIT,
+    absolute.NEST,
+    absolute.PIT,
+    absolute.TNT,
+    absolute.VISFORMER,
+    absolute.VOLO,
+    absolute.XCIT,
+    convolved.COAT,
+    convolved.TWINS,
+    convolved.PVT_V2,
+    convolved.DAVIT,
+    convolved.CSATV2,
+    convolved.EDGENEXT,
+    convolved.EFFICIENTVIT,
+    convolved.NAFLEXVIT,
+)
+
+# Files of timm whose models have no position but what convolutions see of the border; they take any image of whole strides.
+_FILES = (
+    "byobnet convmixer convnext cpubone cspnet cspnext densenet dla dpn efficientnet efficientvim efficientvit_mit "
+    "fasternet fastvit focalnet ghostnet hardcorenas hgnet hrnet iformer inception_next inception_resnet_v2 "
+    "inception_v3 inception_v4 lcnetv2 lowformer mambaout metaformer mobilenetv3 mobilenetv5 mobilevit nasnet "
+    "nextvit nfnet pnasnet rdnet regnet repghost repvit res2net resnest resnet resnetv2 rexnet selecsls senet "
+    "sequencer shvit sknet starnet swiftformer tresnet vgg vovnet xception xception_aligned"
+)
+WITHOUT_POSITION = frozenset(_FILES.split())
+_WITH_POSITION = (AttentionPool2d, RotAttentionPool2d, BottleneckAttn, HaloAttn, LambdaLayer)  # layers for one size of a map
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """Return the adapter of a timm model, None if there is none. Classes derived from timm's have none."""
+    return next((adapter for adapter in ADAPTERS if type(model) in adapter.models), None)
+
+
+def takes(model: nn.Module) -> bool:
+    """Return whether `any_size` knows an adapter for a timm model, or that it has no position."""
+    if adapter_of(model) is not None:
+        return True
+    return _file(model) in WITHOUT_POSITION and not any(isinstance(part, _WITH_POSITION) for part in model.modules())
+
+
+def any_size(model: nn.Module) -> nn.Module:
+    """Return a timm model that takes images of any size, with the parameters and state dict of `model`.
+
+    Its trunk is timm's; modules that hold position or assume an image size are exchanged for vitrel's (see `Adapter`). The
+    argument must not be used any more. A model without position is returned itself.
+
+    Raises:
+        ValueError: no adapter is known, or a part of the model rules it out, for a reason in the message.
+    """
+    adapter = adapter_of(model)
+    if adapter is None:
+        if takes(model):
+            return model
+        raise ValueError(f"no adapter is known for {type(model).__module__}")
+    model = exchange(model, adapter)
+    if adapter.multiple > 1:
+        model.register_forward_pre_hook(functools.partial(_check_size, multiple=adapter.multiple))
+    return model
+
+
+def _file(model: nn.Module) -> str:
+    package, _, file = type(model).__module__.rpartition(".")
+    return file if package == "timm.models" else ""
+
+
+def _check_size(model: nn.Module, arguments: tuple[Tensor, ...], multiple: int) -> None:
+    if torch.compiler.is_compiling():
+        return
+    size = tuple(arguments[0].shape[-2:])
+    if any(n % multiple for n in size):
+        whole = format_size(tuple(-(-n // multiple) * multiple for n in size))
+        raise ValueError(
+            f"{type(model).__name__} takes images whose sides are multiples of {multiple} pixels, not {format_size(size)}: "
+            f"resize or pad them, for example to {whole}"
+        )

@@ -1,0 +1,69 @@
+"""Exchange of modules: a timm model keeps its trunk and its parameters' names, and its position modules take any grid.
+
+An adapter is a table of classes: for each class of timm that holds position or assumes an image size, a subclass with another
+forward. The model is rebuilt around the same parts: a module of a listed class becomes an object of the subclass with the same
+attributes, parameters and submodules. No class is changed, so other models of timm in the process stay as they are.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Adapter(NamedTuple):
+    """What is exchanged in the models of one file of timm, and how they behave at another size."""
+
+    models: tuple[type[nn.Module], ...]  # classes of timm's models
+    exchanged: Mapping[type[nn.Module], type[nn.Module]]  # {class of timm: subclass that takes any grid}
+    position: str  # what carries position, in the words of the encodings
+    elsewhere: str  # what is resampled or evaluated at another size, and where the result differs from timm's
+    multiple: int = 1  # sides are multiples of this number of pixels; others are refused
+
+
+def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
+    """Return `model` with its modules exchanged; its parameters are shared, so the argument must not be used any more.
+
+    Args:
+        model: a model of one of the adapter's classes.
+        adapter: of the model's file.
+
+    Raises:
+        ValueError: a module to exchange has a forward of its own, or a part of the model rules the exchange out.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def exchanged(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            kind = adapter.exchanged.get(type(module))
+            if kind is not None and "forward" in vars(module):
+                raise ValueError(f"its {type(module).__name__} has a forward that is not its class's")
+            new = module if kind is None else adopt(kind, module)
+            done[id(module)] = new
+            for name, part in module._modules.items():
+                if part is not None:
+                    new._modules[name] = exchanged(part)
+        return done[id(module)]
+
+    model = exchanged(model)
+    for module in model.modules():
+        if isinstance(module, AnySize):
+            module.adopted(model)
+    model.dynamic_img_size = True  # type: ignore[assignment]  # timm's name for a model that takes any size
+    return model
+
+
+def adopt(kind: type[M], module: nn.Module) -> M:
+    """Return an object of `kind`, a subclass of the module's class, with the module's attributes, parameters and submodules."""
+    new = kind.__new__(kind)
+    vars(new).update(vars(module))
+    return new
+
+
+class AnySize:
+    """Mixin of exchanged modules that record something of the size they were built for, before the first forward."""
+
+    def adopted(self, model: Any) -> None:
+        """Record what forward needs; called once, when all modules of `model` are exchanged."""

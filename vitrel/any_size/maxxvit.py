@@ -1,0 +1,106 @@
+"""MaxViT and CoAtNet (timm.models.maxxvit): tables or an MLP of offsets in windows, in strided windows, and global.
+
+Windows keep their size at every image size and are padded with masking, so nothing is resampled there. CoAtNet's global
+attention reads a table of the whole grid, which is resampled, or an MLP over log offsets, which is evaluated.
+"""
+
+import torch
+from timm.layers import RelPosBias, RelPosBiasTf, RelPosMlp
+from timm.models import maxxvit
+from torch import Tensor
+
+from vitrel.any_size.exchange import Adapter
+from vitrel.any_size.parts import Size, in_windows, masked_attention, pair_bias, table_bias
+from vitrel.grid import Grid
+from vitrel.position.resample import resample_table
+
+
+def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor:
+    """Return the biases [H, N, N] of one of timm's modules on a grid of `size` (h, w) tokens, which may differ from its own."""
+    source, target = Grid(*module.window_size), Grid(*size)
+    if isinstance(module, RelPosMlp):
+        offsets = target.offsets(device=module.rel_coords_log.device).to(module.rel_coords_log.dtype)
+        if module.mode == "swin":
+            trained = [n if n > 0 else m for n, m in zip(module.pretrained_window_size, source[:2], strict=True)]
+            offsets = offsets * 8 / (offsets.new_tensor(trained) - 1)
+            coordinates = offsets.sign() * (1 + offsets.abs()).log2() / 3
+        else:
+            coordinates = offsets.sign() * (1 + offsets.abs()).log()
+        rows = module.bias_act(module.mlp(coordinates))
+        return pair_bias(rows if module.bias_gain is None else module.bias_gain * rows, target)
+    if isinstance(module, RelPosBiasTf):  # it counts key minus query
+        rows = module.relative_position_bias_table.flatten(1).flip(1).mT
+        return pair_bias(resample_table(rows, source, target, "geometric"), target)
+    return table_bias(module.relative_position_bias_table, source, target)
+
+
+class Attention2d(maxxvit.Attention2d):
+    """Attention over a map [B, C, h, w], global, or in windows with a mask [L, N, N]."""
+
+    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        h, w = x.shape[-2:]
+        if self.head_first:
+            q, k, v = self.qkv(x).flatten(2).unflatten(1, (self.num_heads, -1)).chunk(3, dim=2)
+        else:
+            q, k, v = self.qkv(x).flatten(2).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        q, k, v = (t.mT.contiguous() for t in (q, k, v))
+        bias = None if self.rel_pos is None else bias_on(self.rel_pos, (h, w))
+        x = masked_attention(q, k, v, bias, mask, self.attn_drop).mT.flatten(1, 2).unflatten(2, (h, w))
+        return self.proj_drop(self.proj(x))
+
+
+class AttentionCl(maxxvit.AttentionCl):
+    """Attention over windows [B*L, N, C] of `window` (h, w) tokens with a mask [L, N, N]."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if self.head_first:
+            q, k, v = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, dim=3)
+        else:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
+        bias = None if self.rel_pos is None else bias_on(self.rel_pos, self.rel_pos.window_size)
+        x = masked_attention(q, k, v, bias, mask, self.attn_drop).transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(x))
+
+
+class PartitionAttentionCl(maxxvit.PartitionAttentionCl):
+    """Attention in windows or strided windows of any map [B, h, w, C]."""
+
+    def _partition_attn(self, x: Tensor) -> Tensor:
+        return in_windows(x, self.partition_size, self.attn, strided=not self.partition_block)
+
+
+class ParallelPartitionAttention(maxxvit.ParallelPartitionAttention):
+    """Attention in windows and in strided windows side by side, of any map [B, h, w, C]."""
+
+    def _partition_attn(self, x: Tensor) -> Tensor:
+        parts = [
+            in_windows(x, self.partition_size, attn, strided=i == 1) for i, attn in enumerate((self.attn_block, self.attn_grid))
+        ]
+        return torch.cat(parts, -1)
+
+
+class PartitionAttention2d(maxxvit.PartitionAttention2d):
+    """Attention in windows or strided windows of any map [B, C, h, w]."""
+
+    def _partition_attn(self, x: Tensor) -> Tensor:
+        def attend(tokens: Tensor, mask: Tensor | None) -> Tensor:
+            maps = tokens.mT.unflatten(2, self.partition_size)  # [B*L, C, window]
+            return self.attn(maps, mask=mask).flatten(2).mT
+
+        x = in_windows(x.permute(0, 2, 3, 1), self.partition_size, attend, strided=not self.partition_block)
+        return x.permute(0, 3, 1, 2)
+
+
+ADAPTER = Adapter(
+    models=(maxxvit.MaxxVit,),
+    exchanged={
+        maxxvit.Attention2d: Attention2d,
+        maxxvit.AttentionCl: AttentionCl,
+        maxxvit.PartitionAttentionCl: PartitionAttentionCl,
+        maxxvit.PartitionAttention2d: PartitionAttention2d,
+        maxxvit.ParallelPartitionAttention: ParallelPartitionAttention,
+    },
+    position="table, or MLP of log offsets, in windows and strided windows; CoAtNet's over the whole grid",
+    elsewhere="windows: nothing; CoAtNet: table geometric, MLP evaluated",
+    multiple=32,
+)

@@ -1,0 +1,152 @@
+"""Functions shared by the adapters: attention in windows, biases of tables, embeddings of another grid.
+
+Grids, windows and resampling are those of vitrel.grid, vitrel.ops.window and vitrel.position.resample. B images, L windows of
+N tokens, H heads, D width of a head, C channels.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrel.geometry import cached_geometry, is_known
+from vitrel.grid import Grid, same_size
+from vitrel.ops.window import window_mask, windows
+from vitrel.position.resample import resample_embedding, resample_table
+
+Size = tuple[int, int]
+
+
+def in_windows(
+    x: Tensor,
+    window: Size,
+    attend: Callable[[Tensor, Tensor | None], Tensor],
+    shift: Size = (0, 0),
+    strided: bool = False,
+    stride: int = 1,
+) -> Tensor:
+    """Apply attention in windows, [B, h, w, C] -> [B, h, w, C'].
+
+    Args:
+        x: tokens. Sides that are not whole windows are padded on the right and below, and no token sees the padding.
+        window: (h, w) in tokens.
+        attend: a function of tokens [B*L, N, C] and an additive mask [L, N, N], None if every token of a window sees all
+            others, -> [B*L, N', C'].
+        shift: of the windows, in tokens, as in vitrel.ops.window.
+        strided: windows hold tokens at equal distances over the whole grid (MaxViT's grid attention).
+        stride: factor by which `attend` reduces both sides of a window; h and w are multiples of it. The result has h / stride
+            rows and w / stride columns.
+    """
+    b, h, w, _ = x.shape
+    n = window[0] * window[1]
+    layout = windows(h, w, window, shift, x.device, strided)
+    mask = window_mask(h, w, window, shift, x.dtype, x.device, strided)
+    x = x.flatten(1, 2).index_select(1, layout.source).unflatten(1, (-1, n)).flatten(0, 1)
+    x = attend(x, None if mask is None else mask.unflatten(0, (-1, n)))
+    if stride > 1:
+        h, w, window = h // stride, w // stride, (window[0] // stride, window[1] // stride)
+        layout = windows(h, w, window, shift, x.device, strided)
+    return x.unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, drop: nn.Dropout | None = None
+) -> Tensor:
+    """Return softmax(q k^T * D**-0.5 + bias + mask) v of tokens in windows, [B*L, H, N, D].
+
+    Args:
+        q: [B*L, H, N, D].
+        k: as q.
+        v: as q, with any width.
+        bias: [H, N, N], or None.
+        mask: additive, [L, N, N], or None.
+        drop: the dropout layer of attention weights, or None.
+    """
+    p = drop.p if drop is not None and drop.training else 0.0
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, None if bias is None else bias[None], dropout_p=p)
+    logits = mask[:, None] if bias is None else mask[:, None] + bias  # [L, 1|H, N, N]
+    logits = logits.expand(-1, q.shape[1], -1, -1).flatten(0, 1)[None]  # windows as heads: one bias for all images
+    q, k, v = (t.unflatten(0, (-1, mask.shape[0])).flatten(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, logits, dropout_p=p)
+    return out.unflatten(1, (mask.shape[0], -1)).flatten(0, 1)
+
+
+def table_bias(table: Tensor, source: Grid, target: Grid, policy: str = "geometric") -> Tensor:
+    """Return the biases [H, N, N] of a table over offsets.
+
+    Args:
+        table: [(2h-1)(2w-1), H], query minus key.
+        source: grid of the table.
+        target: grid of the tokens.
+        policy: of vitrel.position.resample.
+    """
+    return pair_bias(resample_table(table, source, target, policy), target)
+
+
+def pair_bias(rows: Tensor, grid: Grid) -> Tensor:
+    """Return the biases [H, N, N] of rows [R, H] of the offset classes of `grid`."""
+    index = grid.index(device=rows.device)
+    return rows.mT.index_select(1, index.flatten()).unflatten(1, index.shape)
+
+
+def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1, policy: str = "geometric") -> Tensor:
+    """Return the biases of LeViT's table over |row offset| and |column offset| (arXiv 2104.01136, sec. 4.2), [H, N', N].
+
+    Args:
+        biases: [H, h*w], of the absolute offsets of the `source` grid.
+        source: grid of the table.
+        target: grid of the keys, N tokens.
+        stride: queries are every stride-th row and column.
+        policy: of vitrel.position.resample, for the table over signed offsets.
+    """
+    if same_size(source, target):
+        index = _distance_index(target.h, target.w, stride, device=biases.device)
+    else:
+        rows = biases.index_select(1, _distances(source.h, source.w, device=biases.device)).mT
+        biases = resample_table(rows, source, target, policy).mT
+        index = _offset_index(target.h, target.w, stride, device=biases.device)
+    return biases.index_select(1, index.flatten()).unflatten(1, index.shape)
+
+
+@cached_geometry
+def _distances(h: int, w: int, device: torch.device) -> Tensor:
+    """Return |dy| * w + |dx| of every offset class, [R]."""
+    dy, dx = Grid(h, w).offsets(device=device).abs().unbind(-1)
+    return dy * w + dx
+
+
+@cached_geometry
+def _offset_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
+    """Return the offset class of every strided query and every key, [N', N]."""
+    index = Grid(h, w).index(device=device)
+    return index.unflatten(0, (h, w))[::stride, ::stride].flatten(0, 1)
+
+
+@cached_geometry
+def _distance_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
+    return _distances(h, w, device=device)[_offset_index(h, w, stride, device=device)]
+
+
+def token_embedding(embedding: Tensor, source: Size, target: Size, prefix: int = 0) -> Tensor:
+    """Resample an absolute embedding of prefix tokens and patches, [1, P + h*w, C] -> [1, P + h'*w', C].
+
+    Args:
+        embedding: the trained embedding.
+        source: (h, w) of its patches.
+        target: (h', w') of the result.
+        prefix: number P of prefix tokens, which are kept.
+    """
+    if is_known(*target) and tuple(target) == tuple(source):
+        return embedding
+    patches = embedding[0, prefix:].unflatten(0, tuple(source))
+    patches = resample_embedding(patches, Grid(*target))[None]
+    return patches if not prefix else torch.cat((embedding[:, :prefix], patches), 1)
+
+
+def map_embedding(embedding: Tensor, target: Size) -> Tensor:
+    """Resample an absolute embedding stored as a map, [1, C, h, w] -> [1, C, h', w']."""
+    if is_known(*target) and tuple(target) == tuple(embedding.shape[-2:]):
+        return embedding
+    return resample_embedding(embedding[0].permute(1, 2, 0), Grid(*target)).mT.unflatten(1, tuple(target))[None]

@@ -1,0 +1,103 @@
+"""Swin models with several window sizes (swin_s3), and Swin V2-CR (timm.models.swin_transformer, swin_transformer_v2_cr).
+
+Windows keep their size at every image size. The grid is padded before it is shifted, and no token sees the padding, as in
+vitrel.models.Swin; timm shifts first and attends to padding, so results differ where windows do not divide the grid.
+"""
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from timm.models import swin_transformer, swin_transformer_v2_cr
+from torch import Tensor
+
+from vitrel.any_size.exchange import Adapter, AnySize
+from vitrel.any_size.parts import in_windows, masked_attention, pair_bias, table_bias
+from vitrel.grid import Grid
+from vitrel.layers.block import pad_to_even
+
+
+class WindowAttention(swin_transformer.WindowAttention):
+    """Attention with a table in windows [B*L, N, C]."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        grid = Grid(*self.window_size)
+        bias = table_bias(self.relative_position_bias_table, grid, grid)
+        x = masked_attention(q, k, v, bias, mask, self.attn_drop).transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(x))
+
+
+class SwinTransformerBlock(swin_transformer.SwinTransformerBlock):
+    """Block of any grid [B, h, w, C]."""
+
+    def _attn(self, x: Tensor) -> Tensor:
+        return in_windows(x, self.window_size, self.attn, self.target_shift_size)
+
+
+class _Merging:
+    """Patch merging of any grid, odd sides padded with zeros."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = pad_to_even(pad_to_even(x, 1), 2).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+        return self.reduction(self.norm(x.permute(0, 1, 3, 4, 2, 5).flatten(3)))
+
+
+class PatchMerging(_Merging, swin_transformer.PatchMerging):
+    """Patch merging of Swin."""
+
+
+class PatchMergingCr(_Merging, swin_transformer_v2_cr.PatchMerging):
+    """Patch merging of Swin V2-CR."""
+
+
+class _AnyImage(AnySize):
+    def adopted(self, model: Any) -> None:
+        model.patch_embed.strict_img_size, model.patch_embed.dynamic_img_pad = False, True
+
+
+class SwinTransformer(_AnyImage, swin_transformer.SwinTransformer):
+    """Swin whose patches cover any image."""
+
+
+class WindowMultiHeadAttention(swin_transformer_v2_cr.WindowMultiHeadAttention):
+    """Cosine attention with an MLP of log offsets in windows [B*L, N, C]."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        scale = self.logit_scale.clamp(max=math.log(100.0)).exp()[:, None, None] * math.sqrt(q.shape[-1])
+        offsets = Grid(*self.window_size).offsets(device=x.device).to(self.logit_scale.dtype)
+        rows = self.meta_mlp(offsets.sign() * (1 + offsets.abs()).log())
+        bias = pair_bias(rows, Grid(*self.window_size))
+        q, k = F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
+        x = masked_attention(q, k, v, bias, mask, self.attn_drop).transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(x))
+
+
+class SwinTransformerV2CrBlock(swin_transformer_v2_cr.SwinTransformerV2CrBlock):
+    """Block of any grid [B, h, w, C]."""
+
+    def _shifted_window_attn(self, x: Tensor) -> Tensor:
+        shift = tuple(n // 2 for n in self.window_size) if any(self.target_shift_size) else (0, 0)
+        return in_windows(x, self.window_size, self.attn, shift)
+
+
+class SwinTransformerV2Cr(_AnyImage, swin_transformer_v2_cr.SwinTransformerV2Cr):
+    """Swin V2-CR of any image whose sides are whole patches."""
+
+
+ADAPTER = Adapter(
+    models=(swin_transformer.SwinTransformer, swin_transformer_v2_cr.SwinTransformerV2Cr),
+    exchanged={
+        swin_transformer.SwinTransformer: SwinTransformer,
+        swin_transformer.SwinTransformerBlock: SwinTransformerBlock,
+        swin_transformer.WindowAttention: WindowAttention,
+        swin_transformer.PatchMerging: PatchMerging,
+        swin_transformer_v2_cr.SwinTransformerV2Cr: SwinTransformerV2Cr,
+        swin_transformer_v2_cr.SwinTransformerV2CrBlock: SwinTransformerV2CrBlock,
+        swin_transformer_v2_cr.WindowMultiHeadAttention: WindowMultiHeadAttention,
+        swin_transformer_v2_cr.PatchMerging: PatchMergingCr,
+    },
+    position="table, or MLP of log offsets, in windows",
+    elsewhere="nothing resampled; windows padded, then shifted, padding masked (timm: shifted first, padding attended to)",
+)

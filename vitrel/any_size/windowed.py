@@ -1,0 +1,174 @@
+"""Hiera, SAM 2's encoder, GCViT (timm.models.hiera, hieradet_sam2, gcvit): windows, with embeddings that repeat in each.
+
+The windowed absolute embedding (arXiv 2311.05613, eq. 3) is a small embedding that is stretched over the grid plus one window
+that is repeated.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from timm.models import gcvit, hiera, hieradet_sam2
+from torch import Tensor
+
+from vitrel.any_size.exchange import Adapter, AnySize
+from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, table_bias, token_embedding
+from vitrel.geometry import is_known
+from vitrel.grid import Grid
+
+
+class Unroll(hiera.Unroll):
+    """Order of the tokens by mask unit, [B, h, w, C] -> [B, h*w, C]: tokens that are pooled together lie equally far apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = x.shape[0]
+        for y, z in self.schedule:
+            x = x.unflatten(2, (-1, z)).unflatten(1, (-1, y))  # [B', h/y, y, w/z, z, C]
+            x = x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+        return x.flatten(1, 2).unflatten(0, (b, -1)).flatten(1, 2)
+
+
+class HieraPatchEmbed(hiera.PatchEmbed):
+    """Patches as a map, [B, C, H, W] -> [B, h, w, C]."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            raise ValueError("masks of patches need timm's own model: they are for images of its own size")
+        return self.proj(x).permute(0, 2, 3, 1)
+
+
+class Hiera(AnySize, hiera.Hiera):
+    """Hiera of any image of whole mask units."""
+
+    def adopted(self, model: Any) -> None:
+        if self.pos_embed is None:
+            raise ValueError("its position is that of videos")
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        h, w = x.shape[1:3]
+        if self.pos_embed_win is None:
+            return x + token_embedding(self.pos_embed, tuple(self.tokens_spatial_shape), (h, w)).unflatten(1, (h, w))
+        whole = map_embedding(self.pos_embed, (h, w)).permute(0, 2, 3, 1)
+        window = self.pos_embed_win.permute(0, 2, 3, 1)
+        y, z = self.mask_unit_size
+        x = (x + whole).unflatten(2, (-1, z)).unflatten(1, (-1, y))  # [B, h/y, y, w/z, z, C]
+        return (x + window[:, None, :, None]).flatten(3, 4).flatten(1, 2)
+
+
+class MultiScaleAttention(hieradet_sam2.MultiScaleAttention):
+    """Attention of SAM 2's encoder over a map or windows [B, h, w, C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w = x.shape[1:3]
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if self.q_pool is not None:
+            q = self.q_pool(q.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+            h, w = q.shape[1:3]
+        q, k, v = (t.flatten(1, 2).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).flatten(2).unflatten(1, (h, w)))
+
+
+class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
+    """Block of SAM 2's encoder over any map [B, h, w, C]; windows attend to padding, as the weights were trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut, x = x, self.norm1(x)
+        if self.dim != self.dim_out:
+            shortcut = self.proj(x)
+            if self.pool is not None:
+                shortcut = self.pool(shortcut.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        h, w = shortcut.shape[1:3]
+        if self.is_windowed:
+            y, z = self.window_size
+            x = F.pad(x, (0, 0, 0, -x.shape[2] % z, 0, -x.shape[1] % y))
+            x = x.unflatten(2, (-1, z)).unflatten(1, (-1, y)).transpose(2, 3)  # [B, windows down, across, y, z, C]
+            down, across = x.shape[1:3]
+            x = self.attn(x.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
+            x = x.flatten(3, 4).flatten(1, 2)[:, :h, :w]
+        else:
+            x = self.attn(x)
+        x = shortcut + self.drop_path1(self.ls1(x))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class HieraDet(hieradet_sam2.HieraDet):
+    """SAM 2's encoder of any image."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        h, w = x.shape[1:3]
+        n = self.pos_embed_window.shape[-1]
+        whole = F.interpolate(self.pos_embed, (h, w), mode="bicubic").permute(0, 2, 3, 1)
+        window = self.pos_embed_window.permute(0, 2, 3, 1)
+        x = (x + whole).unflatten(2, (-1, n)).unflatten(1, (-1, n))
+        return (x + window[:, None, :, None]).flatten(3, 4).flatten(1, 2)
+
+
+class WindowAttentionGlobal(gcvit.WindowAttentionGlobal):
+    """Attention of GCViT in windows [B*L, N, C], whose queries may be those of the whole image."""
+
+    def forward(self, x: Tensor, q_global: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        parts = self.qkv(x).unflatten(2, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        if self.use_global and q_global is not None:
+            q = q_global.flatten(1, 2).unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, D]
+            k, v = parts.unbind(0)
+            q = q[:, None].expand(-1, x.shape[0] // q.shape[0], -1, -1, -1).flatten(0, 1)
+        else:
+            q, k, v = parts.unbind(0)
+        grid = Grid(*self.window_size)
+        bias = table_bias(self.rel_pos.relative_position_bias_table, grid, grid)
+        x = masked_attention(q, k, v, bias, mask, self.attn_drop).transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(x))
+
+
+class GlobalContextVitBlock(gcvit.GlobalContextVitBlock):
+    """Block of GCViT over any map [B, h, w, C]."""
+
+    def _window_attn(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
+        return in_windows(x, self.window_size, lambda tokens, mask: self.attn(tokens, q_global, mask))
+
+
+class GlobalContextVitStage(gcvit.GlobalContextVitStage):
+    """Stage of GCViT over any map: the query of the whole image is interpolated to one window."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x)
+        query = self.global_block(x)
+        window = self.blocks[0].window_size
+        if not is_known(*query.shape[-2:]) or tuple(query.shape[-2:]) != tuple(window):
+            query = F.interpolate(query, window, mode="bilinear", align_corners=False)
+        query = self.global_norm(query.permute(0, 2, 3, 1))
+        x = x.permute(0, 2, 3, 1)
+        for block in self.blocks:
+            x = block(x, query)
+        return self.norm(x).permute(0, 3, 1, 2).contiguous()
+
+
+HIERA = Adapter(
+    (hiera.Hiera,),
+    {hiera.Hiera: Hiera, hiera.Unroll: Unroll, hiera.PatchEmbed: HieraPatchEmbed},
+    "absolute, or windowed absolute",
+    "absolute bicubic; the window's part repeats",
+    multiple=32,
+)
+SAM2 = Adapter(
+    (hieradet_sam2.HieraDet,),
+    {
+        hieradet_sam2.HieraDet: HieraDet,
+        hieradet_sam2.MultiScaleBlock: MultiScaleBlock,
+        hieradet_sam2.MultiScaleAttention: MultiScaleAttention,
+    },
+    "windowed absolute",
+    "absolute bicubic; the window's part repeats; as in timm",
+    multiple=32,
+)
+GCVIT = Adapter(
+    (gcvit.GlobalContextVit,),
+    {
+        gcvit.WindowAttentionGlobal: WindowAttentionGlobal,
+        gcvit.GlobalContextVitBlock: GlobalContextVitBlock,
+        gcvit.GlobalContextVitStage: GlobalContextVitStage,
+    },
+    "table in windows; queries of the whole image",
+    "nothing resampled in windows; the image's query bilinear, to one window",
+    multiple=32,
+)
