@@ -22,6 +22,7 @@ TABLES = {  # titles of table.md
     "study/flowers256": "study_small/flowers256",
     "study/imagenette224": "study_small/imagenette224",
     "study/finetune": "study_finetune",
+    "study/finetune_imagenette": "study_finetune",
     "study/imagenet": "study_imagenet",
     "study/imagenet_flowers": "Flowers, linear classifiers",
     "study/imagenet_untrained": "ilsvrc-val",
