@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
 
     PyTorch does not train in the fork of a process whose autograd engine has started threads, as some later tests (of compiled
     models) make it do. xdist gives each worker one stretch of the list, and an idle one takes from the end of another's. A
-    module stays whole where it can, since each worker that has a part of it sets up its fixtures anew.
+    module stays on one worker where it can, since each worker that has a part of it sets up its fixtures anew.
     """
 
     def seconds(module):

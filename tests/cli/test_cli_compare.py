@@ -82,13 +82,15 @@ def test_a_comparison_from_training_to_plots(finished):
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(again, monkeypatch):
+def test_what_is_done_is_not_done_again(again, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
+    assert re.search(r"vitrel_vit_n8_absolute \| bicubic \| 2,048 of [\d,]+ \(absolute bicubic\) +\|", printed)
+    written = (tmp_path / "trial" / "table.md").read_text("utf-8")
     assert re.search(
-        r"vitrel_vit_n8_absolute \| scale +\| 64x96 \| bicubic \|.*\| 2,048 of [\d,]+ values \(absolute bicubic\) \|", printed
+        r"vitrel_vit_n8_absolute \| scale +\| 64x96 \| bicubic \|.*\| 2,048 of [\d,]+ values \(absolute bicubic\) \|", written
     )
 
 

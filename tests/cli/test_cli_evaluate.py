@@ -65,14 +65,14 @@ def test_table_verdicts_and_files(checkpoint, tmp_path, capsys, whole_evaluation
     assert header[2] == f"12 rows, 0 of them done already; output folder {out}"
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     reported = {line.partition(": ")[0]: line for line in printed.splitlines() if line.startswith("- ")}
-    advice = printed.partition("\nTop-1 in")[0]
-    unchanged = re.findall(r"\| vitrel_vit_n8_table +\| scale +\| (\S+) \| clip +\|.*\| nothing \(table clip\) \|\n", advice)
+    advice, written = printed.partition("\nTop-1 in")[0], (out / "table.md").read_text("utf-8")
+    unchanged = re.findall(r"\| vitrel_vit_n8_table +\| scale +\| (\S+) \| clip +\|.*\| nothing \(table clip\) \|\n", written)
     assert unchanged == ["64x96", "80x80"]
     assert reported["- vitrel_swin_n"] in advice
     frame = pd.read_csv(out / "results.csv")
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
     assert frame["unchanged"].all() and (frame["n"] == 8).all()
-    assert (out / "table.md").read_text("utf-8").startswith("# shapes\n")
+    assert written.startswith("# shapes\n")
     predictions = read_predictions(out)
     assert len(predictions.rows) == len(frame) and len(predictions.images.names) == 8 and len(predictions.images.classes) == 4
     assert not (out / "translation.csv").exists() and frame["best_size"].notna().any()

@@ -16,6 +16,7 @@ from vitrel.evaluate.table import read_csv, read_scores, read_translation
 from vitrel.evaluate.text import table_page
 
 TABLES = {  # titles of table.md
+    "quickstart": "quickstart",
     "shapes_classified": "quickstart",
     "imagenette96": "imagenette96",
     "shapes_encodings": "shapes_encodings",

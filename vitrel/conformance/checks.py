@@ -586,8 +586,8 @@ def _with_pairs(found: Located, turn: Rotation) -> Rotation:
     from vitrel.conformance import measure
 
     query = measure.maps(found, found.query.float())
-    turned = measure._pairs(query, turn.pairs)
-    steps = torch.stack([measure._step(turned, axis)[0] for axis in (2, 3)], 1)
+    rotated = measure._pairs(query, turn.pairs)
+    steps = torch.stack([measure._step(rotated, axis)[0] for axis in (2, 3)], 1)
     return turn._replace(steps=torch.stack((steps, steps)))
 
 
