@@ -147,7 +147,8 @@ class PixelEmbed(tnt.PixelEmbed):
     """Pixels of every patch, [B, C, H, W] -> [B*N, n, C], of any image."""
 
     def forward(self, x: Tensor, pixel_pos: Tensor) -> Tensor:
-        channels, size = (self.in_dim, self.new_patch_size) if self.legacy else (x.shape[1], self.patch_size)
+        channels = self.in_dim if self.legacy else x.shape[1]
+        size: Any = self.new_patch_size if self.legacy else self.patch_size
         x = self.unfold(self.proj(x) if self.legacy else x).mT.flatten(0, 1).unflatten(1, (channels, *size))
         x = (x if self.legacy else self.proj(x)) + pixel_pos
         return x.flatten(2).mT

@@ -110,8 +110,8 @@ class VisionTransformerSAM(AnySize, vision_transformer_sam.VisionTransformerSAM)
     def adopted(self, model: Any) -> None:
         if any(getattr(block.attn, "rope", None) is not None for block in self.blocks):
             raise ValueError("it has a rotation in its windows")
-        self.patch_embed.flatten, self.patch_embed.output_fmt = False, Format.NHWC
-        self.patch_embed.strict_img_size, self.patch_embed.dynamic_img_pad = False, True
+        embed: Any = self.patch_embed
+        embed.flatten, embed.output_fmt, embed.strict_img_size, embed.dynamic_img_pad = False, Format.NHWC, False, True
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self.patch_embed(x)
