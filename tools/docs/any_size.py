@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitrel.any_size import ADAPTERS, adapter_of, takes
+from vitrel.any_size import ADAPTERS, adapter_of, any_size, takes
 from vitrel.convert.recognize import recognize
 from vitrel.models.create import on_meta
 
@@ -105,7 +105,11 @@ def taken(model: nn.Module) -> str:
     except ValueError as error:
         reason = str(error)
     if adapter_of(model) is not None:
-        return "timm"
+        try:
+            any_size(model)
+            return "timm"
+        except ValueError as error:
+            return str(error)
     return "none" if takes(model) else reason.partition(": ")[2]
 
 
