@@ -58,10 +58,8 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
   --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's
-                                  attention on training images, and the absolute embedding is dropped. Measured on a ViT-Tiny:
-                                  15 to 30 points more at half the size, at the training size up to 1.7 fewer (table and cpb;
-                                  shaw and rope_mixed 0.6), at twice the size 2.8 more to 2.1 fewer (docs/how_to/finetune.md)
-  --fit N                         the number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
+                                  attention, the embedding dropped; top-1 +15 to +30 at half the size, -2 to 0 at its own
+  --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
                                   Hugging Face data with masks, VOC, Oxford-IIIT Pet, shapes-dense; --head linear|fpn|upernet
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
