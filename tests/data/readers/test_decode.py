@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrel.data import BadImage, Reading
-from vitrel.data.readers import decode
+from vitrel.data import BadImage, Reading, decode
 from vitrel.data.readers.decode import HARD_LIMIT
 
 H, W = 24, 32
