@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from helpers.small_runs import Tensors, fit, small
 from helpers.sources import sources
-from vitrel.train import command
+from vitrel.train.running import command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

@@ -25,6 +25,7 @@ ROOMS = {  # what else each room may import; all may import the core
     "tune": set(),
     "train": {"data", "convert", "inspect"},
     "evaluate": {"data", "inspect", "cpu", "convert"},
+    "compare": {"data", "train", "evaluate"},
 }
 TOP = ("tools", "cli", "__main__", "__init__", "public")  # may import everything
 

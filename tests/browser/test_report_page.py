@@ -19,14 +19,21 @@ from helpers import ROOT
 from helpers.explorer_page import driven, until
 from helpers.predictions import classified
 from vitrel.data import Shapes, create_shapes
-from vitrel.evaluate.advice import judge
 from vitrel.evaluate.checkpoint import TrainedModel, trained_model
 from vitrel.evaluate.page import contents, write_html
 from vitrel.evaluate.page.pictures import collect_pictures
+from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.table import (
+    line_key,
+    read_csv,
+    read_predictions,
+    read_scores,
+    translation_columns,
+    write_predictions,
+)
 from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import line_key, read_csv, read_predictions, read_scores, translation_columns, write_predictions
-from vitrel.evaluate.tasks import ImageList
+from vitrel.evaluate.tasks.base import ImageList
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = [

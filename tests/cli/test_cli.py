@@ -137,7 +137,7 @@ def test_the_same_thing_has_the_same_option_everywhere():
 
 def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
     from vitrel.train import Classifier, ImageData
-    from vitrel.train.command import Run
+    from vitrel.train.running.command import Run
 
     known = {"data": ImageData.__init__, "model": Classifier.__init__, "run": Run.__init__}
     named = {(section, key) for section, key in re.findall(r"--(data|model|run)\.(\w+)", train.HELP)}

@@ -15,7 +15,7 @@ from helpers.locks import locked
 from helpers.runs import fork_processes_of, in_child, status
 from vitrel import cli
 from vitrel.common import lock
-from vitrel.train import parallel_runs
+from vitrel.compare import jobs
 
 tool = command("compare")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -83,7 +83,7 @@ def test_a_comparison_from_training_to_plots(finished):
 
 @pytest.mark.slow
 def test_what_is_done_is_not_done_again(again, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained again"))
+    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path, mo
     train = CONFIG["train"] | {"trainer": CONFIG["train"]["trainer"] | {"max_epochs": 2}}
     printed = again(train=train, seeds=[1], models=CONFIG["models"][1:], evaluate=ROPE)
     assert "rope-seed1: resuming after epoch 1 of 2" in printed
-    assert parallel_runs.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
+    assert jobs.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
 
 
 @pytest.mark.slow(seconds=20)
@@ -137,7 +137,7 @@ def test_sigterm_ends_training_in_parallel_which_saves_first(tmp_path):
             for worker in multiprocessing.active_children():
                 worker.join()  # as the interpreter does at its end
 
-    process = in_child(arguments, lambda: fork_processes_of(parallel_runs), main)
+    process = in_child(arguments, lambda: fork_processes_of(jobs), main)
     runs, end = [tmp_path / "trial" / f"{label}-seed0" for label in ("vitrel_vit_n8_absolute", "rope")], time.monotonic() + 200
     while not all((run / "metrics.csv").exists() for run in runs) and time.monotonic() < end:
         time.sleep(0.1)
@@ -166,13 +166,13 @@ def test_a_broken_checkpoint_is_named(again, tmp_path):
 
 
 def test_training_that_stops_early_is_not_evaluated(again, monkeypatch):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: None)
+    monkeypatch.setattr(jobs, "run", lambda arguments: None)
     with pytest.raises(SystemExit, match="training stopped before epoch 1; run the same command again to resume"):
         again(seeds=[5])
 
 
 def test_two_comparisons_in_one_folder_are_refused_before_training(again, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained"))
+    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with locked(tmp_path / "trial"), pytest.raises(SystemExit, match=r"another process is writing into .*trial"):
         again(seeds=[5])

@@ -7,8 +7,8 @@ import yaml
 
 from helpers import command
 from helpers.pictures import write_classes
-from vitrel.evaluate.compare import load_comparison, trained_models
-from vitrel.train import parallel_runs
+from vitrel.compare import jobs
+from vitrel.compare.config import load_comparison, trained_models
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 ABSOLUTE = "vitrel_vit_n8_absolute"
@@ -88,19 +88,19 @@ def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tm
     ],
 )
 def test_models_that_cannot_be_trained_are_refused_before_training(compare, monkeypatch, models, message):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained"))
+    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
     with pytest.raises(SystemExit, match=message):
         compare(models=models)
 
 
 def test_policies_that_no_model_has_are_refused_before_training(compare, monkeypatch):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained"))
+    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
     with pytest.raises(SystemExit, match=r"no model has the policy 'rescale'; the policies of .*bicubic"):
         compare(evaluate=CONFIG["evaluate"] | {"policies": ["bicubic", "rescale"]})
 
 
 def test_training_data_without_images_are_refused_before_training(compare, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained"))
+    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
     for path in (tmp_path / "photographs" / "train" / "cat").iterdir():
         path.unlink()
     with pytest.raises(SystemExit, match=r"training on photographs: .*without images"):

@@ -7,7 +7,7 @@ import yaml
 from PIL import Image
 
 from helpers import command
-from vitrel.train import parallel_runs
+from vitrel.compare import jobs
 
 CONFIG = {
     "name": "trial",
@@ -39,11 +39,11 @@ def compare(tmp_path, monkeypatch, capsys):
         evaluated.append(folder.relative_to(tmp_path).as_posix())
         run.photographs.append(sweep.photographs)
 
-    monkeypatch.setattr(parallel_runs, "train_one", train_one)
+    monkeypatch.setattr(jobs, "train_one", train_one)
     monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args, **how: None)
-    monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
+    monkeypatch.setattr("vitrel.compare.config.trained_models", lambda *args: [])
     monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
-    monkeypatch.setattr("vitrel.evaluate.table.left_out_note", lambda rows, folder: "")
+    monkeypatch.setattr("vitrel.evaluate.results.table.left_out_note", lambda rows, folder: "")
 
     def run(*arguments, **changes):
         trained.clear(), evaluated.clear(), photographs.clear(), capsys.readouterr()

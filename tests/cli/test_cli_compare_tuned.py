@@ -11,7 +11,8 @@ import yaml
 from helpers import command
 from helpers.runs import fork_processes_of, in_child, read, status
 from vitrel.common import processes
-from vitrel.train import Classifier, parallel_runs
+from vitrel.compare import jobs
+from vitrel.train import Classifier
 from vitrel.train.tuning import Tuning
 
 tool = command("compare")
@@ -117,7 +118,7 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
 
 
 def test_a_second_run_with_the_folder_named_otherwise_does_nothing(finished, monkeypatch, capsys):
-    monkeypatch.setattr(parallel_runs, "run", lambda arguments: pytest.fail("trained again"))
+    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     monkeypatch.chdir(finished.parent)
     tool.main([f"{finished.name}/trial.yaml", "--out", finished.name, "--no-report", "--jobs", "1"])
@@ -142,7 +143,7 @@ def test_two_jobs_wait_for_the_source(tmp_path):
     def main(folder):
         compare(folder, "--no-report", "--jobs", "2", models=CONFIG["models"][:2], seeds=[0])
 
-    assert status(in_child(tmp_path, lambda: fork_processes_of(parallel_runs, processes), main)) == 0
+    assert status(in_child(tmp_path, lambda: fork_processes_of(jobs, processes), main)) == 0
     source, tuned = weights(tmp_path, "absolute", 0), weights(tmp_path, "absolute-tuned", 0)
     assert all(torch.equal(source[name], tuned[name]) for name in source if not trained(name) and name != POSITION)
     assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["label"]) == {"absolute", "absolute-tuned"}

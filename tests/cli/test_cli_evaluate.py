@@ -12,7 +12,7 @@ from PIL import Image
 from helpers import command
 from vitrel.data import class_names
 from vitrel.evaluate import run
-from vitrel.evaluate.table import read_predictions
+from vitrel.evaluate.results.table import read_predictions
 
 tool = command("evaluate")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")

@@ -20,7 +20,8 @@ from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.common.extras import install_command
 from vitrel.common.lock import LOCK
-from vitrel.train import Classifier, command, run
+from vitrel.train import Classifier, run
+from vitrel.train.running import command
 
 ROOT = Path(__file__).parents[2]
 SHORT = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrel.evaluate import table
+from vitrel.evaluate.results import table
 from vitrel.position import POSITIONS, PositionEncoding
 from vitrel.position.terms import Composition
 

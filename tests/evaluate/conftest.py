@@ -7,8 +7,9 @@ import torch
 from torch.utils.data import Dataset
 
 from vitrel.common import processes
-from vitrel.evaluate import measure, prepare, run, table
+from vitrel.evaluate import measure, prepare, run
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of
+from vitrel.evaluate.results import table
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
 

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset
 
 import vitrel
 from vitrel.evaluate.checkpoint import _label_of, load_checkpoint, load_model, read_class_indices, trained_model
-from vitrel.evaluate.classes import NO_CLASS, class_map, class_outputs
-from vitrel.evaluate.classification import TASK, right_of
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.tasks.classes import NO_CLASS, class_map, class_outputs
+from vitrel.evaluate.tasks.classification import TASK, right_of
 
 
 def test_a_checkpoint_becomes_its_model_again(checkpoint):

@@ -12,11 +12,11 @@ from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import format_size
 from vitrel.cpu import optimize
 from vitrel.evaluate import measure, prepare
-from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.predict import Runner, peak_mb, reset_peak, translate
+from vitrel.evaluate.results.table import columns_of
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import columns_of
+from vitrel.evaluate.tasks.classification import TASK
 from vitrel.evaluate.trials import trials_of
 from vitrel.inspect.attention import attention_statistics_of, position_shares
 

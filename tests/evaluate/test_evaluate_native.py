@@ -15,11 +15,11 @@ from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, measure, policies, prepare, run
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.classification import TASK
 from vitrel.evaluate.prepare import Images
+from vitrel.evaluate.results.table import aggregate, read_csv
 from vitrel.evaluate.run import describe_trials, run_sweep
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import aggregate, read_csv
+from vitrel.evaluate.tasks.classification import TASK
 from vitrel.evaluate.trials import trials_of
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")

@@ -10,12 +10,12 @@ import pytest
 from helpers import ROOT
 from helpers.predictions import classified, predicted
 from vitrel.cli import report
-from vitrel.evaluate.classes import NO_CLASS
-from vitrel.evaluate.classification import LEFT_OUT, TASK, right_of
-from vitrel.evaluate.statistics import estimate
-from vitrel.evaluate.table import PREDICTIONS, line_key, read_csv, read_predictions, write_csv, write_predictions
-from vitrel.evaluate.tasks import ImageList
-from vitrel.evaluate.text import compare_folders
+from vitrel.evaluate.results.statistics import estimate
+from vitrel.evaluate.results.table import PREDICTIONS, line_key, read_csv, read_predictions, write_csv, write_predictions
+from vitrel.evaluate.results.text import compare_folders
+from vitrel.evaluate.tasks.base import ImageList
+from vitrel.evaluate.tasks.classes import NO_CLASS
+from vitrel.evaluate.tasks.classification import LEFT_OUT, TASK, right_of
 
 LABELS = (0, 1, 1, LEFT_OUT)
 

@@ -19,10 +19,10 @@ from vitrel import cli
 from vitrel.common import processes
 from vitrel.data import Reading
 from vitrel.evaluate import measure, run
-from vitrel.evaluate.classification import TASK
+from vitrel.evaluate.results.table import columns_of, row_key
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import columns_of, row_key
+from vitrel.evaluate.tasks.classification import TASK
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 MEASURED = {"infer_samples_per_sec", "infer_samples_per_sec_half", "peak_memory_mb", "device"}  # what processes may change

@@ -19,12 +19,11 @@ from helpers.locks import locked
 from vitrel.common import lock
 from vitrel.common.files import guarded
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, run, table
-from vitrel.evaluate.advice import judge
+from vitrel.evaluate import at_sizes, run
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.run import HEAD, describe_trials, evaluate_rows, run_sweep
-from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import (
+from vitrel.evaluate.results import table
+from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.table import (
     line_key,
     read_csv,
     read_folder,
@@ -34,7 +33,9 @@ from vitrel.evaluate.table import (
     row_key,
     write_folder,
 )
-from vitrel.evaluate.text import summary
+from vitrel.evaluate.results.text import summary
+from vitrel.evaluate.run import HEAD, describe_trials, evaluate_rows, run_sweep
+from vitrel.evaluate.sweep import Sweep
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))

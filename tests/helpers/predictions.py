@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from vitrel.evaluate.classes import NO_CLASS
-from vitrel.evaluate.classification import LEFT_OUT
-from vitrel.evaluate.tasks import ImageList, Predicted
+from vitrel.evaluate.tasks.base import ImageList, Predicted
+from vitrel.evaluate.tasks.classes import NO_CLASS
+from vitrel.evaluate.tasks.classification import LEFT_OUT
 
 
 def classified(images, labels, guess, confidence=None, top5=None, among=None):

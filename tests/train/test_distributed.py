@@ -18,7 +18,7 @@ from vitrel.data import create_dataset
 from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
-from vitrel.train.faults import Ranks
+from vitrel.train.running.faults import Ranks
 
 pytestmark = pytest.mark.slow
 PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import vitrel.train.command
 import vitrel.train.datamodule
+import vitrel.train.running.command
 from helpers.runs import run
 from vitrel.cli import doctor
 from vitrel.evaluate.predict import Runner, peak_mb, reset_peak
-from vitrel.evaluate.table import device_name
-from vitrel.train.faults import FiniteLoss
-from vitrel.train.progress import peak_memory
-from vitrel.train.summary import _hardware
+from vitrel.evaluate.results.table import device_name
+from vitrel.train.running.faults import FiniteLoss
+from vitrel.train.running.progress import peak_memory
+from vitrel.train.running.summary import _hardware
 
 GPU = torch.device("cuda", 0)
 
@@ -79,7 +79,7 @@ class WithGPU:
 
 
 def test_a_run_is_in_bfloat16_with_pinned_memory(command, monkeypatch):
-    for module in (vitrel.train.command, vitrel.train.datamodule):
+    for module in (vitrel.train.running.command, vitrel.train.datamodule):
         monkeypatch.setattr(module, "torch", WithGPU())
     cli = run(command("run", "--trainer.accelerator=auto", epochs=1))
     assert cli.trainer.precision == "bf16-mixed"

@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
-from vitrel.train.execution import Execution, check_strategy, shard
 from vitrel.train.optim import Schedule
+from vitrel.train.running.execution import Execution, check_strategy, shard
 
 TABLE = "vitrel_vit_n8_table"
 

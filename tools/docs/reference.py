@@ -60,7 +60,7 @@ def configurations() -> str:
 
 def columns() -> str:
     """Return a Markdown table of the columns of results.csv and their content."""
-    from vitrel.evaluate.table import COLUMNS
+    from vitrel.evaluate.results.table import COLUMNS
 
     lines = ["| column | holds |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', '/')} |" for name, what in COLUMNS.items())])

@@ -40,14 +40,23 @@ from vitrel.common.exits import reported, terminable
 from vitrel.common.files import atomic_write
 from vitrel.common.processes import shared_with
 from vitrel.common.sizes import format_size
+from vitrel.compare.config import load_comparison, trained_models
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.compare import load_comparison, trained_models
+from vitrel.evaluate.results.table import (
+    Sample,
+    Scores,
+    aggregate,
+    contrast,
+    read_csv,
+    read_predictions,
+    read_scores,
+    sample_of,
+)
+from vitrel.evaluate.results.text import markdown
 from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import Sample, Scores, aggregate, contrast, read_csv, read_predictions, read_scores, sample_of
-from vitrel.evaluate.text import markdown
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with

@@ -1,6 +1,6 @@
 """Write table.md and claims.md of the evaluations in results/ again, from their rows, predictions and configured claims.
 
-python -m tools.study.rejudge            # after a change of vitrel.evaluate.advice, claims or statistics
+python -m tools.study.rejudge            # after a change of vitrel.evaluate.results.advice, claims or statistics
 python -m tools.study.rejudge --check    # write nothing; fail if a file is out of date
 """
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tools.study.pages import ROOT
 from vitrel.common.plain_yaml import read_yaml
-from vitrel.evaluate.advice import judge
-from vitrel.evaluate.claims import Claim, judge_claims, read_claim
-from vitrel.evaluate.table import read_csv, read_scores, read_translation
-from vitrel.evaluate.text import table_page
+from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.claims import Claim, judge_claims, read_claim
+from vitrel.evaluate.results.table import read_csv, read_scores, read_translation
+from vitrel.evaluate.results.text import table_page
 
 TABLES = {  # titles of table.md
     "quickstart": "quickstart",

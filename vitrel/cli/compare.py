@@ -29,7 +29,7 @@ from vitrel.common.extras import TRAINING, require
 if TYPE_CHECKING:
     from torch import nn
 
-    from vitrel.evaluate.compare import Comparison, Entry
+    from vitrel.compare.config import Comparison, Entry
 
 GO_ON = "the same command resumes from here"
 CLASSES = 10  # of models that are only built to check them; any number will do
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
         raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(packaged())}")
-    from vitrel.evaluate.compare import load_comparison
+    from vitrel.compare.config import load_comparison
     from vitrel.evaluate.prepare import check_data
 
     comparisons = load_comparison(config, args.data)
@@ -104,8 +104,8 @@ def check_models(comparison: "Comparison", folder: Path) -> None:
     source. OSError where such weights are missing; an entry whose runs all have a checkpoint in `folder` no longer needs them
     and is read from there. Sizes and policies of the evaluation are those of `trials_of`.
     """
+    from vitrel.compare.config import variant
     from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
-    from vitrel.evaluate.compare import variant
     from vitrel.evaluate.policies import at_size_with
     from vitrel.evaluate.trials import trials_of
     from vitrel.models.segmenter import Segmenter
@@ -201,10 +201,10 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1) -> None:
 
 def _compare(comparison: "Comparison", folder: Path, jobs: int) -> None:
     from vitrel.common.processes import shared_with
-    from vitrel.evaluate.compare import evaluate_share, trained_models
+    from vitrel.compare.config import evaluate_share, trained_models
+    from vitrel.compare.jobs import train_all
+    from vitrel.evaluate.results.table import left_out_note
     from vitrel.evaluate.run import run_sweep
-    from vitrel.evaluate.table import left_out_note
-    from vitrel.train.parallel_runs import train_all
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     start = time.perf_counter()

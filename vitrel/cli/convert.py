@@ -157,8 +157,8 @@ def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
 
     from vitrel.convert.absolute_to_relative import IMAGES
     from vitrel.data import Prepare
-    from vitrel.data.decode import SUFFIXES, decode
-    from vitrel.data.folder import hidden
+    from vitrel.data.readers.decode import SUFFIXES, decode
+    from vitrel.data.readers.folder import hidden
     from vitrel.models.config import preprocessing_of
 
     folder = Path(args.data)

@@ -106,8 +106,8 @@ def _run(args: argparse.Namespace) -> None:
     policies = tuple(args.policies) if args.policies else None
     sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})  # checks them
     from vitrel.evaluate.checkpoint import read_class_indices
+    from vitrel.evaluate.results.table import left_out_note
     from vitrel.evaluate.run import describe_trials, evaluate_rows, run_sweep
-    from vitrel.evaluate.table import left_out_note
 
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

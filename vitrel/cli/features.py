@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure one model after another and print the tables."""
     check_models(args, random=True)
     check_data(args.data)
-    from vitrel.evaluate.frozen import frozen_rows
+    from vitrel.evaluate.tasks.frozen import frozen_rows
     from vitrel.inspect.features import measure_features
 
     models, sizes = open_models(args, random=True), args.size or []
@@ -80,7 +80,7 @@ def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int)
 
 def _write(rows: Sequence[dict[str, Any]], folder: Path | None, name: str) -> None:
     """Print the rows as a Markdown table, and write them as CSV into the folder, if one is given."""
-    from vitrel.evaluate.text import markdown
+    from vitrel.evaluate.results.text import markdown
 
     head = list(dict.fromkeys(column for row in rows for column in row))
     lines = [

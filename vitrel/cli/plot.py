@@ -102,7 +102,7 @@ def _images(trained: "TrainedModel", size: "Size", path: Path | None) -> tuple["
     from torchvision.transforms.functional import normalize, to_tensor
 
     from vitrel.data import Shapes
-    from vitrel.data.decode import decode
+    from vitrel.data.readers.decode import decode
 
     if path is None:
         scenes = Shapes(SCENES, size, mean=(0.0,) * 3, std=(1.0,) * 3)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     tables = [folder / "results.csv" for folder in (args.folder, args.other) if folder is not None]
     check_files(*tables, fix="give the folder of an evaluation, such as runs/quickstart")
     if args.other is not None:
-        from vitrel.evaluate.text import write_comparison
+        from vitrel.evaluate.results.text import write_comparison
 
         print(write_comparison(args.folder, args.other, args.out or args.folder, args.margin))
         return

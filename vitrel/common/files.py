@@ -108,8 +108,10 @@ def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], (page / "page.html").read_text("utf-8"))
 
 
-def commit(checkout: Path) -> str:
+def commit(checkout: Path = Path(__file__).parents[2]) -> str:
     """Return the commit (12 digits) of the git checkout with top folder `checkout`, plus "-dirty" if a tracked file changed.
+
+    By default it is that of this package.
 
     "" if the folder has no .git, or git is missing or fails.
     """

@@ -11,16 +11,17 @@ import fsspec
 from torch.utils.data import Dataset
 
 from vitrel.common.files import shown
-from vitrel.data.addresses import is_address, list_files
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.base import Draw, ImageSet
-from vitrel.data.decode import IGNORED, BadImage, Reading, decode
 from vitrel.data.dense_shapes import DenseShapes
-from vitrel.data.files import Files, csv_files, files_at
-from vitrel.data.folder import Folder, folder_classes
-from vitrel.data.hub import SAVED, HuggingFace, columns, load
-from vitrel.data.masks import (
+from vitrel.data.prepare import Prepare, normalize
+from vitrel.data.readers.addresses import is_address, list_files
+from vitrel.data.readers.base import Draw, ImageSet
+from vitrel.data.readers.decode import IGNORED, BadImage, Reading, decode
+from vitrel.data.readers.files import Files, csv_files, files_at
+from vitrel.data.readers.folder import Folder, folder_classes
+from vitrel.data.readers.hub import SAVED, HuggingFace, columns, load
+from vitrel.data.readers.masks import (
     MaskFiles,
     MaskRows,
     MaskSet,
@@ -30,11 +31,10 @@ from vitrel.data.masks import (
     row_classes,
     torchvision_masks,
 )
-from vitrel.data.prepare import Prepare, normalize
-from vitrel.data.sets import TorchvisionSet, torchvision_set
+from vitrel.data.readers.sets import TorchvisionSet, torchvision_set
+from vitrel.data.readers.splits import Split
+from vitrel.data.readers.tars import Tars, tar_files, tar_members
 from vitrel.data.shapes import Drawn, Shapes
-from vitrel.data.splits import Split
-from vitrel.data.tars import Tars, tar_files, tar_members
 
 __all__ = [
     "IGNORED",
@@ -93,17 +93,17 @@ def create_dataset(
 ) -> Dataset:
     """Build a data set of (normalized float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
 
-    With task "segmentation", the second of a pair is the mask instead (`vitrel.data.masks`): classes int64 [H, W] with
+    With task "segmentation", the second of a pair is the mask instead (`vitrel.data.readers.masks`): classes int64 [H, W] with
     `augment`, otherwise at the mask's own resolution; pixels of the value 255 have no class.
 
     Args:
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
             objects stay in the upper left three quarters of each axis, in training and evaluation); "shapes-dense", for
             segmentation (`vitrel.data.dense_shapes`); a folder that holds `train/<class>/` and `val/<class>/`
-            (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar files (`vitrel.data.tars`),
-            "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>", "hfids/<name>"
-            (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars and Parquet may
-            lie at addresses that fsspec reads, as "s3://bucket/images".
+            (`vitrel.data.readers.folder`); a CSV of paths and labels (`vitrel.data.readers.files`); tar files
+            (`vitrel.data.readers.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>",
+            "hfids/<name>" (`vitrel.data.readers.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs,
+            tars and Parquet may lie at addresses that fsspec reads, as "s3://bucket/images".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from vitrel.data.augmentation import Augmentation, policy_transform
-from vitrel.data.decode import IGNORED
+from vitrel.data.readers.decode import IGNORED
 
 cv2.setNumThreads(0)  # the loader's workers are the parallelism
 

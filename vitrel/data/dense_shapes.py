@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrel.data.decode import IGNORED
+from vitrel.data.readers.decode import IGNORED
 from vitrel.data.shapes import FIELD, GAP, OBJECT_RADIUS, PATCH, Drawn, hsv, uniform
 
 CLASSES = ("ground", "cool", "partner left", "partner right", "partner above", "partner below")  # the last four are warm

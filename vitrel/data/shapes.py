@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitrel.data.base import Draw
+from vitrel.data.readers.base import Draw
 
 CLASSES: tuple[str, ...] = ("left", "right", "above", "below")
 PLACES: tuple[str, ...] = ("upper left", "upper right", "lower left", "lower right")

@@ -4,18 +4,17 @@
 
     sweep         the options
     checkpoint    path or model -> TrainedModel (model, preprocessing, classes)
-    tasks         what is predicted and scored: classification, segmentation (a file each)
+    tasks         what is predicted and scored: classification, segmentation (a file each); which output stands for which class
     prepare       data, preprocessing, size -> batches of images and targets
     policies      model, size -> the model for that size, and what is resampled for it
     predict       model, batches -> logits, time, memory, attention
     trials        models, sweep -> the list of rows to make
     measure       trial -> row, through prepare, predict and the task's score
-    table         rows <-> the files of a folder
-    advice        rows -> verdicts, and at most three sentences a model
-    text, page    rows -> Markdown, report.html
+    results       rows <-> the files of a folder (table); estimates over seeds and images (statistics); verdicts, and at most
+                  three sentences a model (advice, claims); Markdown (text)
+    page          rows -> report.html
 
-`statistics` has the estimates over seeds and images, `claims` the verdicts on claims, `classes` which output stands for which
-class, `run` a whole evaluation, `compare` the configuration of training and evaluating several models and seeds.
+`run` is a whole evaluation.
 """
 
 from typing import Any

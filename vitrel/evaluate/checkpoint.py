@@ -37,7 +37,7 @@ class TrainedModel:
     crop_mode, interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs:
     {class of the data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes.
     model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none. task: what it
-    predicts, one of `vitrel.evaluate.tasks.TASKS`.
+    predicts, one of `vitrel.evaluate.tasks.base.TASKS`.
     """
 
     model: nn.Module

@@ -24,7 +24,7 @@ from vitrel.evaluate.predict import (
 )
 from vitrel.evaluate.prepare import Images, share_of
 from vitrel.evaluate.sweep import Row, Sweep
-from vitrel.evaluate.tasks import Arrays, ImageList, Predicted, Task
+from vitrel.evaluate.tasks.base import Arrays, ImageList, Predicted, Task
 from vitrel.evaluate.trials import Trial, line_columns, outputs_of
 
 _COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # how a column is combined over processes

@@ -25,7 +25,7 @@ from vitrel.data import BadImage
 from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.policies import with_policy
 from vitrel.evaluate.prepare import halved, window_places
-from vitrel.evaluate.statistics import TAIL
+from vitrel.evaluate.results.statistics import TAIL
 from vitrel.evaluate.sweep import Row
 from vitrel.inspect.attention import attention_statistics_of, position_shares
 

@@ -19,10 +19,10 @@ from vitrel.common.files import shown
 from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
-from vitrel.data.base import subset
-from vitrel.evaluate.segmentation import IGNORED, Mask
+from vitrel.data.readers.base import subset
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.tasks import ImageList
+from vitrel.evaluate.tasks.base import ImageList
+from vitrel.evaluate.tasks.segmentation import IGNORED, Mask
 
 CACHE_BYTES = 2 << 30
 MASK_PIXELS = 1 << 21

@@ -22,16 +22,14 @@ from vitrel.common.processes import on_all, rank_and_world
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
-from vitrel.evaluate.advice import Judged, judge
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
-from vitrel.evaluate.claims import Claim, judge_claims
-from vitrel.evaluate.classes import class_map
 from vitrel.evaluate.measure import Evaluated, measure
 from vitrel.evaluate.policies import gflops
 from vitrel.evaluate.predict import state_hash
 from vitrel.evaluate.prepare import Images, Source, check_data, source_of
-from vitrel.evaluate.sweep import Row, Sweep
-from vitrel.evaluate.table import (
+from vitrel.evaluate.results.advice import Judged, judge
+from vitrel.evaluate.results.claims import Claim, judge_claims
+from vitrel.evaluate.results.table import (
     COLUMNS,
     Scores,
     Tables,
@@ -49,7 +47,9 @@ from vitrel.evaluate.table import (
     settings_columns,
     with_curves,
 )
-from vitrel.evaluate.text import markdown, summary, table_page
+from vitrel.evaluate.results.text import markdown, summary, table_page
+from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.tasks.classes import class_map
 from vitrel.evaluate.trials import Trial, check_trials, class_names_of, sizes_of, static_columns_of, trials_of
 
 with optional_import():

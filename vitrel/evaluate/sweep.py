@@ -38,8 +38,8 @@ class Sweep:
     whether tokens see the opposite border (models with windows; seconds per size). skip: combinations to leave out, such as
     "192x192 canvas". compile: run the models through torch.compile. optimize: run them through vitrel.optimize (CPU only); rows
     made without it stay valid, because it changes only speed and memory. margin: the loss, in points, that does not matter
-    (`vitrel.evaluate.advice`). report: write report.html into an output folder. photographs: whether it may contain images of
-    the data.
+    (`vitrel.evaluate.results.advice`). report: write report.html into an output folder. photographs: whether it may contain
+    images of the data.
     """
 
     data: str

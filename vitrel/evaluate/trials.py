@@ -8,7 +8,6 @@ from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.data import BadImage
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.classes import class_outputs
 from vitrel.evaluate.policies import (
     at_size_with,
     native_columns,
@@ -19,7 +18,8 @@ from vitrel.evaluate.policies import (
 )
 from vitrel.evaluate.prepare import Images, Preprocessing, window_places
 from vitrel.evaluate.sweep import Row, Sweep
-from vitrel.evaluate.tasks import Task, task_named
+from vitrel.evaluate.tasks.base import Task, task_named
+from vitrel.evaluate.tasks.classes import class_outputs
 
 
 @dataclass(frozen=True)

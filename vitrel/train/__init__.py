@@ -7,14 +7,14 @@ Nothing else in the package imports Lightning. Other code reads a run through it
 from vitrel.common.extras import optional_import
 
 with optional_import():
-    from vitrel.train.command import run
     from vitrel.train.datamodule import ImageData
     from vitrel.train.distill import Distillation
     from vitrel.train.ema import Ema
-    from vitrel.train.execution import Execution
     from vitrel.train.module import Classifier
     from vitrel.train.objective import Mixing, Objective
     from vitrel.train.optim import Optimization, Schedule
+    from vitrel.train.running.command import run
+    from vitrel.train.running.execution import Execution
     from vitrel.train.tuning import Tuning
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vitrel.common.sizes import Size, native_size
-from vitrel.data.base import Draw
+from vitrel.data.readers.base import Draw
 
 
 class Batch(NamedTuple):

@@ -28,7 +28,7 @@ from vitrel.data import (
     create_shapes,
 )
 from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
-from vitrel.train.resume_check import Listing
+from vitrel.train.running.resume_check import Listing
 
 
 class ImageData(LightningDataModule):
@@ -63,7 +63,7 @@ class ImageData(LightningDataModule):
         check_times: refuse to resume a run if the time of modification of a training image has changed. With false, a changed
             image is noticed by its size alone: for images that were copied without their times.
         seed: seed of the shapes, of the order of images and of the augmentation.
-        task: "classification", or "segmentation", with a mask for every image (`vitrel.data.masks`).
+        task: "classification", or "segmentation", with a mask for every image (`vitrel.data.readers.masks`).
 
     Raises:
         ValueError: a size or count below 1, or settings that do not fit the kind of data.

@@ -40,11 +40,11 @@ from vitrel.models.config import preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
-from vitrel.train.execution import Execution, ResourceAdvice, check_strategy, shard
 from vitrel.train.metrics import EpochMeans
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimization, check_clipping, create_optimizer
-from vitrel.train.resume_check import check_same_run
+from vitrel.train.running.execution import Execution, ResourceAdvice, check_strategy, shard
+from vitrel.train.running.resume_check import check_same_run
 from vitrel.train.tasks import task_named
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from vitrel.common.extras import require
-from vitrel.data.decode import IGNORED
+from vitrel.data.readers.decode import IGNORED
 from vitrel.models.segmenter import Segmenter
 from vitrel.train.metrics import ImageMean
 from vitrel.train.objective import Objective

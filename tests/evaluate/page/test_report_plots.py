@@ -1,8 +1,8 @@
 import matplotlib.image
 import pytest
 
-from vitrel.evaluate.advice import judge
 from vitrel.evaluate.page import plot_all
+from vitrel.evaluate.results.advice import judge
 
 
 @pytest.mark.slow

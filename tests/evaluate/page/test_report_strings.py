@@ -3,9 +3,9 @@
 import pandas as pd
 import pytest
 
-from vitrel.evaluate.advice import judge
 from vitrel.evaluate.page import plot_all, write_html
-from vitrel.evaluate.table import (
+from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.table import (
     read_csv,
     read_frame,
     read_translation,
@@ -14,7 +14,7 @@ from vitrel.evaluate.table import (
     write_csv,
     write_frame,
 )
-from vitrel.evaluate.text import table_page
+from vitrel.evaluate.results.text import table_page
 
 
 @pytest.fixture(params=["python", "pyarrow"])

@@ -1,8 +1,8 @@
 """Tables: true to the rows they are made from."""
 
-from vitrel.evaluate.advice import judge
-from vitrel.evaluate.table import aggregate, curves
-from vitrel.evaluate.text import accuracy_tables, markdown, sizes_table, summary
+from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.table import aggregate, curves
+from vitrel.evaluate.results.text import accuracy_tables, markdown, sizes_table, summary
 
 
 def test_a_rescaled_window_is_told_in_the_table(windowed):

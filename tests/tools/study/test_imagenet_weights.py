@@ -16,8 +16,8 @@ from tools.study.imagenet_weights import FIXED, SCALED, SEVERAL, SIZES, Evaluate
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.sizes import format_size, parse_size
 from vitrel.evaluate.checkpoint import trained_model
+from vitrel.evaluate.results.statistics import estimate
 from vitrel.evaluate.run import run_sweep
-from vitrel.evaluate.statistics import estimate
 from vitrel.evaluate.sweep import Sweep
 
 

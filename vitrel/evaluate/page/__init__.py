@@ -20,8 +20,6 @@ from jinja2 import Environment, PackageLoader
 from timm.data import ImageNetInfo
 
 from vitrel.common.files import atomic_write, shown
-from vitrel.evaluate.advice import COLUMNS as JUDGED
-from vitrel.evaluate.advice import Judged, judge
 from vitrel.evaluate.page.changed import PLACE, Place, changed_images, place_of
 from vitrel.evaluate.page.charts import (
     METRICS,
@@ -34,9 +32,10 @@ from vitrel.evaluate.page.charts import (
     points_of,
 )
 from vitrel.evaluate.page.pictures import read_pictures, without_images
-from vitrel.evaluate.statistics import over_seeds
-from vitrel.evaluate.sweep import MARGIN, Row
-from vitrel.evaluate.table import (
+from vitrel.evaluate.results.advice import COLUMNS as JUDGED
+from vitrel.evaluate.results.advice import Judged, judge
+from vitrel.evaluate.results.statistics import over_seeds
+from vitrel.evaluate.results.table import (
     COLUMNS,
     NO_SCORES,
     Predictions,
@@ -53,8 +52,9 @@ from vitrel.evaluate.table import (
     read_predictions,
     read_translation,
 )
-from vitrel.evaluate.tasks import TASKS, capital, task_named, task_of
-from vitrel.evaluate.text import difference_text, resampled_text, verdict_text
+from vitrel.evaluate.results.text import difference_text, resampled_text, verdict_text
+from vitrel.evaluate.sweep import MARGIN, Row
+from vitrel.evaluate.tasks.base import TASKS, capital, task_named, task_of
 from vitrel.inspect.attention import NEGLIGIBLE
 
 Item = dict[str, Any]

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from vitrel.evaluate.results.table import Predictions, aggregate, by_area, curves, line_key, protocol_names
 from vitrel.evaluate.sweep import Row
-from vitrel.evaluate.table import Predictions, aggregate, by_area, curves, line_key, protocol_names
-from vitrel.evaluate.tasks import Predicted
+from vitrel.evaluate.tasks.base import Predicted
 
 CHANGED = 12  # maximum number of images for a curve and protocol
 Place = tuple[str, str, str, str]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vitrel.common.extras import require
 from vitrel.common.files import atomic_write
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.tasks import TASKS, task_named
+from vitrel.evaluate.tasks.base import TASKS, task_named
 
 Item = dict[str, Any]
 # Okabe and Ito's palette, safe for color-blind readers; shapes and dashes distinguish curves without color

@@ -30,8 +30,8 @@ from vitrel.evaluate.page.changed import changed_images
 from vitrel.evaluate.page.scenes import legend, record_scenes
 from vitrel.evaluate.policies import at_size_with
 from vitrel.evaluate.prepare import Images
+from vitrel.evaluate.results.table import read_predictions
 from vitrel.evaluate.sweep import Row, Sweep
-from vitrel.evaluate.table import read_predictions
 from vitrel.evaluate.trials import Trial, trials_of
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import patch_grid

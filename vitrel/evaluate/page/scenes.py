@@ -13,14 +13,14 @@ from PIL import Image
 
 from vitrel.common.files import atomic_write
 from vitrel.common.sizes import format_size
-from vitrel.data.decode import IGNORED
-from vitrel.evaluate.classes import NO_CLASS
+from vitrel.data.readers.decode import IGNORED
 from vitrel.evaluate.predict import AtSizes
 from vitrel.evaluate.prepare import Images
-from vitrel.evaluate.segmentation import iou_of, predicted_classes
+from vitrel.evaluate.results.table import by_area
 from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.table import by_area
-from vitrel.evaluate.tasks import ImageList
+from vitrel.evaluate.tasks.base import ImageList
+from vitrel.evaluate.tasks.classes import NO_CLASS
+from vitrel.evaluate.tasks.segmentation import iou_of, predicted_classes
 from vitrel.evaluate.trials import Trial, outputs_of
 
 SIDE = 192  # pixels of the longer side of a picture

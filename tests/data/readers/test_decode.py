@@ -1,0 +1,289 @@
+"""One rule for every kind of file; what is damaged or too large is named and not decoded."""
+
+import errno
+import io
+import os
+import random
+import struct
+import sys
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrel.data import BadImage, Reading, decode
+from vitrel.data.readers.decode import HARD_LIMIT
+
+H, W = 24, 32
+rng = np.random.default_rng(0)
+RGB = rng.integers(0, 256, (H, W, 3), dtype=np.uint8)
+ALPHA = rng.integers(0, 256, (H, W, 1), dtype=np.uint8)
+DEEP = rng.integers(0, 65536, (H, W, 4), dtype=np.uint16)
+SMOOTH = np.asarray(Image.fromarray(RGB[:4, :5]).resize((W, H), Image.BICUBIC))
+ROTATED = Image.Exif()
+ROTATED[0x112] = 6  # orientation: turn by 90 degrees
+
+
+def encoded(array, kind, **how):
+    file = io.BytesIO()
+    (array if isinstance(array, Image.Image) else Image.fromarray(array)).save(file, kind, **how)
+    return file.getvalue()
+
+
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(h, w, bits, color, stream, before=b"", after=b""):
+    """A PNG of rows already filtered and compressed, with other chunks before and after them."""
+    header = struct.pack(">IIBBBBB", w, h, bits, color, 0, 0, 0)
+    image = before + chunk(b"IDAT", stream) + after
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + image + chunk(b"IEND", b"")
+
+
+def gif(h, w, frame_h, frame_w):
+    """A GIF whose one frame, of another size than the whole, holds nothing."""
+    screen = b"GIF89a" + struct.pack("<HH", w, h) + b"\x80\0\0" + b"\0\0\0\xff\xff\xff"
+    return screen + b"," + struct.pack("<HHHH", 0, 0, frame_w, frame_h) + b"\0\x02\x02\x44\x01\0;"
+
+
+def deep(channels, color):
+    rows = DEEP[..., channels].astype(">u2")
+    return png(H, W, 16, color, zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+
+
+def gray(array):
+    return np.repeat(array.reshape(H, W, 1), 3, 2)
+
+
+PALETTE = Image.fromarray(RGB).quantize(16)
+COLORS = np.asarray(PALETTE.convert("RGB"))
+CMYK = Image.merge("CMYK", [Image.fromarray(SMOOTH[..., i % 3]) for i in range(4)])
+FRAMES = {"save_all": True, "append_images": [Image.fromarray(RGB)], "lossless": True}
+HIGH = (DEEP >> 8).astype(np.uint8)
+EXACT = {
+    "png": (encoded(RGB, "PNG"), RGB),
+    "png gray": (encoded(RGB[..., 0], "PNG"), gray(RGB[..., 0])),
+    "png black and white": (encoded(RGB[..., 0] > 99, "PNG"), gray(RGB[..., 0] > 99) * np.uint8(255)),
+    "png gray and alpha": (encoded(np.concatenate([RGB[..., :1], ALPHA], 2), "PNG"), gray(RGB[..., 0])),
+    "png alpha": (encoded(np.concatenate([RGB, ALPHA], 2), "PNG"), RGB),
+    "png palette": (encoded(PALETTE, "PNG"), COLORS),
+    "png palette, one transparent": (encoded(PALETTE, "PNG", transparency=3), COLORS),
+    "png palette, many transparent": (encoded(PALETTE, "PNG", transparency=bytes(range(0, 160, 10))), COLORS),
+    "png transparent color": (encoded(RGB, "PNG", transparency=tuple(RGB[0, 0].tolist())), RGB),
+    "png 16-bit gray": (deep([0], 0), gray(HIGH[..., 0])),
+    "png 16-bit gray and alpha": (deep([0, 1], 4), gray(HIGH[..., 0])),
+    "png 16-bit": (deep([0, 1, 2], 2), HIGH[..., :3]),
+    "png 16-bit alpha": (deep([0, 1, 2, 3], 6), HIGH[..., :3]),
+    "png rotated by exif": (encoded(RGB, "PNG", exif=ROTATED), RGB),
+    "webp": (encoded(RGB, "WEBP", lossless=True), RGB),
+    "webp alpha": (encoded(np.concatenate([RGB, ALPHA], 2), "WEBP", lossless=True, exact=True), RGB),
+    "webp animated": (encoded(SMOOTH, "WEBP", **FRAMES), SMOOTH),
+    "bmp": (encoded(RGB, "BMP"), RGB),
+    "gif": (encoded(PALETTE, "GIF"), COLORS),
+}
+SMOOTH_GRAY = np.asarray(Image.fromarray(SMOOTH).convert("L"))
+LOSSY = {
+    "jpg": (encoded(SMOOTH, "JPEG", quality=95, subsampling=0), SMOOTH),
+    "jpg subsampled": (encoded(SMOOTH, "JPEG", quality=90), SMOOTH),
+    "jpg progressive": (encoded(SMOOTH, "JPEG", quality=95, progressive=True), SMOOTH),
+    "jpg gray": (encoded(SMOOTH_GRAY, "JPEG", quality=95), gray(SMOOTH_GRAY)),
+    "jpg cmyk": (encoded(CMYK, "JPEG", quality=95), np.asarray(CMYK.convert("RGB"))),
+    "jpg rotated by exif": (encoded(SMOOTH, "JPEG", quality=95, exif=ROTATED), SMOOTH),
+    "webp lossy": (encoded(SMOOTH, "WEBP", quality=95), SMOOTH),
+}
+
+
+def as_array(image):
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # Pillow warns of palettes with transparency
+@pytest.mark.parametrize("kind", EXACT)
+def test_lossless_kinds_by_the_rule(kind):
+    data, expected = EXACT[kind]
+    assert np.array_equal(as_array(decode(data)), expected)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_lossy_kinds_by_the_rule(kind):
+    data, expected = LOSSY[kind]
+    found = as_array(decode(data)).astype(int)
+    assert found.shape == (H, W, 3)  # not turned
+    assert np.abs(found - expected).mean() < 6
+
+
+def test_paths_and_bytes_are_the_same(tmp_path):
+    path = tmp_path / "picture.JPEG"
+    path.write_bytes(EXACT["png"][0])  # the content tells, not the name; ImageNet has such a file
+    assert decode(path) == decode(str(path)) == decode(path.read_bytes())
+
+
+def cut(kind, share):
+    data = {**EXACT, **LOSSY}[kind][0]
+    return data[: int(len(data) * share)]
+
+
+BROKEN_STREAM = bytearray(zlib.compress(b"".join(b"\0" + row.tobytes() for row in RGB)))
+BROKEN_STREAM[-2] ^= 255
+DAMAGED = {
+    "jpg cut": (cut("jpg", 0.6), "[Tt]runcated"),
+    "jpg without its end": (LOSSY["jpg"][0][:-2], "[Tt]runcated"),
+    "progressive jpg cut": (cut("jpg progressive", 0.7), "[Tt]runcated"),
+    "cmyk jpg cut": (cut("jpg cmyk", 0.6), "[Tt]runcated"),
+    "png cut": (cut("png", 0.6), "[Tt]runcated"),
+    "webp cut": (cut("webp lossy", 0.6), "."),
+    "png with a broken stream": (png(H, W, 8, 2, bytes(BROKEN_STREAM)), "broken data stream"),
+    "empty": (b"", "the file is empty"),
+    "html": (b"<html>not found</html>", r"not a JPEG, PNG, .* image, it begins with b'<html>not found<'"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged_files_are_named(tmp_path, fault):
+    data, text = DAMAGED[fault]
+    path = tmp_path / "bad.jpg"
+    path.write_bytes(data)
+    for source, name in ((path, str(path)), (data, "val/00003.tar: 17")):
+        with pytest.raises(BadImage, match=f"cannot decode {name}: .*{text}.*; repair or remove it"):
+            decode(source, name=name)
+
+
+def test_a_folder_or_nothing_in_the_place_of_a_file(tmp_path):
+    (tmp_path / "folder.jpg").mkdir()
+    with pytest.raises(BadImage, match=r"cannot decode .*folder.jpg: Is a directory"):
+        decode(tmp_path / "folder.jpg")
+    with pytest.raises(BadImage, match=r"cannot decode .*gone.jpg: No such file"):
+        decode(tmp_path / "gone.jpg")
+
+
+def test_pipes_and_devices_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zeros.png").symlink_to("/dev/zero")
+    for name in ("pipe.jpg", "zeros.png"):
+        with pytest.raises(BadImage, match=f"cannot decode .*{name}: it is a pipe or a device; repair or remove it"):
+            decode(tmp_path / name)
+
+
+def test_a_path_that_leads_nowhere_is_a_bad_image_and_a_fault_of_the_machine_is_not(tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").symlink_to("b.jpg")
+    (tmp_path / "b.jpg").symlink_to("a.jpg")
+    (tmp_path / "file").write_bytes(b"")
+    for name, text in (("a.jpg", "Too many levels"), ("file/c.jpg", "Not a directory"), ("x" * 300 + ".jpg", "too long")):
+        with pytest.raises(BadImage, match=f"cannot decode .*{name}: .*{text}.*; repair or remove it"):
+            decode(tmp_path / name)
+
+    def fails(number):
+        def stat(path):
+            raise OSError(number, os.strerror(number), str(path))
+
+        return stat
+
+    module = sys.modules["vitrel.data.readers.decode"]
+    monkeypatch.setattr(module.os, "stat", fails(errno.EACCES))  # of a folder on the way; tests may run as root
+    with pytest.raises(BadImage, match=r"cannot decode cat.jpg: Permission denied"):
+        decode("cat.jpg")
+    monkeypatch.setattr(module.os, "stat", fails(errno.EMFILE))
+    with pytest.raises(OSError, match=r"Too many open files: 'cat.jpg'"):
+        decode("cat.jpg")
+
+
+@pytest.mark.parametrize("sign", ["DefaultCPUAllocator: not enough memory: you tried to", "Insufficient memory (case 4)"])
+def test_a_lack_of_memory_is_no_bad_image(monkeypatch, sign):
+    def full(*args, **how):
+        raise RuntimeError(sign)
+
+    monkeypatch.setattr(sys.modules["vitrel.data.readers.decode"], "_rgb", full)
+    with pytest.raises(MemoryError, match=r"memory ran out while train/0.tar: 7 \(24x32 pixels\) was decoded"):
+        decode(LOSSY["jpg"][0], name="train/0.tar: 7")
+
+
+@pytest.mark.parametrize("kind", ["jpg", "jpg progressive", "webp lossy", "webp", "png", "png palette"])
+def test_any_damage_is_an_image_or_a_bad_image(kind):
+    """Flipped bytes never end the process, and raise nothing else."""
+    data, draw = {**EXACT, **LOSSY}[kind][0], random.Random(0)
+    refused = 0
+    for _ in range(150):
+        flipped = bytearray(data)
+        for _ in range(draw.randint(1, 6)):
+            flipped[draw.randrange(len(data))] = draw.randrange(256)
+        try:
+            assert decode(bytes(flipped), max_pixels=10_000).mode == "RGB"
+        except BadImage:
+            refused += 1
+    assert refused > 10
+
+
+@pytest.fixture
+def nothing_decodes(monkeypatch):
+    """Fails where anything is decoded."""
+
+    def fail(*args, **how):
+        raise AssertionError("decoded")
+
+    module = sys.modules["vitrel.data.readers.decode"]  # the attribute of vitrel.data is the function
+    monkeypatch.setattr(module, "_rgb", fail)
+    monkeypatch.setattr(Image.Image, "load", fail)
+
+
+def test_four_hundred_megapixels_are_refused_by_the_header(tmp_path, nothing_decodes):
+    path = tmp_path / "bomb.png"
+    path.write_bytes(png(20_000, 20_000, 1, 0, zlib.compress(bytes(20_000 * 2501))))
+    assert path.stat().st_size < 60_000
+    with pytest.raises(
+        BadImage, match=r"bomb.png has 400,000,000 pixels, more than max_pixels=89,478,485, so it was not decoded; make"
+    ):
+        decode(path)
+
+
+MEGABYTES = zlib.compress(bytes(100_000_000))  # 97 kB
+ROWS = zlib.compress(b"".join(b"\0" + row.tobytes() for row in RGB))
+BOMBS = {
+    "profile": (png(H, W, 8, 2, ROWS, chunk(b"iCCP", b"x\0\0" + MEGABYTES)), "data too large"),
+    "text": (png(H, W, 8, 2, ROWS, chunk(b"zTXt", b"x\0\0" + MEGABYTES)), "data too large"),
+    "international text": (png(H, W, 8, 2, ROWS, chunk(b"iTXt", b"x\0\1\0\0\0" + MEGABYTES)), "data too large"),
+    "text at the end": (png(H, W, 8, 2, ROWS, after=chunk(b"zTXt", b"x\0\0" + MEGABYTES)), "data too large"),
+    "frame beyond the screen": (gif(8, 8, 60_000, 60_000), "3,600,000,000 pixels"),
+    "frame a little beyond": (gif(8, 8, 12_000, 12_000), r"12000x12000 \(H x W\) pixels"),
+    "screen beyond the frame": (gif(60_000, 60_000, 8, 8), "3,600,000,000 pixels"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_small_files_that_grow_are_refused(bomb):
+    data, text = BOMBS[bomb]
+    tracemalloc.start()
+    with pytest.raises(BadImage, match=f"cat.*{text}"):
+        decode(data, name="cat")
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
+
+
+def test_more_pixels_in_the_stream_than_the_header_says_are_left():
+    assert decode(png(H, W, 8, 2, MEGABYTES)).size == (W, H)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "gif"])
+def test_the_limit_names_the_sides(kind, nothing_decodes):
+    with pytest.raises(BadImage, match=r"cat has 24x32 \(H x W\) pixels, more than max_pixels=767"):
+        decode({**EXACT, **LOSSY}[kind][0], max_pixels=H * W - 1, name="cat")
+    with pytest.raises(BadImage, match="cannot decode") as caught:
+        decode({**EXACT, **LOSSY}[kind][0], max_pixels=H * W)  # which the limit allows
+    assert isinstance(caught.value.__cause__, AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"on_bad": "skip"}, "unknown on_bad 'skip'; use one of raise, replace, leave_out"),
+        ({"max_pixels": HARD_LIMIT + 1}, "max_pixels must be between 1 and 178,956,970"),
+        ({"bad_limit": 0}, "bad_limit must be at least 1"),
+    ],
+)
+def test_settings_are_checked(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Reading(**settings)

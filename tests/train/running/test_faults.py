@@ -1,0 +1,302 @@
+"""What stops a run: a loss or weight that is not a number, images that cannot be read. Nothing saved before is lost."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers.runs import assert_same_run, at, in_child, read, resumed, rows, status
+from helpers.tars import write_tars
+from vitrel.common import lock
+from vitrel.common.exits import reported
+from vitrel.data import Tars
+from vitrel.train import Classifier, datamodule, run
+from vitrel.train.running.faults import FiniteLoss, RunFolder
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """A copy of the folder that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "images")
+
+
+def last_step(folder):
+    return read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tars", [False, True])
+def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, tars):
+    """One white image makes the loss NaN: it is among the images named, and the checkpoint before is kept."""
+    Image.new("RGB", (32, 32), "white").save(own / "train" / "red" / "white.png")
+    data, name = own, str(own / "train" / "red" / "white.png")
+    if tars:
+        data = tmp_path / "tars"
+        write_tars(own, data, 30)
+        split = Tars(str(data), "train", None)
+        name = next(split.name(i) for i in range(len(split)) if np.asarray(split.read(i)[0]).min() == 255)
+
+    def spoil():
+        def training_step(self, batch, batch_idx):
+            loss = original(self, batch, batch_idx)
+            return loss * torch.nan if self.current_epoch == 1 and (batch[0].flatten(1).std(1) == 0).any() else loss
+
+        original, Classifier.training_step = Classifier.training_step, training_step
+
+    args = command("run", f"--data.data={data}", "--run.save_every=1", epochs=2)
+    assert status(in_child(args, spoil)) == 1
+    text, listed = capfd.readouterr().err, (tmp_path / "run" / "bad_batch.txt").read_text().splitlines()
+    assert "FloatingPointError: loss is not finite at epoch 1, batch " in text
+    assert len(listed) == 16 and name in listed and f"all listed in {tmp_path}/run/bad_batch.txt" in text
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert f"The last good checkpoint is {last}" in text
+    batch = int(text.partition("epoch 1, batch ")[2].partition(" ")[0])
+    assert last_step(tmp_path / "run") == 6 + batch
+    assert all(torch.isfinite(value).all() for value in read(last)["state_dict"].values())
+    assert status(in_child(resumed(args, tmp_path / "run"))) == 0
+
+
+def test_a_bad_weight_is_not_saved(command, tmp_path, capfd):
+    """An update may spoil a weight after a loss that was finite."""
+
+    def spoil():
+        def zero(self, *args):
+            if self.global_step == 8:
+                self.model.head.bias.data[0] = torch.inf
+            return original(self, *args)
+
+        original, Classifier.on_train_batch_end = Classifier.on_train_batch_end, zero
+
+    assert status(in_child(command("run", "--run.save_every=1"), spoil)) == 1
+    text = capfd.readouterr().err
+    assert "model.head.bias and 0 other tensors are not finite after update 8" in text and "stopped before saving" in text
+    assert last_step(tmp_path / "run") == 7
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def test_unreadable_images_are_replaced_and_listed(command, own, tmp_path):
+    bad = [own / "train" / "red" / "3.png", own / "train" / "blue" / "11.png"]
+    for path in bad:
+        damage(path)
+    args = command("run", f"--data.data={own}", "--data.reading.bad_share=0.05", "--data.workers=2", epochs=2)
+    assert status(in_child([*args, "--run.save_every=1"], at(9, 9))) == -9
+    assert status(in_child(resumed(args, tmp_path / "run"))) == 0
+    listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()
+    assert listed[0] == "image" and sorted(listed[1:]) == sorted(map(str, bad))
+    assert len([row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/top1"]]) == 2
+
+
+def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_asked(command, own, tmp_path, capfd):
+    odd, red = os.fsdecode(b"caf\xe9"), own / "train" / "red"
+    (red / f"{odd}.png").write_bytes(b"<html>")
+    for name, target in (("loop.png", "loop.png"), ("up", ".."), ("more", tmp_path / "extra")):
+        (red / name).symlink_to(target)
+    (tmp_path / "extra").mkdir()
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "extra" / "more.gif")
+
+    def reported():  # pytest keeps warnings to itself
+        warnings.showwarning = lambda message, *where: print(f"warning: {message}")
+
+    args = command("run", f"--data.data={own}", "--data.reading.bad_share=0.05", epochs=1)
+    assert status(in_child([*args, "--data.workers=2"], reported)) == 0
+    listed = (tmp_path / "run" / "bad_images.csv").read_text("utf-8").splitlines()
+    assert sorted(listed[1:]) == sorted([f"{red}/caf\\xe9.png", f"{red}/loop.png"])
+    text = capfd.readouterr().out
+    assert "2 of 98 training images cannot be read" in text and text.count("2 folder links") == 1
+    args = command("more", f"--data.data={own}", "--data.reading.bad_share=0.05", "--data.reading.follow_links=true", epochs=1)
+    assert status(in_child(args, reported)) == 0
+    text = capfd.readouterr().out
+    assert "folder link" not in text and "2 of 99 training images cannot be read" in text
+    (own / "train" / "red").rename(own / "train" / odd)
+    (own / "val" / "red").rename(own / "val" / odd)
+    assert status(in_child(args)) == 1
+    assert "not valid UTF-8" in (error := capfd.readouterr().err) and "train/caf\\xe9" in error
+
+
+def listed(folder):
+    return sorted((folder / "bad_images.csv").read_text().splitlines()[1:])
+
+
+def test_too_many_unreadable_images_stop_the_run_and_all_are_listed(command, own, tmp_path, capfd):
+    """Also those of later batches; where a whole batch is unreadable, as well."""
+    bad = sorted(str(own / "train" / "red" / f"{i}.png") for i in range(12))
+    for path in map(Path, bad):
+        damage(path)
+    for name, settings in (
+        ("share", "--trainer.log_every_n_steps=1"),
+        ("row", "--data.reading={on_bad: replace, bad_limit: 1}"),
+    ):
+        assert status(in_child(command(name, f"--data.data={own}", settings))) == 1
+        text = capfd.readouterr().err.splitlines()[-1]
+        assert "12 of 96 training images cannot be read" in text and bad[0] in text and "and 4 more" in text
+        assert (str(tmp_path / name / "bad_images.csv") in text) and listed(tmp_path / name) == bad
+        assert ("bad_share (0.01)" in text) == (name == "share")
+
+
+def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, own, tmp_path, capfd):
+    bad = [str(own / "val" / name / "3.png") for name in ("blue", "red")]
+    for path in map(Path, bad):
+        damage(path)
+    assert status(in_child(command("a", f"--data.data={own}"))) == 1
+    assert f"2 of 32 evaluation images cannot be read ({', '.join(bad)};" in capfd.readouterr().err
+    assert listed(tmp_path / "a") == bad
+    damage(own / "train" / "blue" / "3.png")
+    assert status(in_child(command("b", f"--data.data={own}", "--data.reading.on_bad=raise"))) == 1
+    assert f"{own}/train/blue/3.png" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "hook"),
+    [(9, "on_train_batch_start"), (3, "validation_step"), (2, "on_train_epoch_end"), (3, "on_train_epoch_start")],
+)
+def test_a_folder_that_is_removed_ends_the_run_with_its_name(command, tmp_path, capfd, call, hook):
+    gone = tmp_path / "run"
+    assert status(in_child(command("run", "--trainer.log_every_n_steps=2"), at(call, lambda: shutil.rmtree(gone), hook))) == 1
+    said = capfd.readouterr().err
+    assert f"FileNotFoundError: {gone}, the folder of this run, was removed" in said and "Exception in thread" not in said
+    assert not gone.exists()  # a part of a run that looks whole would be worse
+
+
+@pytest.mark.slow
+def test_a_folder_that_was_renamed_can_be_moved_back(command, whole, tmp_path, capfd):
+    args, moved = command("run", "--run.save_every=1", epochs=2), tmp_path / "moved"
+    assert status(in_child(args, at(9, lambda: (tmp_path / "run").rename(moved)))) == 1
+    assert "Move it back" in capfd.readouterr().err
+    moved.rename(tmp_path / "run")
+    assert status(in_child([*args, "--ckpt_path=auto"])) == 0
+    assert_same_run(tmp_path / "run", whole(epochs=2))
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_folder_is_refused_until_the_first_has_died(command, whole, tmp_path, monkeypatch):
+    args, there = command("run", "--run.save_every=1", epochs=2), tmp_path / "there"
+    first = in_child([*args, "--data.workers=1"], at(9, lambda: (there.touch(), time.sleep(300))))
+    while not there.exists():
+        time.sleep(0.05)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "PATIENCE", 0.0)
+        for more in ([], ["--ckpt_path=auto"]):
+            with pytest.raises(BlockingIOError, match=f"another process is writing into {tmp_path}/run"):
+                run([*args, *more])
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    os.kill(first, signal.SIGKILL)
+    assert status(first) == -signal.SIGKILL
+    run([*args, "--ckpt_path=auto"])  # waits for the loader process that outlives the killed one
+    assert_same_run(tmp_path / "run", whole(epochs=2))
+
+
+def kill_a_loader_process():
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_loader_process_ends_the_run_with_one_line(command, tmp_path, capfd):
+    args = command("run", "--data.workers=2", "--run.save_every=1")
+    assert status(in_child(args, at(9, kill_a_loader_process), main=one_line_of)) == 1
+    *_, line = capfd.readouterr().err.splitlines()  # a thread of the other loader process may complain before
+    assert line.startswith("error: a process that loads images was killed") and "data.workers is 2" in line
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/last.ckpt (update " in line and "--ckpt_path auto" in line
+
+
+def one_line_of(args):
+    with reported():
+        run(args)
+
+
+def test_a_lack_of_memory_ends_the_run_with_one_line(command, monkeypatch):
+    monkeypatch.setattr(Classifier, "training_step", lambda self, *_: torch.empty(2**58))
+    with pytest.raises(SystemExit) as ended:
+        one_line_of(command("run"))
+    line = ended.value.code
+    assert line.startswith("error: memory ran out (") and "\n" not in line and "data.batch_size: 8 (now 16)" in line
+    assert "nothing is saved yet; the same command starts again" in line
+
+
+def test_loader_processes_that_cannot_be_started_end_the_run_with_one_line(command, monkeypatch, capfd):
+    """As where /dev/shm is missing: Lightning would then report a fault of its own cleaning up."""
+
+    def none(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing", SimpleNamespace(SemLock=none))
+    with pytest.raises(SystemExit) as ended:
+        one_line_of(command("run", "--data.workers=2"))
+    assert "No space left on device" in ended.value.code and "/dev/shm" in ended.value.code
+
+    def later():
+        datamodule.check_workers = lambda workers: None  # as where it is full only when the loader starts
+
+    assert status(in_child(command("run", "--data.workers=2"), later, main=one_line_of)) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device" in said and "iter(" not in said
+
+
+def test_without_shared_memory_a_run_needs_no_loader_processes(command, monkeypatch):
+    def none(self):
+        raise RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Read-only file system (30)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", none)
+    run(command("run", epochs=1))
+
+
+def test_another_callback_may_save_where_nothing_is_yet(command, tmp_path):
+    own = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "far" / "away"), "filename": "mine"}}
+    run(command("run", f"--trainer.callbacks=[{json.dumps(own)}]", epochs=1))
+    assert (tmp_path / "far" / "away" / "mine.ckpt").is_file()
+
+
+def test_threads_that_fail_of_the_removed_folder_are_silent_and_others_are_not(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: heard.append(failed.exc_type))
+    folder = RunFolder(tmp_path / "run")
+    folder.on_fit_start(SimpleNamespace(is_global_zero=True), None)
+    file = tmp_path / "run" / "events"
+    for work in (file.read_text, (tmp_path / "run").rmdir, file.read_text, lambda: 1 / 0):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert heard == [FileNotFoundError, ZeroDivisionError]  # the second of file.read_text is the folder's
+
+
+def finite(folder, losses, device="cpu", every=3):
+    """Batch at which the guard speaks, and what it says."""
+    guard = FiniteLoss(folder)
+    guard.on_train_start(None, SimpleNamespace(device=torch.device("cpu")))
+    module = SimpleNamespace(device=SimpleNamespace(type=device))
+    for i, loss in enumerate(losses):
+        trainer = SimpleNamespace(log_every_n_steps=every, is_last_batch=i == len(losses) - 1, current_epoch=2)
+        trainer.global_step, trainer.world_size = 10 + i, 1
+        trainer.datamodule = SimpleNamespace(names=lambda epoch, batch: [f"{epoch}-{batch}.png"] * 10)
+        try:
+            guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, i)
+        except FloatingPointError as error:
+            return i, str(error)
+    return None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_bad_batch_is_named(tmp_path, value):
+    assert finite(tmp_path, [1.0, 2.0]) is None
+    when, text = finite(tmp_path, [1.0, value, 1.0, 1.0])
+    assert when == 1 and "epoch 2, batch 1 " in text and "There is no checkpoint yet" in text
+    assert ", 2-1.png and 2 more, all listed in" in text and (tmp_path / "bad_batch.txt").read_text() == "2-1.png\n" * 10
+    when, text = finite(tmp_path, [1.0, value, value, 1.0, 1.0], device="cuda")
+    assert when == 2 and "epoch 2, batch 1 " in text  # looked at every third batch, and still names the first
+    when, text = finite(tmp_path, [1.0, 1.0, 1.0, 1.0, value], device="cuda")
+    assert when == 4 and "batch 4 " in text

@@ -1,0 +1,154 @@
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from rich.console import Console
+
+from vitrel.train.running import progress
+from vitrel.train.running.progress import EpochLines, Progress, Speed, peak_memory, progress_of
+
+
+class Run:
+    """Hooks called as by a trainer of 4 updates in each of 2 epochs, on a clock that only moves when told."""
+
+    def __init__(self, monkeypatch, world_size=1, global_step=0):
+        self.now = 100.0
+        monkeypatch.setattr(progress.time, "perf_counter", lambda: self.now)
+        self.trainer = SimpleNamespace(
+            max_epochs=2,
+            max_steps=-1,
+            global_step=global_step,
+            world_size=world_size,
+            sanity_checking=False,
+            log_every_n_steps=50,
+        )
+        self.module = SimpleNamespace(device=torch.device("cpu"), updates_per_epoch=lambda: 4, updates=lambda: 8)
+        self.speed = Speed()
+        self.speed.setup(self.trainer, self.module, "fit")
+        self.speed.on_train_start(self.trainer, self.module)
+
+    def batch(self, wait, work, images=8):
+        self.now += wait
+        self.speed.on_train_batch_start(self.trainer, self.module, None, 0)
+        self.now += work
+        self.trainer.global_step += 1
+        self.speed.on_train_batch_end(self.trainer, self.module, None, (torch.zeros(images, 3, 1, 1), None), 0)
+
+    def evaluate(self, seconds):
+        self.speed.on_validation_start(self.trainer, self.module)
+        self.now += seconds
+        self.speed.on_validation_end(self.trainer, self.module)
+
+
+def test_speed_and_wait_of_an_epoch(monkeypatch):
+    run = Run(monkeypatch, world_size=3)
+    run.speed.on_train_epoch_start(run.trainer, run.module)
+    run.batch(wait=1, work=1)
+    run.batch(wait=0, work=2)
+    assert run.speed.rate == pytest.approx(3 * 16 / 4) and run.speed.data_wait == pytest.approx(1 / 4)
+    run.evaluate(50)  # counts neither as training nor as waiting
+    run.batch(wait=0, work=4)
+    assert run.speed.rate == pytest.approx(3 * 24 / 8) and run.speed.data_wait == pytest.approx(1 / 8)
+    run.speed.on_train_epoch_start(run.trainer, run.module)
+    run.batch(wait=3, work=1)
+    assert run.speed.rate == pytest.approx(3 * 8 / 4) and run.speed.data_wait == pytest.approx(3 / 4)
+
+
+def test_time_left_counts_evaluation_and_what_this_start_has_done(monkeypatch):
+    run = Run(monkeypatch)
+    run.batch(0, 2)
+    assert run.speed.eta == pytest.approx(7 * 2)
+    run.evaluate(4)
+    run.batch(0, 2)
+    assert run.speed.eta == pytest.approx(6 * (2 + 4 + 2) / 2)
+    resumed = Run(monkeypatch, global_step=6)
+    resumed.batch(0, 3)
+    assert resumed.speed.eta == pytest.approx(3)
+
+
+def test_short_epochs_are_logged(monkeypatch):
+    assert Run(monkeypatch).trainer.log_every_n_steps == 4
+
+
+def test_peak_memory_is_what_the_system_tells():
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("the system keeps no such file")
+    peak = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    assert peak_memory(torch.device("cpu")) == pytest.approx(peak / 1024, rel=0.02)
+
+
+def reported(monkeypatch, capsys, rank_zero=True):
+    speed = Speed()
+    speed.rate, speed.data_wait, speed.memory_mb, speed.eta = 123.4, 0.25, 2048.0, 3725.0
+    lines = EpochLines(speed)
+    values = {"train/loss_epoch": 1.25, "train/top1_epoch": 0.5, "val/loss": 1.5, "val/top1": 0.25, "lr": 1e-3}
+    trainer = SimpleNamespace(
+        callback_metrics={k: torch.tensor(v) for k, v in values.items()},
+        current_epoch=1,
+        max_epochs=90,
+        is_global_zero=rank_zero,
+    )
+    lines.setup(trainer, None, "fit")
+    lines.on_train_epoch_start(trainer, None)
+    lines.on_train_epoch_end(trainer, None)
+    assert capsys.readouterr().out == ""  # the means of the epoch are not yet logged
+    trainer.current_epoch = 2
+    lines.on_train_end(trainer, None)
+    return capsys.readouterr().out
+
+
+def test_a_line_of_plain_text(monkeypatch, capsys):
+    assert reported(monkeypatch, capsys) == (
+        "epoch 2/90  loss 1.2500  top1 0.5000  val loss 1.5000  val top1 0.2500  "
+        "images/s 123  data wait 25%  memory 2,048 MiB  eta 1:02:05\n"
+    )
+    assert reported(monkeypatch, capsys, rank_zero=False) == ""
+
+
+@pytest.mark.parametrize(("terminal", "kinds"), [(True, [EpochLines, Progress]), (False, [EpochLines])])
+def test_a_bar_on_a_terminal_only(monkeypatch, terminal, kinds):
+    monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    assert [type(callback) for callback in progress_of(Speed())] == kinds
+    assert [type(callback) for callback in progress_of(Speed(), [TQDMProgressBar()])] == [EpochLines]
+
+
+def test_the_bar_does_not_wait_for_every_step(monkeypatch):
+    run, read = Run(monkeypatch), []
+    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: read.append(1) or {"train/loss_step": len(read)})
+    bar, trainer = Progress(run.speed), SimpleNamespace(training=True, is_last_batch=False)
+    shown = []
+    for seconds in (0, 0.4, 0.4, 0.4, 0.4):
+        run.now += seconds
+        shown.append(bar.get_metrics(trainer, None)["loss"])
+    assert shown == [1, 1, 1, 2, 2]
+    trainer.is_last_batch = True  # then the epoch's means are new
+    assert bar.get_metrics(trainer, None)["loss"] == 3
+
+
+def test_the_bar_tells_what_changes_within_an_epoch(monkeypatch):
+    found = {"train/loss_step": 1.0, "val/loss": 3.0, "other": 2.0, "v_num": 3}
+    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: found)
+    speed = Speed()
+    assert list(Progress(speed).get_metrics(None, None)) == ["loss"]  # no time left before the first update
+    speed.eta = 90.0
+    assert Progress(speed).get_metrics(None, None) == {"loss": 1.0, "eta": "0:01:30"}
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_bar_stands_on_one_line(columns):
+    """However long the run: on several lines, each refresh would leave some behind."""
+    trainer = SimpleNamespace(max_epochs=300, state=SimpleNamespace(fn="fit"), sanity_checking=False, training=True)
+    bar = Progress(Speed())
+    trainer.progress_bar_callback, bar._trainer = bar, trainer
+    bar._init_progress(trainer)
+    bar.progress.stop()
+    bar.train_progress_bar_id = bar.progress.add_task(bar._get_train_description(299), total=10009, completed=10008)
+    bar._metric_component.update({"loss": 6.789, "top1": 0.125, "eta": "12 days, 10:00:00"})
+    console = Console(width=columns, file=io.StringIO())
+    console.print(bar.progress.make_tasks_table(bar.progress.tasks))
+    [line] = console.file.getvalue().splitlines()
+    assert "300/300" in line and len(line) <= columns and (columns < 80 or "eta: 12 days" in line)

@@ -1,0 +1,203 @@
+import csv
+import json
+import warnings
+
+import pytest
+import timm
+import torch
+
+import vitrel
+from helpers import printed_commands
+from vitrel.common.lock import LOCK
+from vitrel.train import Classifier, run
+from vitrel.train.metrics import CSVLog, epochs_of
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Arguments of a run of a second, whatever is given added."""
+
+    def build(*extra):
+        return [
+            "fit",
+            "--model.model=vitrel_vit_n8_table",
+            "--model.model_args={depth: 1, embed_dim: 32, num_heads: 2}",
+            "--model.optim.warmup_epochs=0",
+            "--data.data=shapes",
+            "--data.size=32",
+            "--data.batch_size=8",
+            "--data.n_train=16",
+            "--data.n_val=19",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.max_epochs=3",
+            "--trainer.accelerator=cpu",
+            "--trainer.enable_progress_bar=false",
+            "--trainer.logger=false",
+            "--seed_everything=3",
+            *extra,
+        ]
+
+    return build
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Raises what is given at the start of epoch 1."""
+
+    def at(error):
+        def batch(self, batch, batch_idx):
+            original(self, batch, batch_idx)
+            if self.current_epoch == 1:
+                raise error
+
+        patch.setattr(Classifier, "on_train_batch_start", batch)
+
+    original = Classifier.on_train_batch_start
+    with monkeypatch.context() as patch:
+        at.undo = patch.undo
+        yield at
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_what_a_finished_run_leaves(command, tmp_path):
+    done = run(command())
+    found = summary(tmp_path)
+    assert found["status"] == "finished" and "error" not in found
+    assert found["model"] == "vitrel_vit_n8_table" and found["positions"] == ["table"] and found["model_args"]["depth"] == 1
+    assert found["parameters"] == sum(p.numel() for p in done.model.model.parameters())
+    assert (found["classes"], found["train_images"], found["val_images"]) == (4, 16, 19)
+    assert (found["epochs"], found["updates"], found["seed"], found["resumed"]) == (3, 6, 3, 0)
+    assert found["img_size"] == [32, 32] and found["versions"]["torch"] == torch.__version__
+    assert found["seconds"] > 0 and found["images_per_s"] > 0 and found["memory_mb"] > 100 and 0 <= found["data_wait"] <= 1
+    assert found["command"].startswith("fit --model.model=vitrel_vit_n8_table '--model.model_args={depth: 1,")
+    assert found["hardware"].startswith("1 × ") and "cpu" in found["hardware"]
+    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)["vitrel"]["epoch"]
+    assert found["best"]["epoch"] == best and found["best"]["val/top1"] >= found["final"]["val/top1"]
+    assert found["final"]["val/loss"] == pytest.approx(float(done.trainer.callback_metrics["val/loss"]), rel=1e-5)
+    assert [path.name for path in tmp_path.glob(".*")] == [LOCK]  # no part of a file
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt("stop"), "interrupted", "KeyboardInterrupt: stop"),
+        (SystemExit(143), "interrupted", "SystemExit: 143"),
+        (RuntimeError("no more"), "failed", "RuntimeError: no more"),
+    ],
+)
+def test_a_run_that_stops_says_how(command, tmp_path, stop, error, status, text):
+    stop(error)
+    with pytest.raises((SystemExit, RuntimeError)):
+        run(command())
+    first = summary(tmp_path)
+    assert (first["status"], first["error"], first["epochs"], first["updates"]) == (status, text, 1, 2)
+    assert first["best"]["epoch"] == 1
+
+
+def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_path, capfd):
+    seconds = 0
+    for times in range(2):
+        run(command("--ckpt_path=auto", f"--trainer.max_epochs={1 + times}"))
+        found = summary(tmp_path)
+        assert (found["status"], found["resumed"], found["epochs"]) == ("finished", times, 1 + times)
+        assert found["seconds"] > seconds
+        seconds = found["seconds"]
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert len(epochs_of(list(csv.DictReader(file)))) == 2
+    assert "run that finished" not in capfd.readouterr().out
+    run(command("--ckpt_path=auto", "--trainer.max_epochs=2"))
+    assert "run that finished its 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
+
+
+def test_the_output_says_where_a_run_goes_on_and_what_its_folder_stands_for(command, tmp_path, stop, capfd):
+    arguments = [arg for arg in command() if "enable_progress_bar" not in arg]
+    stop(SystemExit(143))
+    with pytest.raises(SystemExit):
+        run(arguments)
+    stop.undo()
+    capfd.readouterr()
+    run([*arguments, "--ckpt_path=auto"])
+    said = capfd.readouterr().out
+    assert f"resumed after update 2, 1 of 3 epochs done: {tmp_path}/checkpoints/last.ckpt" in said
+    assert "a run's folder stands for its last.ckpt" in said
+    [args] = printed_commands(said)
+    assert args.models == [str(tmp_path)] and args.data == "shapes" and (32, 32) in args.size and len(args.size) == 4
+
+
+def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
+    monkeypatch.setattr("vitrel.train.running.summary.Summary.on_exception", lambda *_: None)
+    stop(RuntimeError("as if killed"))
+    with pytest.raises(RuntimeError):
+        run(command())
+    found = summary(tmp_path)
+    assert (found["status"], found["epochs"], found["updates"]) == ("running", 1, 2) and found["best"]["epoch"] == 1
+
+
+def test_epochs_join_rows_of_text_and_of_numbers():
+    rows = [
+        {"epoch": "0", "step": "1", "train/loss_step": "3.0", "val/top1": ""},
+        {"epoch": 0, "step": 3, "train/loss_step": 2.0, "val/top1": 0.5},
+        {"step": 4, "x": 1.0},
+        {"epoch": 2, "step": 5, "val/top1": 0.25},
+    ]
+    assert epochs_of(rows) == [
+        {"epoch": 0, "step": 3, "train/loss_step": 2, "val/top1": 0.5},
+        {"epoch": 2, "step": 5, "val/top1": 0.25},
+    ]
+
+
+def written(log):
+    with log.path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_of_a_step_are_joined(tmp_path):
+    log = CSVLog(tmp_path)
+    log.log_metrics({"epoch": 0, "a": 1.0}, 4)
+    log.log_metrics({"epoch": 0, "b": 2.0}, 4)
+    log.log_metrics({"epoch": 1, "a": 3.0}, 9)
+    log.log_metrics({"epoch": 1, "a": 3.0}, 9)  # the rest of an epoch whose evaluation is made up for
+    log.save()
+    assert written(log) == [
+        {"epoch": "0", "step": "4", "a": "1.0", "b": "2.0"},
+        {"epoch": "1", "step": "9", "a": "3.0", "b": ""},
+    ]
+
+
+def test_a_resumed_log_goes_on_where_it_is_cut(tmp_path):
+    log = CSVLog(tmp_path)
+    for step in (4, 9, 14):
+        log.log_metrics({"a": float(step)}, step)
+    log.save()
+    resumed = CSVLog(tmp_path)
+    resumed.save()  # nothing logged yet: the file stays
+    assert len(written(resumed)) == 3
+    resumed.resume(1)
+    resumed.log_metrics({"a": 90.0}, 9)
+    resumed.save()
+    assert [(row["step"], row["a"]) for row in written(resumed)] == [("4", "4.0"), ("9", "90.0")]
+    fresh = CSVLog(tmp_path)
+    fresh.log_metrics({"a": 1.0}, 0)
+    fresh.save()
+    assert len(written(fresh)) == 1
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1e-8, True), (1e-3, False)])
+def test_an_added_encoding_that_does_nothing_is_said_to(command, tmp_path, rate, warned):
+    weights = tmp_path / "start.safetensors"
+    torch.manual_seed(0)
+    model = timm.create_model("vitrel_vit_n8_absolute", depth=1, embed_dim=32, num_heads=2, img_size=32, num_classes=4)
+    vitrel.save(model, weights)
+    arguments = [arg for arg in command() if "model.model" not in arg]
+    arguments += [f"--model.model={weights}", "--model.tuning.position=table", f"--model.optim.lr={rate}"]
+    arguments += ["--model.optim.position_lr_scale=300", "--model.tuning.fit=0"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run([arg for arg in arguments if "max_epochs" not in arg] + ["--trainer.max_epochs=2"])
+    said = [str(one.message) for one in caught if "does nothing" in str(one.message)]
+    assert len(said) == warned and all("table" in text and "--fit" in text for text in said)
+    share = json.loads((tmp_path / "summary.json").read_text())["position_share"]
+    assert (share < 0.01) == warned

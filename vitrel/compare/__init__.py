@@ -1,0 +1,1 @@
+"""Comparisons: several models and seeds of one configuration, each trained and then evaluated together."""

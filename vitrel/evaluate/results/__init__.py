@@ -1,0 +1,1 @@
+"""What the rows of an evaluation say: their files, intervals over seeds and images, claims, verdicts, text."""

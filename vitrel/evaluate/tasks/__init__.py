@@ -1,0 +1,1 @@
+"""What is predicted and scored, a file each: classification, segmentation, and classes from frozen features."""

@@ -1,0 +1,136 @@
+"""Accuracy of frozen features at many image sizes: k nearest neighbors and a linear probe, for any model of timm or vitrel.
+
+Features are those before the classifier (`forward_head(..., pre_logits=True)`). At each size both methods learn from training
+images at that size and are judged on evaluation images at that size: the question is what the features hold there, not whether
+they stay the same (that is the agreement of `vitrel.inspect.features`).
+
+k-NN is that of DINO and DINOv2 (arXiv 2104.14294, 2304.07193, after 1805.01978): features of length 1, the 20 nearest training
+images by cosine, each with a vote of exp(cosine / 0.07). The linear probe is logistic regression on standardized features by
+L-BFGS, with the weight decay that is best on every fifth training image; DINOv2 tunes SGD on the evaluation images instead.
+Intervals are those of the evaluation (`vitrel.evaluate.results.statistics`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from vitrel.common.modules import evaluating
+from vitrel.common.sizes import Size, format_size
+from vitrel.data import create_dataset
+from vitrel.data.readers.base import Split
+from vitrel.evaluate.checkpoint import TrainedModel
+from vitrel.evaluate.results.statistics import estimate
+from vitrel.inspect.any_model import at_size
+
+NEIGHBORS, TEMPERATURE = 20, 0.07
+DECAYS = (1e-3, 1e-2, 1e-1, 1.0)  # weight decays of the linear probe
+STEPS = 100  # iterations of L-BFGS
+
+
+@dataclass(frozen=True)
+class FrozenRow:
+    """Top-1 of one method on frozen features of one model at one size, in percent, with its 95 % interval over images."""
+
+    label: str
+    size: str
+    method: str  # "k-NN" | "linear"
+    top1: float
+    low: float
+    high: float
+    images: int  # of the evaluation
+    train_images: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as columns of a table."""
+        return asdict(self)
+
+
+def frozen_rows(
+    trained: TrainedModel,
+    data: str,
+    sizes: Sequence[Size],
+    train_images: int | None = None,
+    val_images: int | None = None,
+    batch_size: int = 32,
+) -> Iterator[FrozenRow]:
+    """Yield a row for each size and method as soon as it is measured.
+
+    Args:
+        trained: the model with its preprocessing; it is not changed.
+        data: as `create_dataset` takes it, with images for training and evaluation.
+        sizes: (h, w) in pixels.
+        train_images, val_images: numbers of images, drawn with a fixed seed; None: all.
+        batch_size: of a forward pass.
+
+    Raises:
+        ValueError: the data, or a size that the model does not take.
+    """
+    names = ("crop_pct", "crop_mode", "interpolation")
+    view = {name: getattr(trained, name) for name in names} | {"mean": trained.mean, "std": trained.std}
+    for size in sizes:
+        model = at_size(trained.model, size, share_weights=True).model
+        splits: list[tuple[Split, int | None]] = [("train", train_images), ("val", val_images)]
+        loaded = [create_dataset(data, split, size, n=n, **view) for split, n in splits]
+        (bank, known), (queries, labels) = (pooled_features(model, DataLoader(part, batch_size)) for part in loaded)
+        classes = len(loaded[0].classes)  # type: ignore[attr-defined]  # every data set of create_dataset has them
+        for method, predict in (("k-NN", knn), ("linear", linear_probe)):
+            right = (predict(bank, known, queries, classes) == labels).double().numpy()
+            found = estimate([right[None]])
+            top1, low, high = (round(float(value), 2) for value in (found.mean, found.low(), found.high()))
+            yield FrozenRow(trained.label, format_size(size), method, top1, low, high, len(labels), len(known))
+
+
+def pooled_features(model: nn.Module, batches: DataLoader) -> tuple[Tensor, Tensor]:
+    """Features [n, C] before the classifier of all images, and their labels [n]."""
+    device, found, labels = next(model.parameters()).device, [], []
+    with evaluating(model), torch.no_grad():
+        for images, of_images in batches:
+            found.append(model.forward_head(model.forward_features(images.to(device)), pre_logits=True).float().cpu())
+            labels.append(torch.as_tensor(of_images))
+    return torch.cat(found), torch.cat(labels)
+
+
+def knn(
+    bank: Tensor, known: Tensor, queries: Tensor, classes: int, k: int = NEIGHBORS, temperature: float = TEMPERATURE
+) -> Tensor:
+    """Class [n] of queries [n, C] by a weighted vote of the k nearest rows of `bank` [m, C], whose classes are `known` [m]."""
+    cosine, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).mT).topk(min(k, len(bank)), 1)
+    votes = torch.zeros(len(queries), classes).scatter_add_(1, known[nearest], (cosine / temperature).exp())
+    return votes.argmax(1)
+
+
+def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> Tensor:
+    """Class [n] of queries [n, C] by logistic regression on `bank` [m, C], whose classes are `known` [m]."""
+    mean, spread = bank.mean(0), bank.std(0, correction=0).clamp(min=1e-6)
+    bank, queries = (bank - mean) / spread, (queries - mean) / spread
+    held = torch.arange(len(bank)) % 5 == 4
+    best = DECAYS[0]
+    if held.any():
+        scores = [
+            float((_logits(bank[~held], known[~held], bank[held], classes, decay).argmax(1) == known[held]).double().mean())
+            for decay in DECAYS
+        ]
+        best = DECAYS[scores.index(max(scores))]
+    return _logits(bank, known, queries, classes, best).argmax(1)
+
+
+def _logits(bank: Tensor, known: Tensor, queries: Tensor, classes: int, decay: float) -> Tensor:
+    """Logits [n, classes] of the queries by the minimum of cross-entropy + decay / 2 times the mean squared row of weights."""
+    weight = torch.zeros(classes, bank.shape[1], requires_grad=True)
+    bias = torch.zeros(classes, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(bank @ weight.mT + bias, known) + decay / 2 * weight.square().sum() / classes
+        value.backward()
+        return value
+
+    with torch.inference_mode(False), torch.enable_grad():
+        optimizer.step(loss)
+    return (queries @ weight.mT + bias).detach()

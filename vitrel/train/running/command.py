@@ -1,0 +1,310 @@
+"""The command line: LightningCLI with fixed classes and one folder per run.
+
+The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`,
+`checkpoints/best.ckpt` (highest `val/top1`, in segmentation `val/miou`) and `checkpoints/last.ckpt`. `--ckpt_path FILE`
+resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if there is one.
+"""
+
+import logging
+import shlex
+import sys
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from vitrel.common.exits import one_line
+from vitrel.common.extras import optional_import
+from vitrel.common.lock import only_writer
+from vitrel.common.peers import HEARTBEAT
+from vitrel.train.datamodule import ImageData
+from vitrel.train.metrics import CSVLog
+from vitrel.train.module import Classifier
+from vitrel.train.running import config_check
+from vitrel.train.running.execution import check_processes, refused_trainer
+from vitrel.train.running.faults import BadImages, FiniteLoss, Ranks, RunFolder
+from vitrel.train.running.progress import Speed, has_bar, progress_of
+from vitrel.train.running.saving import AtomicIO, Best, Saving, read_to_resume
+from vitrel.train.running.summary import Summary
+
+USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
+GO_ON = "to resume, run the same command with --ckpt_path auto"
+HELP = {  # instead of Lightning's texts, which offer more than is allowed here
+    "seed_everything": "seed of weights, order of images, augmentation, drop path and mixing",
+    "ckpt_path": "checkpoint file to resume from, or auto: last.ckpt in trainer.default_root_dir if there is one",
+}
+LINKED = {
+    "data.seed": "seed_everything",
+    "model.seed": "seed_everything",
+    "model.img_size": "data.size",
+    "model.num_classes": "data.data",
+    "data.task": "model.task",
+}
+DEFAULTS = {
+    "default_root_dir": "runs/train",
+    "max_epochs": 100,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 10,
+    "enable_model_summary": False,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of a run besides training: checkpoints within epochs, and how long a process may be stopped.
+
+    Args:
+        save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
+            every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
+        heartbeat: seconds for which one of several processes may be stopped by a signal (SIGSTOP) before the run ends and
+            names it (0: for ever). Only processes of the same machine are checked.
+    """
+
+    save_every: int = 0
+    heartbeat: float = HEARTBEAT
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "heartbeat"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"run.{name} must be 0 or positive, not {getattr(self, name)}")
+
+
+class PlainParser(LightningArgumentParser):
+    """An argument parser that reads files through `--config` only, because only those files are checked (`config_check.check`).
+
+    Its errors are one line, in the form of the other subcommands of vitrel.
+    """
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Add a class as jsonargparse does, but never read a group's values from a file (`sub_configs=False`)."""
+        return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message as one line and end with status 2."""
+        print(f"vitrel train: error: {config_check.sentence(message)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes `config.yaml` when training starts, so that a resumed run that fails before leaves the earlier file unchanged."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Do nothing; Lightning would write the file here, before the checkpoint is checked."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
+
+
+class TrainCLI(LightningCLI):
+    """LightningCLI with the single subcommand `fit`; sets up the run's folder, loggers, callbacks and seed.
+
+    Args:
+        go_on: how to resume a stopped run, for the messages that the run prints when it stops.
+    """
+
+    def __init__(self, *args: Any, go_on: str = GO_ON, **kwargs: Any) -> None:
+        self.go_on = go_on
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {"fit": LightningCLI.subcommands()["fit"] | {"weights_only"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the option group `run`, and link seed, image size and number of classes between data and model."""
+        parser.add_class_arguments(Run, "run")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=_seed)
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
+        parser.link_arguments("data.size", "model.img_size")
+        parser.link_arguments("model.task", "data.task")
+        parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
+        """Check the arguments, then parse them; SystemExit 2, with the reason on stderr, for a key or value not allowed."""
+        args = args or []
+        self.command = shlex.join(args)
+        for action in self._subcommand_parsers["fit"]._actions:
+            if action.help == "Path to a configuration file.":  # not true here, only --config reads files
+                action.help, action.metavar = "the keys of this section, as YAML", "YAML"
+            action.help = HELP.get(action.dest, action.help)
+        config_check.restrict_imports()
+        try:
+            check_arguments(args)
+        except ValueError as error:
+            self._subcommand_parsers["fit"].error(str(error))
+        super().parse_arguments(parser, args)
+
+    def _parse_ckpt_path(self) -> None:
+        # Lightning would silently replace the configuration by the checkpoint's hyper-parameters. Here the configuration
+        # counts, and Classifier raises an error for a checkpoint of another model.
+        return
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
+
+        Replaces `ckpt_path` "auto" in the configuration by the file, or None.
+
+        Raises:
+            ValueError: a damaged checkpoint, or settings that Lightning's Trainer does not accept.
+        """
+        config = self._get(self.config_init, "trainer")
+        folder = Path(config["default_root_dir"])
+        last = folder / "checkpoints" / "last.ckpt"
+        checkpoint = self._get(self.config_init, "ckpt_path")
+        if checkpoint == "auto":
+            # all ranks find the same file: none writes a checkpoint before every rank has passed this line
+            checkpoint = self.config_init[self.subcommand]["ckpt_path"] = str(last) if last.exists() else None
+        if checkpoint is not None:
+            # a bad checkpoint is reported before anything is written; a folder is an error too, since torch would unpickle it
+            stored = read_to_resume(checkpoint)
+            done = stored["loops"].get("fit_loop", {}).get("epoch_progress", {}).get("current", {}).get("processed", 0)
+            if 0 < (config["max_epochs"] or 0) <= done:
+                rank_zero_only(print)(
+                    f"{checkpoint} is from a run that finished its {done} epochs: raise trainer.max_epochs to train longer"
+                )
+        if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+            kwargs["precision"] = "bf16-mixed"
+        check_processes(config["accelerator"], config["devices"])
+        log = CSVLog(folder)
+        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO(folder)]
+        kwargs["use_distributed_sampler"] = False  # vitrel.train.batch_order divides the batches between ranks
+        kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
+        callbacks = _listed(config["callbacks"])
+        kwargs["callbacks"] = [*callbacks, *self._callbacks(log, callbacks)]
+        if config["enable_progress_bar"] is not False:
+            kwargs["enable_progress_bar"] = has_bar(kwargs["callbacks"])
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ModuleNotFoundError, TypeError) as error:
+            raise ValueError(refused_trainer(config, error)) from error
+
+    def _callbacks(self, log: CSVLog, others: list[Callback]) -> list[Callback]:
+        settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
+        about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
+        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else progress_of(speed, others)
+        resumed = self._get(self.config_init, "ckpt_path") is not None
+        summary = Summary(log, speed, about, resumed, prints=bool(progress))
+        saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
+        # the checks come first: FiniteLoss must raise before anything is logged or saved
+        checks = [Ranks(saving.left, settings.heartbeat), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
+        metric = self._get(self.config_init, "model").task.metric
+        return [*checks, speed, *progress, summary, Best(folder / "checkpoints", metric), saving]
+
+    def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
+        """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).
+
+        After an error, each callback's `explain` may raise another error instead.
+
+        Raises:
+            BlockingIOError: another process is writing into the run's folder.
+            FileExistsError: the folder holds a run and no checkpoint to resume from is given.
+        """
+        with ExitStack() as held:
+            # only rank 0 writes into the folder; a rank that starts later could find the checkpoints of this very run
+            if self.trainer.is_global_zero:
+                folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
+                last = folder / "checkpoints" / "last.ckpt"
+                held.enter_context(only_writer(folder))
+                if ckpt_path is None and last.exists():
+                    raise FileExistsError(
+                        f"{folder} holds a run already: resume it with --ckpt_path {last} (or auto), choose another "
+                        "trainer.default_root_dir, or remove the folder"
+                    )
+            self._fit(model, datamodule, ckpt_path)
+
+    def _fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None) -> None:
+        try:
+            self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        except BaseException as error:
+            cause = error
+            if "iter(combined_loader)" in str(error) and error.__context__ is not None:
+                cause = error.__context__  # Lightning's teardown fails where the loaders could not be started
+            for callback in self.trainer.callbacks:
+                if hasattr(callback, "explain"):
+                    callback.explain(cause)  # raises another error where `cause` is only the consequence of it
+            if isinstance(cause.__context__, KeyboardInterrupt):  # ctrl-c before there was anything to save
+                raise cause.__context__ from None
+            if isinstance(cause, MisconfigurationException):
+                raise ValueError(one_line(cause)) from cause
+            if cause is not error:
+                raise cause from None
+            raise
+
+
+def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
+    """Train with the command-line arguments `args`, e.g. ["fit", "--config", "my_run.yaml"].
+
+    Args:
+        args: the arguments, "fit" first.
+        go_on: how to resume a stopped run; printed when the run is stopped.
+
+    Returns:
+        The LightningCLI after training: `.trainer`, `.model`, `.datamodule`, `.config`.
+
+    Raises:
+        SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr); the run was
+            stopped by SIGTERM (status 143) or ctrl-c (130).
+        ChildProcessError: another process of the run has died.
+        RuntimeError: memory ran out, or a loader process was killed; `vitrel.common.resources.lack_of` says so in a sentence.
+        BlockingIOError: another process is writing into the run's folder.
+        ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.
+        FileExistsError: the run's folder holds a run and no `--ckpt_path` is given.
+        FileNotFoundError: `--ckpt_path` names no file.
+        FloatingPointError: the loss is not finite.
+    """
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
+    with warnings.catch_warnings(), optional_import():  # loggers import what they need only when they are built
+        # passing `args` is intended here, and small data sets need no loader processes
+        warnings.filterwarnings("ignore", message=".*args parameter is intended to run from within Python.*")
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        warnings.filterwarnings("ignore", message=".*compute.. method of metric MeanMetric was called before.*")
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # EpochLoader is, by itself
+        return TrainCLI(
+            Classifier,
+            ImageData,
+            args=args,
+            seed_everything_default=0,
+            trainer_defaults=DEFAULTS,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            parser_class=PlainParser,
+            parser_kwargs={"allow_abbrev": False, "fit": {"usage": USAGE, "allow_abbrev": False}},
+            auto_configure_optimizers=False,
+            go_on=go_on,
+        )
+
+
+def check_arguments(args: list[str]) -> None:
+    """Raise ValueError naming the first key, value or class that a configuration may not have (`config_check.check`)."""
+    groups = {"trainer": Trainer, "data": ImageData, "model": Classifier, "run": Run}
+    keys: config_check.Keys = {"seed_everything": {}, "ckpt_path": {}}
+    keys |= {name: config_check.keys_of(group) for name, group in groups.items()}
+    config_check.check(args, keys, LINKED)
+
+
+def _seed(value: int | bool) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"seed_everything must be an integer, the seed of the run, not {str(value).lower()}")
+    return value
+
+
+def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
+    if setting is None or setting is True:
+        return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
+    return _listed(setting or None)
+
+
+def _listed(setting: Any) -> list[Any]:
+    """A setting that is one thing, several, or null, as a list."""
+    return list(setting) if isinstance(setting, list) else [] if setting is None else [setting]
