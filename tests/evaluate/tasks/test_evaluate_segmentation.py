@@ -277,3 +277,19 @@ def test_a_whole_evaluation_says_miou_and_shows_predictions(folder, tmp_path, ca
     body = page[page.index("<main") : page.index("</main>")]
     assert "mIoU in percent by image size" in body and "prediction of table at 64x96" in body and "Top-1" not in body
     assert json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metric"] == "miou"
+
+
+def test_two_processes_give_the_rows_and_predictions_of_one(folder, pretend_world):
+    """Five images, so that the shares differ; in every protocol, also where images come grouped by shape."""
+    sweep = Sweep(str(folder), ((32, 48), (48, 48)), ("scale", "canvas", "sliding", "native"), batch_size=2, **HOW)
+    alone = [*evaluate_rows([vitrel_segmenter()], sweep)]
+    pretend_world(2)
+    shared = [*evaluate_rows([vitrel_segmenter()], sweep)]
+    assert len(alone) == len(shared) > 4
+    for one, other in zip(alone, shared, strict=True):
+        assert {name: one.row[name] for name in TASK.columns if name in one.row} == pytest.approx(
+            {name: other.row[name] for name in TASK.columns if name in other.row}, nan_ok=True
+        )
+        assert one.row["n"] == 5
+        for name, values in one.predicted.arrays.items():
+            assert np.array_equal(values, other.predicted.arrays[name]), name
