@@ -114,7 +114,7 @@ def offset_maps(
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
     for row, lattice, shown in zip(axes, drawn, columns, strict=True):
-        values, centerd = _centerd(lattice)
+        values, centered = _centered(lattice)
         reach, image = _reach(values[shown], lattice.signed, lattice.unit == "logits"), None
         negligible = lattice.share is not None and lattice.share < NEGLIGIBLE
         for column, panel in enumerate(row):
@@ -130,7 +130,7 @@ def offset_maps(
             panel.set_xlabel("dx (patches)", fontsize=7)
         if image is not None:
             row[0].set_ylabel(f"{lattice.layer}\ndy (patches)".strip(), fontsize=7)
-            label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centerd else ''})"
+            label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centered else ''})"
             color_bar(figure, image, row, label)
     hidden = any(not d.values.isfinite().all() for d in drawn)
     _legend(figure, any(panel.patches for row in axes for panel in row), hidden)
@@ -256,10 +256,10 @@ def _heads(drawn: Sequence[Lattice], heads: Sequence[int] | None) -> list[list[i
     return found
 
 
-def _centerd(lattice: Lattice) -> tuple[Tensor, bool]:
-    """(values, True if centerd): if some head's logits do not include 0, all heads minus each head's mean over visible offsets.
+def _centered(lattice: Lattice) -> tuple[Tensor, bool]:
+    """Return (values, whether they are centered); hidden offsets are NaN in both cases.
 
-    Hidden offsets are NaN in both cases.
+    If the logits of some head do not include 0, the mean over visible offsets is subtracted from every head.
     """
     seen = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
     low, high = (seen.nan_to_num(nan=fill).flatten(1) for fill in (float("inf"), float("-inf")))
