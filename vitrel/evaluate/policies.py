@@ -11,8 +11,8 @@ the grid; the bias is the matching part of the table, without resampling, and no
 the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
 its policy.
 
-log_n, which is added to a policy where a sweep asks for it ("geometric+log_n"), multiplies the logits of attention by
-log N / log N_train (`vitrel.position.log_n`).
+log_n, which a sweep with that option adds to a policy ("geometric+log_n"), multiplies the logits of attention by
+sqrt(log N / log N_train) (`vitrel.position.log_n`).
 """
 
 import copy
@@ -207,7 +207,7 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
         ready = at_size_with(model, size, policy)
-        columns.append(_geometry(ready) | {"rules": ready.resampled})
+        columns.append(_geometry(ready) | {"policies": ready.resampled})
         costs.append(gflops(ready.model, size) * shapes[size])
     count = sum(shapes[size] for size in sampled)
     pads = [
@@ -215,12 +215,12 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
         for size, row in zip(sampled, columns, strict=True)
     ]
     same_stages = len({len(stages) for stages in pads}) == 1  # not so in every model of another library
-    rules = dict.fromkeys(rule for row in columns for rule in row["rules"])
+    policies = dict.fromkeys(name for row in columns for name in row["policies"])
     return {
         "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / shapes.total(), 2),
         "pad_fraction": " ".join(f"{sum(stage) / count:.2g}" for stage in zip(*pads, strict=True)) if same_stages else "",
         "gflops": round(sum(costs) / count, 4),
-        "resampled": " + ".join(rules) or "nothing",
+        "resampled": " + ".join(policies) or "nothing",
         **{name: max(row[name] for row in columns) for name in ("resampled_values", "unseen", "saturated")},
     }
 
@@ -275,11 +275,11 @@ def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
 def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
     """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
-    rules = []
+    resampled = []
     for policy in part.policies:
         trial.policy = policy
-        rules.append(trial.resampled(grid))
-    return any(rules)
+        resampled.append(trial.resampled(grid))
+    return any(resampled)
 
 
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:

@@ -33,22 +33,20 @@ Source = Callable[..., Dataset]
 class Preprocessing(NamedTuple):
     """The preprocessing of a trial's images: size, protocol, crop, and the normalization and interpolation of training.
 
-    size: (h, w) in pixels. crop_pct, crop_mode: as in `Prepare`. base_size: (h, w) in pixels, the training size. budget, patch:
-    for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels. task: what is
-    predicted.
+    All but the last three are arguments of `vitrel.data.Prepare`, which says what a protocol does with an image.
     """
 
-    size: Size
-    protocol: str
-    crop_pct: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    base_size: Size
-    crop_mode: str = "center"
-    budget: int | None = None
-    patch: Size | None = None
-    task: str = "classification"
+    size: Size  # (h, w) in pixels
+    protocol: str  # "scale" | "canvas" | "native"
+    crop_pct: float  # share of the resized image that the crop keeps
+    mean: tuple[float, ...]  # per channel
+    std: tuple[float, ...]  # per channel
+    interpolation: str  # "bicubic" | "bilinear"
+    base_size: Size  # training size (h, w) in pixels
+    crop_mode: str = "center"  # "center" | "squash" | "border"
+    budget: int | None = None  # native protocol: maximum number of patch tokens of an image
+    patch: Size | None = None  # native protocol: (h, w) of a patch in pixels
+    task: str = "classification"  # what is predicted
 
 
 class Images:
