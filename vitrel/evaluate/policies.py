@@ -52,9 +52,12 @@ def policies_at(
 ) -> tuple[str, ...]:
     """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
 
-    wanted: only these policies; encodings and windows for which none is named keep their current policy. Encodings that share a
-    policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
-    "none". log_n: where it changes the model, add every policy with the temperature, beside that without.
+    Encodings that share a policy's name switch together; encodings that do not are tried in all combinations. A model of
+    another library has only "none".
+
+    Args:
+        wanted: only these policies; encodings and windows for which none is named keep their current policy.
+        log_n: where it changes the model, add every policy with the temperature, beside that without.
     """
     backbone = backbone_of(model)
     if backbone is None:
@@ -154,9 +157,13 @@ def policy_parts(policy: str) -> frozenset[str]:
 class ModelWithPolicy(NamedTuple):
     """A model for images of one size, and what is resampled for it.
 
-    model: see `with_policy`. resampled: number of parameter values resampled, by policy. unseen, saturated: shares of offsets,
-    see `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages:
-    grid, window and padding of every stage at this size.
+    Args:
+        model: see `with_policy`.
+        resampled: number of parameter values resampled, by policy.
+        unseen: shares of offsets, see `resolution_report`; NaN for a model of another library.
+        saturated: shares of offsets, see `resolution_report`; NaN for a model of another library.
+        tokens: number of patch tokens, NaN where unknown.
+        stages: grid, window and padding of every stage at this size.
     """
 
     model: nn.Module
@@ -186,7 +193,9 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
     """Return the columns of results.csv that need no images: tokens, windows, resampling, backend, gflops, border_leak.
 
-    leak: run the border-leak test (else NaN). batch: the batch size that the attention backend is chosen for.
+    Args:
+        leak: run the border-leak test (else NaN).
+        batch: the batch size that the attention backend is chosen for.
     """
     ready = at_size_with(model, size, policy)
     windows = any(stage.window is not None for stage in ready.stages)
@@ -200,9 +209,13 @@ def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False
 def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
     """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
 
-    shapes: number of images of each size (h, w) in pixels. patch: (h, w) in pixels. tokens is the mean over all images. The
-    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resampled names
-    all policies, and resampled_values, unseen and saturated are the largest values.
+    The column tokens is the mean over all images. The other columns use `sample_shapes` only: gflops and pad_fraction are means
+    over the images of these shapes, resampled names all policies, and resampled_values, unseen and saturated are the largest
+    values.
+
+    Args:
+        shapes: number of images of each size (h, w) in pixels.
+        patch: (h, w) in pixels.
     """
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
@@ -228,7 +241,8 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
 def sample_shapes(shapes: Counter[Size]) -> list[Size]:
     """Return the MOST_SHAPES most frequent image sizes (h, w), and those with the smallest and the largest h / w.
 
-    shapes: number of images of each size.
+    Args:
+        shapes: number of images of each size.
     """
     extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
     return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
@@ -246,7 +260,10 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
     """The policies of encodings that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings
-    have different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
+    have different ones; ("none",) where no policy changes anything.
+
+    Args:
+        wanted: as for `policies_at`.
     """
     parts = [*parts_with_policies(model, size)]
     affected = [part.policies for part, grid in parts if _is_affected(part, grid)]

@@ -53,8 +53,11 @@ class Images:
     """Loader of the evaluation images, with a cache of the current size, protocol and crop that models share.
 
     Images that exceed CACHE_BYTES together are decoded again for each model. When loading a batch runs out of memory,
-    `batch_size` is halved and nothing more is cached until size, protocol or crop change; `halvings` counts this. source: a
-    function (size, **preprocessing) -> data set that replaces `create_dataset(sweep.data, "val", size, **preprocessing)`.
+    `batch_size` is halved and nothing more is cached until size, protocol or crop change; `halvings` counts this.
+
+    Args:
+        source: a function (size, **preprocessing) -> data set that replaces `create_dataset(sweep.data, "val", size,
+            **preprocessing)`.
     """
 
     def __init__(self, sweep: Sweep, source: Source | None = None) -> None:
@@ -216,7 +219,11 @@ class Images:
 
 
 def _batch(items: Sequence[tuple[Tensor, Any]], preprocessing: Preprocessing, drawn: bool) -> Batch:
-    """Items of a data set as a batch. drawn: the masks are of the input itself, not of an image that is resized for it."""
+    """Items of a data set as a batch.
+
+    Args:
+        drawn: the masks are of the input itself, not of an image that is resized for it.
+    """
     images = torch.stack([image for image, _ in items])
     return images, [_target(image, target, preprocessing, drawn) for image, target in items]
 
@@ -346,7 +353,9 @@ def reading_of(sweep: Sweep) -> Reading:
 def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = None, task: str = "classification") -> None:
     """Raise ValueError or OSError early when the data cannot be loaded, or not at some size and protocol.
 
-    sizes: (h, w) in pixels; by default the sweep's sizes in pixels, without token budgets, whose pixels depend on the model.
+    Args:
+        sizes: (h, w) in pixels; by default the sweep's sizes in pixels, without token budgets, whose pixels depend on the
+            model.
     """
     if sizes is None:
         sizes = [size for size in sweep.sizes if not isinstance(size, Budget)]

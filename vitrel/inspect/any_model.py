@@ -191,8 +191,10 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
 
     Models with `set_input_size` are copied, and it is called on the copy. The model itself is returned if it is vitrel's, has
     `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway. Raises
-    ValueError for a model that cannot take the size. share_weights: the copy shares the parameters that do not change, so it
-    must not be trained or moved.
+    ValueError for a model that cannot take the size.
+
+    Args:
+        share_weights: the copy shares the parameters that do not change, so it must not be trained or moved.
     """
     size = to_2tuple(size)
     after = model_at_size(model, size, share_weights)
