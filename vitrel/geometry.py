@@ -37,7 +37,7 @@ _DISTINGUISHES_EXPORT = torch.__version__ >= (2, 14)
 
 
 class _Graphs:
-    """Holds, as its attributes, the constants that compiled graphs read."""
+    """Holds, as its attributes, the cached tensors that compiled graphs read."""
 
 
 _graphs = _Graphs()
@@ -76,7 +76,7 @@ def cached_geometry(function: F) -> F:
 
 
 def held() -> int:
-    """Return the bytes of all cached constants, including those that compiled and captured graphs read."""
+    """Return the bytes of all cached geometry, including what compiled and captured graphs read."""
     with _lock:
         kept = [*_cache.values(), *_captured.values()]
         tensors = [t for value in kept for t in value] + list(vars(_graphs).values())
@@ -84,9 +84,9 @@ def held() -> int:
 
 
 def clear() -> None:
-    """Drop all constants; they are computed again when needed, and compiled graphs that read them compile again.
+    """Drop all cached geometry, to free memory: it is computed again when needed, and graphs compiled with it compile again.
 
-    Those that torch.cuda.graph has captured stay until the process ends.
+    Tensors that torch.cuda.graph has captured stay until the process ends.
     """
     global _cached_bytes
     with _lock:
@@ -152,7 +152,7 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
 
 
 def _traced(function: Callable[..., Any], key: tuple, device: torch.device | str | None) -> Any:
-    """Compute a constant by operators that are recorded; torch.export records them once, and all layers share the result."""
+    """Compute a result by operators that are recorded; torch.export records them once, and all layers share the result."""
     mode = None
     if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is
         mode = get_proxy_mode()
@@ -168,11 +168,11 @@ def _traced(function: Callable[..., Any], key: tuple, device: torch.device | str
 
 
 def _computed(name: str, key: tuple, device: torch.device) -> tuple[Tensor, ...]:
-    """Compute a constant on the CPU and copy it to the device: one copy instead of a hundred small kernels.
+    """Compute a result on the CPU and copy it to the device: one copy instead of a hundred small kernels.
 
     On the meta device it has no values and is computed there.
     """
-    # The first caller may be in any of these modes, but all callers share the constant.
+    # The first caller may be in any of these modes, but all callers share the result.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         value = _makers[name](*key, device=device if device.type == "meta" else torch.device("cpu"))
         return tuple(t.to(device) for t in ((value,) if isinstance(value, Tensor) else value))
@@ -200,7 +200,7 @@ def _integers(key: tuple) -> list[int]:
 
 @torch._dynamo.assume_constant_result
 def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -> str:
-    """Return the names of the attributes of `_graphs` with a constant, joined by spaces.
+    """Return the names of the attributes of `_graphs` that hold a result, joined by spaces.
 
     They are one string, since torch.compile handles strings.
     """

@@ -17,10 +17,15 @@ AXES = ("hw", "h", "w", "h+w")
 class Grid(NamedTuple):
     """A grid of h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
 
-    An offset class numbers one offset between a query and a key. Axis "hw" has (2h-1)(2w-1) classes, offset (dy, dx) being
-    class (dy + h-1)(2w-1) + dx + w-1; axes "h" and "w" have 2h-1 and 2w-1, and diagonals "h+w", offset dy + dx, 2(h+w)-3. With
-    prefix tokens three more classes follow, in the order of BEiT and timm: prefix query to token key, token query to prefix
-    key, prefix to prefix.
+    An offset class numbers one offset between a query and a key along an axis:
+
+    - "hw": offset (dy, dx) is class (dy + h-1)(2w-1) + dx + w-1 of (2h-1)(2w-1);
+    - "h": offset dy is class dy + h-1 of 2h-1;
+    - "w": offset dx is class dx + w-1 of 2w-1;
+    - "h+w", the diagonals: offset dy + dx is class dy + dx + h+w-2 of 2(h+w)-3.
+
+    With prefix tokens three more classes follow, in the order of BEiT and timm: prefix query to token key, token query to
+    prefix key, prefix to prefix.
     """
 
     h: int  # rows of patches

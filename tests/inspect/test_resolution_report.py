@@ -144,7 +144,7 @@ def test_layers_that_are_alike_are_one_line_with_their_sum():
     assert table.parameters == sum(block.position.parts["table"].relative_position_bias_table.numel() for block in model.blocks)
     assert reported.resampled == absolute.resampled | rope.resampled | table.resampled
     assert [e.effect for e in reported.encodings] == [
-        "resampled by absolute bicubic", "evaluated, at offsets never trained", "resampled by table geometric"
+        "resampled by absolute bicubic", "evaluated, at unseen offsets", "resampled by table geometric"
     ]  # fmt: skip
     model.blocks[1].position.parts["table"].policy = "clip"
     reported = resolution_report(model, (96, 70))
@@ -156,13 +156,13 @@ def test_layers_that_are_alike_are_one_line_with_their_sum():
     ("position", "options", "effect"),
     [
         ("none", {}, "no position"),
-        ("sincos", {}, "evaluated, at offsets never trained"),
+        ("sincos", {}, "evaluated, at unseen offsets"),
         ("table", {"policy": "clip"}, "read by table clip, far offsets read a trained edge"),
         ("t5", {}, "nothing changes, far offsets read a trained edge"),
-        ("alibi", {}, "nothing changes, at offsets never trained"),
-        ("cpb", {"policy": "keep"}, "evaluated, at offsets never trained"),
+        ("alibi", {}, "nothing changes, at unseen offsets"),
+        ("cpb", {"policy": "keep"}, "evaluated, at unseen offsets"),
         ("cpb", {"policy": "renormalize"}, "read by cpb renormalize"),
-        ("rope_axial", {"policy": "ntk"}, "read by rope_axial ntk, at offsets never trained"),
+        ("rope_axial", {"policy": "ntk"}, "read by rope_axial ntk, at unseen offsets"),
     ],
 )
 def test_the_effect_is_told_in_words(position, options, effect):
@@ -199,7 +199,7 @@ def test_the_table_reads_well():
         "image | 31x90 px, built for 64x64, padded by 1 below, 0 right to whole patches",
         "tokens | 16x45, trained on 32x32; patches of 2x2 px",
         f"values | 32,768 of {parameters:,} resampled (absolute bicubic)",
-        "offsets | 0 % never trained, 0 % read a trained edge instead",
+        "offsets | 0 % unseen, 0 % read a trained edge instead",
         "",
         "stage | blocks | tokens | window | windows | padding | shift",
         "1 | 2 | 16x45 | 4x4 | 4x12 | 0 below, 3 right | 6.25 % | 2x2",

@@ -1,4 +1,4 @@
-"""Generate a page of the site per encoding: formula, picture, cost, behavior at a larger grid, source, oracle.
+"""Generate a page of the site per encoding: formula, picture, cost, effect of a larger grid, source, oracle.
 
 The content comes from the code (docstrings, POSITIONS, tests/oracles), the costs in docs/encodings/index.md and the accuracies
 in docs/studies/scenes.md.

@@ -1,4 +1,4 @@
-"""List models by name: parameters, cost, behavior of position at other image sizes, source of weights.
+"""List models by name: parameters, cost, effect of other image sizes on position, source of weights.
 
     vitrel list                         # vitrel's models of common sizes
     vitrel list 'vitrel_vit_s16*'

@@ -246,8 +246,8 @@ def change_basis(attn: Attention, here: Attended) -> None:
 
 
 def _covariance(tokens: Tensor) -> Tensor:
-    centerd = tokens - tokens.mean(0)
-    covariance = centerd.mT @ centerd / len(tokens)
+    centered = tokens - tokens.mean(0)
+    covariance = centered.mT @ centered / len(tokens)
     covariance.diagonal().add_(1e-4 * covariance.diagonal().mean())  # channels may be constant
     return covariance
 

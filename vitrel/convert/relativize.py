@@ -30,8 +30,9 @@ def relativize(
     """Return a new vitrel model with the weights of `model` and a new encoding `position` in every block.
 
     Args:
-        model: a vitrel ViT whose attention has no position or a rotation, a vitrel Swin, whose encoding in the windows is
-            replaced unless it is a rotation that `rope` keeps, or a timm model that `from_timm` supports; not changed.
+        model: a vitrel ViT without position in attention, or with a rotation; a vitrel Swin, whose encoding in the windows is
+            replaced (a rotation stays beside the new one if `rope` is "keep"); or a timm model that `from_timm` takes. It is
+            not changed.
         position: a key of POSITIONS that acts in attention, or several joined by '+'.
         position_args: options of the encodings.
         absolute: "keep" the embedding, "drop" it, or "fade" it out.

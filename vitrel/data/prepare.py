@@ -37,28 +37,34 @@ def normalize(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) ->
 
 
 class Prepare:
-    """Evaluation preprocessing: antialiased resize, center crop, normalization.
+    """Evaluation preprocessing of an image: antialiased resize, center crop or padding to H×W pixels, normalization.
 
-    An image, Pillow's of mode RGB or uint8 [3, h, w], is resized for a view of h×w pixels, which is then the center of the
-    resized image. timm's transforms compute it, on Pillow images. `crop_mode` is that of timm's `pretrained_cfg`. "center": the
-    image keeps its aspect ratio and just covers h / crop_pct × w / crop_pct. "squash": it gets exactly these sides, whatever
-    its aspect ratio. "border": it keeps its aspect ratio and just fits into these sides; the rest of the view has the mean
-    color. With a crop_pct of 1, "squash" and "border" show the whole image.
+    An image, Pillow's of mode RGB or uint8 [3, h, w], is resized by timm's transforms, on Pillow images. The view is the center
+    of the resized image, h×w pixels. `crop_mode`, as in timm's `pretrained_cfg`, says how the image is resized for the sides
+    h / crop_pct and w / crop_pct:
 
-    The protocol says what the view is. `scale`: H×W; every square size shows the same content. `canvas`: `base_size`; objects
-    keep the size and shape that they have there in pixels. A larger H×W shows in addition what the crop to the view removes,
-    which is much with "center" and little or nothing with the others, and around that the mean color. `native`: the whole
-    image is resized to H×W, which the caller computes with `vitrel.common.sizes.native_size`; crop_mode and crop_pct are not
-    used.
+    - "center": it keeps its aspect ratio and just covers them;
+    - "squash": it gets exactly these sides, whatever its aspect ratio;
+    - "border": it keeps its aspect ratio and just fits into them; the rest of the view has the mean color.
+
+    With a crop_pct of 1, "squash" and "border" show the whole image. `protocol` says what the view is:
+
+    - "scale": the view is H×W, so every square size shows the same content;
+    - "canvas": the view has the training size, `base_size`, so objects have as many pixels as at that size. A smaller H×W shows
+      the middle of the view. A larger one shows the resized image beyond the view (with "center" what the crop would remove,
+      with the other modes little or nothing), and the mean color where that ends;
+    - "native": the whole image is resized to H×W, which the caller computes with `vitrel.common.sizes.native_size`; crop_mode
+      and crop_pct are not used.
 
     Args:
-        size: (H, W) of the result, pixels.
-        mean, std: per-channel normalization of values from 0 to 1.
-        crop_pct: share of the resized image's sides that the view keeps. Above 1, as a few models of timm have it, the view is
-            larger than what the image covers, and black there ("border": the mean color).
+        size: (H, W) of the result in pixels.
+        mean: per channel, of values from 0 to 1.
+        std: per channel, as `mean`.
+        crop_pct: share of the resized image's sides that the view keeps. Above 1, as in a few models of timm, the view is
+            larger than the image, and black around it ("border": the mean color).
         interpolation: "bicubic" or "bilinear".
         protocol: "scale", "canvas" or "native".
-        base_size: (H, W) of training, pixels; required by `canvas`.
+        base_size: (H, W) of training in pixels; "canvas" needs it.
         crop_mode: "center", "squash" or "border".
 
     Raises:

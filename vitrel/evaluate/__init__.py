@@ -5,7 +5,7 @@
     sweep         the options
     checkpoint    path or model -> TrainedModel (model, preprocessing, classes)
     tasks         what is predicted and scored: classification, segmentation (a file each); which output stands for which class
-    prepare       data, preprocessing, size -> batches of images and targets
+    prepare       data, preprocessing, size -> batches of images and targets; vitrel.data.Prepare does what a protocol says
     policies      model, size -> the model for that size, and what is resampled for it
     predict       model, batches -> logits, time, memory, attention
     trials        models, sweep -> the list of rows to make

@@ -32,12 +32,23 @@ from vitrel.weights.unwrap import unwrap
 class TrainedModel:
     """A trained model with its preprocessing and classes.
 
-    name: timm name. label: name in tables and plots. encoding: keys of its position encodings, see `encoding_of`. img_size:
-    training size (h, w) in pixels. classes: names in the order of the outputs, () where unknown. mean, std, crop_pct,
-    crop_mode, interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs:
-    {class of the data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes.
-    model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none. task: what it
-    predicts, one of `vitrel.evaluate.tasks.base.TASKS`.
+    Args:
+        name: timm name.
+        label: name in tables and plots.
+        encoding: keys of its position encodings, see `encoding_of`.
+        img_size: training size (h, w) in pixels.
+        classes: names in the order of the outputs, () where unknown.
+        mean: of the preprocessing, as in `vitrel.data.Prepare`.
+        std: as in `vitrel.data.Prepare`.
+        crop_pct: as in `vitrel.data.Prepare`.
+        crop_mode: as in `vitrel.data.Prepare`.
+        interpolation: as in `vitrel.data.Prepare`.
+        seed: seed of training, None where unknown.
+        path: file of the weights.
+        outputs: {class of the data: index of the output}, None for the same order.
+        restrict: compare only the logits of the data's classes.
+        model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
+        task: what it predicts, one of `vitrel.evaluate.tasks.base.TASKS`.
     """
 
     model: nn.Module
@@ -90,11 +101,17 @@ class TrainedModel:
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> TrainedModel:
     """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
 
-    Only this file is read: paths inside a checkpoint are not followed. label: default the file's name without suffix for
-    .safetensors; else the model's name, or for a generic one (vitrel_vit) that of the run's folder or the file. seed:
-    default that of the checkpoint, None for .safetensors.
-    Raises FileNotFoundError for a missing file and ValueError for a file that is empty, truncated, damaged, not of vitrel, does
-    not fit its model, or contains NaN; messages name the path and the problem.
+    Only this file is read: paths inside a checkpoint are not followed.
+
+    Args:
+        label: default the file's name without suffix for .safetensors; else the model's name, or for a generic one (vitrel_vit)
+            that of the run's folder or the file.
+        seed: default that of the checkpoint, None for .safetensors.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is empty, truncated, damaged, not of vitrel, does not fit its model, or contains NaN; the message
+            names the path and the problem.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -136,13 +153,19 @@ def load_model(
 ) -> TrainedModel:
     """Build the model `name` and load weights from a file, in eval mode on the CPU; it has the file's number of classes.
 
-    name: a model of timm's registry, or "local-dir:FOLDER" for a folder of timm's save_for_hf or vitrel export, which contains
-    the weights. weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's
-    train.py (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
-    pretrained: instead of a file, use timm's weights for the name, from its cache or the network. model_args: arguments of
-    timm.create_model. about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one.
-    Raises ValueError for an unknown name (listing similar ones), missing weights, a damaged folder, and weights that do not fit
-    or contain NaN or objects other than tensors; FileNotFoundError for a missing file or folder.
+    Args:
+        name: a model of timm's registry, or "local-dir:FOLDER" for a folder of timm's save_for_hf or vitrel export, which
+            contains the weights.
+        weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's train.py
+            (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
+        pretrained: instead of a file, use timm's weights for the name, from its cache or the network.
+        model_args: arguments of timm.create_model.
+        about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one.
+
+    Raises:
+        ValueError: the name is unknown (the message lists similar ones), weights are missing, a folder is damaged, or weights
+            do not fit or contain NaN or objects other than tensors.
+        FileNotFoundError: a file or folder is missing.
     """
     arguments = _arguments(model_args, about)
     if name.startswith("local-dir:"):
@@ -187,9 +210,15 @@ def trained_model(
 ) -> TrainedModel:
     """Wrap a model in memory as `TrainedModel`, with preprocessing from its `pretrained_cfg` where none is given.
 
-    img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
-    restrict: see `TrainedModel`. task: by default "segmentation" for a `Segmenter`,
-    else "classification". ValueError for a model without `num_classes`, or an invalid mean or std.
+    Args:
+        img_size: training size (h, w) in pixels.
+        preprocessing: any of mean, std, crop_pct, crop_mode, interpolation.
+        outputs: see `TrainedModel`.
+        restrict: see `TrainedModel`.
+        task: by default "segmentation" for a `Segmenter`, else "classification".
+
+    Raises:
+        ValueError: the model has no `num_classes`, or mean or std is invalid.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):

@@ -59,8 +59,11 @@ class Kept(NamedTuple):
 class Share(NamedTuple):
     """The result of a trial in one process, over its share of the images.
 
-    columns: columns of results.csv on speed, memory, attention and the state dict. kept: of the images. translated: {pixels of
-    the translation: the same}. bad_images: names of images that could not be read.
+    Args:
+        columns: columns of results.csv on speed, memory, attention and the state dict.
+        kept: what the task keeps of the images' predictions.
+        translated: {pixels of the translation: the same of translated images}.
+        bad_images: names of images that could not be read.
     """
 
     columns: Row

@@ -11,8 +11,8 @@ the grid; the bias is the matching part of the table, without resampling, and no
 the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
 its policy.
 
-log_n, which is added to a policy where a sweep asks for it ("geometric+log_n"), multiplies the logits of attention by
-log N / log N_train (`vitrel.position.log_n`).
+log_n, which a sweep with that option adds to a policy ("geometric+log_n"), multiplies the logits of attention by
+sqrt(log N / log N_train) (`vitrel.position.log_n`).
 """
 
 import copy
@@ -52,9 +52,12 @@ def policies_at(
 ) -> tuple[str, ...]:
     """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
 
-    wanted: only these policies; encodings and windows for which none is named keep their current policy. Encodings that share a
-    policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
-    "none". log_n: where it changes the model, add every policy with the temperature, beside that without.
+    Encodings that share a policy's name switch together; encodings that do not are tried in all combinations. A model of
+    another library has only "none".
+
+    Args:
+        wanted: only these policies; encodings and windows for which none is named keep their current policy.
+        log_n: where it changes the model, add every policy with the temperature, beside that without.
     """
     backbone = backbone_of(model)
     if backbone is None:
@@ -154,9 +157,13 @@ def policy_parts(policy: str) -> frozenset[str]:
 class ModelWithPolicy(NamedTuple):
     """A model for images of one size, and what is resampled for it.
 
-    model: see `with_policy`. resampled: number of parameter values resampled, by policy. unseen, saturated: shares of offsets,
-    see `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages:
-    grid, window and padding of every stage at this size.
+    Args:
+        model: see `with_policy`.
+        resampled: number of parameter values resampled, by policy.
+        unseen: shares of offsets, see `resolution_report`; NaN for a model of another library.
+        saturated: shares of offsets, see `resolution_report`; NaN for a model of another library.
+        tokens: number of patch tokens, NaN where unknown.
+        stages: grid, window and padding of every stage at this size.
     """
 
     model: nn.Module
@@ -186,7 +193,9 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
     """Return the columns of results.csv that need no images: tokens, windows, resampling, backend, gflops, border_leak.
 
-    leak: run the border-leak test (else NaN). batch: the batch size that the attention backend is chosen for.
+    Args:
+        leak: run the border-leak test (else NaN).
+        batch: the batch size that the attention backend is chosen for.
     """
     ready = at_size_with(model, size, policy)
     windows = any(stage.window is not None for stage in ready.stages)
@@ -200,14 +209,18 @@ def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False
 def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
     """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
 
-    shapes: number of images of each size (h, w) in pixels. patch: (h, w) in pixels. tokens is the mean over all images. The
-    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resampled names
-    all policies, and resampled_values, unseen and saturated are the largest values.
+    The column tokens is the mean over all images. The other columns use `sample_shapes` only: gflops and pad_fraction are means
+    over the images of these shapes, resampled names all policies, and resampled_values, unseen and saturated are the largest
+    values.
+
+    Args:
+        shapes: number of images of each size (h, w) in pixels.
+        patch: (h, w) in pixels.
     """
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
         ready = at_size_with(model, size, policy)
-        columns.append(_geometry(ready) | {"rules": ready.resampled})
+        columns.append(_geometry(ready) | {"policies": ready.resampled})
         costs.append(gflops(ready.model, size) * shapes[size])
     count = sum(shapes[size] for size in sampled)
     pads = [
@@ -215,12 +228,12 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
         for size, row in zip(sampled, columns, strict=True)
     ]
     same_stages = len({len(stages) for stages in pads}) == 1  # not so in every model of another library
-    rules = dict.fromkeys(rule for row in columns for rule in row["rules"])
+    policies = dict.fromkeys(name for row in columns for name in row["policies"])
     return {
         "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / shapes.total(), 2),
         "pad_fraction": " ".join(f"{sum(stage) / count:.2g}" for stage in zip(*pads, strict=True)) if same_stages else "",
         "gflops": round(sum(costs) / count, 4),
-        "resampled": " + ".join(rules) or "nothing",
+        "resampled": " + ".join(policies) or "nothing",
         **{name: max(row[name] for row in columns) for name in ("resampled_values", "unseen", "saturated")},
     }
 
@@ -228,7 +241,8 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
 def sample_shapes(shapes: Counter[Size]) -> list[Size]:
     """Return the MOST_SHAPES most frequent image sizes (h, w), and those with the smallest and the largest h / w.
 
-    shapes: number of images of each size.
+    Args:
+        shapes: number of images of each size.
     """
     extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
     return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
@@ -246,7 +260,10 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
     """The policies of encodings that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings
-    have different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
+    have different ones; ("none",) where no policy changes anything.
+
+    Args:
+        wanted: as for `policies_at`.
     """
     parts = [*parts_with_policies(model, size)]
     affected = [part.policies for part, grid in parts if _is_affected(part, grid)]
@@ -275,11 +292,11 @@ def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
 def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
     """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
-    rules = []
+    resampled = []
     for policy in part.policies:
         trial.policy = policy
-        rules.append(trial.resampled(grid))
-    return any(rules)
+        resampled.append(trial.resampled(grid))
+    return any(resampled)
 
 
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:

@@ -52,9 +52,12 @@ MIB = 2**20
 class AtSizes:
     """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
-    On exit the model is on the CPU and is not optimized, even if it was before. optimized: run it through vitrel.optimize.
-    window: (h, w) in pixels: the model is made for this size, and slides over images of any other.
-    `states` has the state-dict hash of every copy that was made for a size of a model of another library.
+    On exit the model is on the CPU and is not optimized, even if it was before. `states` has the state-dict hash of every copy
+    that was made for a size of a model of another library.
+
+    Args:
+        optimized: run it through vitrel.optimize.
+        window: (h, w) in pixels: the model is made for this size, and slides over images of any other.
     """
 
     def __init__(

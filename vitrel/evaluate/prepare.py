@@ -33,30 +33,31 @@ Source = Callable[..., Dataset]
 class Preprocessing(NamedTuple):
     """The preprocessing of a trial's images: size, protocol, crop, and the normalization and interpolation of training.
 
-    size: (h, w) in pixels. crop_pct, crop_mode: as in `Prepare`. base_size: (h, w) in pixels, the training size. budget, patch:
-    for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels. task: what is
-    predicted.
+    All but the last three are arguments of `vitrel.data.Prepare`, which says what a protocol does with an image.
     """
 
-    size: Size
-    protocol: str
-    crop_pct: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    base_size: Size
-    crop_mode: str = "center"
-    budget: int | None = None
-    patch: Size | None = None
-    task: str = "classification"
+    size: Size  # (h, w) in pixels
+    protocol: str  # "scale" | "canvas" | "native"
+    crop_pct: float  # share of the resized image that the crop keeps
+    mean: tuple[float, ...]  # per channel
+    std: tuple[float, ...]  # per channel
+    interpolation: str  # "bicubic" | "bilinear"
+    base_size: Size  # training size (h, w) in pixels
+    crop_mode: str = "center"  # "center" | "squash" | "border"
+    budget: int | None = None  # native protocol: maximum number of patch tokens of an image
+    patch: Size | None = None  # native protocol: (h, w) of a patch in pixels
+    task: str = "classification"  # what is predicted
 
 
 class Images:
     """Loader of the evaluation images, with a cache of the current size, protocol and crop that models share.
 
     Images that exceed CACHE_BYTES together are decoded again for each model. When loading a batch runs out of memory,
-    `batch_size` is halved and nothing more is cached until size, protocol or crop change; `halvings` counts this. source: a
-    function (size, **preprocessing) -> data set that replaces `create_dataset(sweep.data, "val", size, **preprocessing)`.
+    `batch_size` is halved and nothing more is cached until size, protocol or crop change; `halvings` counts this.
+
+    Args:
+        source: a function (size, **preprocessing) -> data set that replaces `create_dataset(sweep.data, "val", size,
+            **preprocessing)`.
     """
 
     def __init__(self, sweep: Sweep, source: Source | None = None) -> None:
@@ -218,7 +219,11 @@ class Images:
 
 
 def _batch(items: Sequence[tuple[Tensor, Any]], preprocessing: Preprocessing, drawn: bool) -> Batch:
-    """Items of a data set as a batch. drawn: the masks are of the input itself, not of an image that is resized for it."""
+    """Items of a data set as a batch.
+
+    Args:
+        drawn: the masks are of the input itself, not of an image that is resized for it.
+    """
     images = torch.stack([image for image, _ in items])
     return images, [_target(image, target, preprocessing, drawn) for image, target in items]
 
@@ -348,7 +353,9 @@ def reading_of(sweep: Sweep) -> Reading:
 def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = None, task: str = "classification") -> None:
     """Raise ValueError or OSError early when the data cannot be loaded, or not at some size and protocol.
 
-    sizes: (h, w) in pixels; by default the sweep's sizes in pixels, without token budgets, whose pixels depend on the model.
+    Args:
+        sizes: (h, w) in pixels; by default the sweep's sizes in pixels, without token budgets, whose pixels depend on the
+            model.
     """
     if sizes is None:
         sizes = [size for size in sweep.sizes if not isinstance(size, Budget)]

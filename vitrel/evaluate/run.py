@@ -139,13 +139,16 @@ def run_sweep(
 
     Writes results.csv, predictions.npz, translation.csv (with translations), bad_images.csv (with unreadable images), table.md,
     claims.md (with claims) and plots/*.png; with `sweep.report`, pictures.json.gz, report.html and report.json. Prints
-    progress, then the advice and tables. title: of the page and plots.
+    progress, then the advice and tables.
 
     Rows in `folder` of the same weights, data and settings are reused, and rows of other models, sizes, protocols or policies
     are kept beside the new ones. ValueError, before anything is computed, where rows in the folder and new ones may not share a
     table (`not_comparable`). With `replace`, where the folder has rows that are not among these trials, its files are first
     moved into a folder replaced-1 in it (the path is printed), and only rows of these trials are kept. Files are written as
     rows are added; after an exception, a note on it (`add_note`) says how many rows are saved.
+
+    Args:
+        title: of the page and plots.
     """
     for train_size, sizes in dict.fromkeys((trained.img_size, sizes_of(trained, sweep)) for trained in models):
         check_data(sweep, train_size, sizes, models[0].task)
@@ -229,9 +232,13 @@ def evaluate_rows(
 ) -> Iterator[Evaluated]:
     """Yield the result of every trial of `trials_of(models, sweep)`, in its order, as soon as it is measured.
 
-    previous: existing results (of process 0), which are yielded instead where they have the same weights, data and settings.
-    `advance(trial, share)` is called after every batch; the shares of a trial add up to 1. source: see `Images`. The columns
-    best_size and top1_area (miou_area) are left empty (`with_curves` fills them).
+    The columns best_size and top1_area (miou_area) are left empty; `with_curves` fills them.
+
+    Args:
+        previous: existing results (of process 0), which are yielded instead where they have the same weights, data and
+            settings.
+        advance: advance(trial, share) is called after every batch; the shares of a trial add up to 1.
+        source: see `Images`.
     """
     images = Images(sweep, source)
     yield from _measured(lambda: _keyed_trials(models, sweep, images), sweep, images, previous, advance)
@@ -357,8 +364,13 @@ def _header(
 def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
     """Return the tables of the folder with the rows that are kept (see `run_sweep`).
 
-    With `replace`, where the folder has rows of other trials, its files are first moved into replaced-N. keys: columns of every
-    trial that are known before it runs. ValueError, without `replace`, for rows that may not share a table with them.
+    With `replace`, where the folder has rows of other trials, its files are first moved into replaced-N.
+
+    Args:
+        keys: columns of every trial that are known before it runs.
+
+    Raises:
+        ValueError: without `replace`, the folder has rows that may not share a table with those of `keys`.
     """
     results, names = read_folder(folder), read_names(folder)
     others, difference = _other_rows(results, keys)

@@ -20,26 +20,40 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    """Settings of an evaluation; invalid values and combinations raise ValueError.
+    """Settings of an evaluation.
 
-    data: a data set as `create_dataset` takes it. sizes: (height, width) in pixels, or budgets of patch tokens, each evaluated
-    at the largest square of whole patches within the budget. protocols: how images fill a size, of "scale", "canvas" and
-    "native"; "native" takes a size as a budget: every image keeps its aspect ratio and has at most the patch tokens of that
-    size; "sliding", for segmentation, has the images of "canvas" in windows of the training size, half overlapping, whose
-    logits are averaged. policies: evaluate only these policies of windows and encodings (None: all; a model with none of them
-    keeps its default). log_n: evaluate every policy with an attention temperature of log N too (`vitrel.position.log_n`). n:
-    number of images (None: all), drawn with the seed `data_seed`. batch_size: halved when memory runs out. workers: processes
-    that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16" (autocast).
-    on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it. follow_links: also
-    search folders that are linked inside class folders. val_fraction: share of the images to evaluate where the data has no
-    evaluation split, as in `vitrel.data.Reading`. crop_pct: shares of the resized image that the center crop keeps, each
-    evaluated (None: the model's default). translations: numbers of pixels by which the content is translated down and right at
-    the training size, each evaluated. attention_n: number of images for the attention statistics, 0 for none. border_leak: test
-    whether tokens see the opposite border (models with windows; seconds per size). skip: combinations to leave out, such as
-    "192x192 canvas". compile: run the models through torch.compile. optimize: run them through vitrel.optimize (CPU only); rows
-    made without it stay valid, because it changes only speed and memory. margin: the loss, in points, that does not matter
-    (`vitrel.evaluate.results.advice`). report: write report.html into an output folder. photographs: whether it may contain
-    images of the data.
+    Args:
+        data: a data set as `create_dataset` takes it.
+        sizes: (height, width) in pixels, or budgets of patch tokens, each evaluated at the largest square of whole patches
+            within the budget.
+        protocols: how images fill a size: "scale", "canvas" and "native" (see `vitrel.data.Prepare`); "native" takes a size as
+            a budget, and no image has more patch tokens than that size. "sliding", for segmentation, has the images of "canvas"
+            in windows of the training size, half overlapping, whose logits are averaged.
+        policies: evaluate only these policies of windows and encodings; None: all. A model with none of them keeps its default.
+        log_n: evaluate every policy with an attention temperature of log N too (`vitrel.position.log_n`).
+        n: number of images, drawn with the seed `data_seed`; None: all.
+        data_seed: seed of generated or sampled images.
+        batch_size: number of images in a batch, halved when memory runs out.
+        workers: processes that decode images.
+        device: "auto", "cpu", "cuda", "cuda:1".
+        dtype: "float32" or, on a GPU, "bfloat16" (autocast).
+        on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
+        follow_links: also search folders that are linked inside class folders.
+        val_fraction: share of the images to evaluate where the data has no evaluation split, as in `vitrel.data.Reading`.
+        crop_pct: shares of the resized image that the center crop keeps, each evaluated; None: the model's.
+        translations: numbers of pixels by which the content is translated down and right at the training size, each evaluated.
+        attention_n: number of images for the attention statistics, 0 for none.
+        border_leak: test whether tokens see the opposite border (models with windows; seconds per size).
+        skip: combinations of size and protocol to leave out, such as "192x192 canvas".
+        compile: run the models through torch.compile.
+        optimize: run the models through vitrel.optimize (CPU only); rows made without it stay valid, because it changes only
+            speed and memory.
+        margin: the loss, in points, that does not matter (`vitrel.evaluate.results.advice`).
+        report: write report.html into an output folder.
+        photographs: whether the report may contain images of the data.
+
+    Raises:
+        ValueError: a value or a combination is impossible.
     """
 
     data: str

@@ -26,10 +26,14 @@ from vitrel.evaluate.tasks.classes import class_outputs
 class Trial:
     """The settings of one row: a model, a size (h, w) in pixels, a protocol, a policy and a crop.
 
-    policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the center crop keeps.
-    translations: numbers of pixels by which the content is translated, each evaluated after the row itself. budget: in the
-    native protocol, the maximum number of patch tokens of an image, else None; `size` then is the size that the budget was
-    given as, or the largest square within it, and images have shapes of their own.
+    Args:
+        trained: the model.
+        size: (h, w) in pixels; with a budget, the size that it was given as, or the largest square within it.
+        protocol: of `Sweep`.
+        policy: one of `policies_at(trained.model, size)`.
+        crop_pct: share of the resized image that the center crop keeps.
+        translations: numbers of pixels by which the content is translated, each evaluated after the row itself.
+        budget: in the native protocol, whose images have shapes of their own: the maximum number of patch tokens of an image.
     """
 
     trained: TrainedModel

@@ -61,7 +61,7 @@ def tiled_features(
         image: floats [B, in_chans, height, width] on any device: a tensor, an array, a memmap, or an object with `shape` whose
             slices numpy can read. Each tile is moved to the model's device.
         tile: largest sides of a tile (h, w) in pixels, or one number for both, overlap included; `tile_margins` gives the
-            smallest. Larger tiles are faster: along each side, before + after pixels are computed twice.
+            smallest. Larger tiles are faster, since neighbors overlap by its margins `before` and `after`.
         device: of the result; None: that of the image.
         pyramid: return (features, [map [B, C, h, w] after each stage]), as `forward_intermediates` of a Swin; a ViT has one
             map.

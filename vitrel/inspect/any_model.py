@@ -30,7 +30,7 @@ from vitrel.position.terms import Composition, Terms, sum_counts
 REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # errors by which timm's models refuse a size
 MOST_PREFIX = 32  # maximum number of prefix tokens assumed when a sequence is matched to a grid
 _INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
-_RULES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # how timm resamples each
+_POLICIES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # how timm resamples each
 _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 2], the input of an MLP that gives the bias
 
 
@@ -80,7 +80,7 @@ class Trace(NamedTuple):
 
     blocks: tuple[TracedBlock, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
-    resampled: dict[str, int]  # {rule: number of parameter values resampled inside forward}
+    resampled: dict[str, int]  # {policy: number of parameter values resampled inside forward}
     attends: bool = True  # False: forward has no softmax of what depends on the image, so no attention, recognized or not
 
 
@@ -88,7 +88,7 @@ class ModelAtSize(NamedTuple):
     """A model adapted to one image size. `resampled` also counts what forward itself resamples at that size."""
 
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
-    resampled: dict[str, int]  # {name and rule: number of values of parameters and coordinate buffers that were replaced}
+    resampled: dict[str, int]  # {name and policy: number of values of parameters and coordinate buffers that were replaced}
     windows: tuple[StageWindows, ...]  # empty if no attention is found
     trace: Trace  # of `model` at this size
 
@@ -191,8 +191,10 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
 
     Models with `set_input_size` are copied, and it is called on the copy. The model itself is returned if it is vitrel's, has
     `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway. Raises
-    ValueError for a model that cannot take the size. share_weights: the copy shares the parameters that do not change, so it
-    must not be trained or moved.
+    ValueError for a model that cannot take the size.
+
+    Args:
+        share_weights: the copy shares the parameters that do not change, so it must not be trained or moved.
     """
     size = to_2tuple(size)
     after = model_at_size(model, size, share_weights)
@@ -221,9 +223,9 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
     """Number of values of `before` that are replaced in `after`, the same model at another size, summed over its layers.
 
-    Returns {leaf name and rule, for example "pos_embed bicubic": number}. Counted are all values of a resampled parameter, and
-    of coordinates that give another bias at the same offset. Index tables, masks and rotations, which follow from the grid,
-    are not counted, nor the rows of prefix tokens in a resampled parameter.
+    Returns {leaf name and policy, for example "pos_embed bicubic": number}. All values of a resampled parameter count, and
+    those of coordinates that give another bias at the same offset. Index tables, masks and rotations, which follow from the
+    grid, do not count, nor do the rows of prefix tokens in a resampled parameter.
     """
     found: dict[str, int] = {}
     parameters = dict(after.named_parameters())
@@ -233,12 +235,12 @@ def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
         if new is None or (old.shape == new.shape and (old.is_meta or torch.equal(old, new))):
             continue
         if name in parameters:
-            rule, count = f"{leaf} {_RULES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
+            policy, count = f"{leaf} {_POLICIES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
         elif leaf in _COORDINATES and not torch.allclose(*shared_offsets(old, new)):
-            rule, count = f"{leaf} re-created", old.numel()
+            policy, count = f"{leaf} re-created", old.numel()
         else:
             continue
-        found[rule] = found.get(rule, 0) + count
+        found[policy] = found.get(policy, 0) + count
     return found
 
 
@@ -386,7 +388,7 @@ def _is_grid(pair: Any, tokens: int) -> bool:
 
 
 class _InterpolationRecorder(TorchDispatchMode):
-    """Counts the values of every interpolation of parameters or buffers: {leaf name and rule: number of values}.
+    """Counts the values of every interpolation of parameters or buffers: {leaf name and policy: number of values}.
 
     `attends`: whether there was a softmax of values that depend on the image.
     """
@@ -414,6 +416,6 @@ class _InterpolationRecorder(TorchDispatchMode):
             resamples = "upsample" in func.__name__ or "grid_sampler" in func.__name__
             kind = next((k for k in _INTERPOLATIONS if resamples and k in func.__name__), None)
             if kind is not None:
-                rule = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
-                self.found[rule] = self.found.get(rule, 0) + args[0].numel()
+                policy = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
+                self.found[policy] = self.found.get(policy, 0) + args[0].numel()
         return out

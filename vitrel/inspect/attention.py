@@ -98,9 +98,12 @@ class Layer(NamedTuple):
 def record(model: nn.Module, images: Tensor) -> list[Layer]:
     """Run images [B, C, height, width] through `model` and return its attention layers in the order they run, on the CPU.
 
-    model: one of vitrel, any model with vitrel's layers, or one of timm with the layers listed at the top of this file. images:
-    of a size that the model takes. Memory: 13 bytes for each pair of tokens of each window, head, image and layer. Raises
-    ValueError naming the model if none of its attention can be recorded, or if its tokens cannot be located in the image.
+    Args:
+        model: one of vitrel, any model with vitrel's layers, or one of timm with the layers listed at the top of this file.
+        images: of a size that the model takes. Memory: 13 bytes for each pair of tokens of each window, head, image and layer.
+
+    Raises:
+        ValueError: none of the model's attention can be recorded, or its tokens cannot be located in the image.
     """
     layers = []
     for_each_layer(model, images, lambda layer: layers.append(layer.cpu()))
@@ -294,8 +297,9 @@ _Where = tuple[str, Grid, Size | None, Size, Tensor]  # the fields of Layer from
 def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
     """A Layer from the model's masked logits [B, W, H, N, N].
 
-    content: logits without position under the same mask, or None to leave out content and position. visible: bool,
-    broadcastable to the logits, without regard to padding; None if every pair is visible.
+    Args:
+        content: logits without position under the same mask, or None to leave out content and position.
+        visible: bool, broadcastable to the logits, without regard to padding; None if every pair is visible.
     """
     real = where[-1] >= 0  # [W, N]
     if not bool(real.all()):
@@ -325,7 +329,8 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 def _own_hooks(model: nn.Module, use: Callable[[Layer], None], position: bool) -> list[RemovableHandle]:
     """Hook each `Attention` (vitrel's) in `model` to call use(layer) after it runs.
 
-    position: record `content` and `position` too.
+    Args:
+        position: record `content` and `position` too.
     """
 
     def hook(name: str, module: Attention) -> list[RemovableHandle]:
@@ -387,8 +392,12 @@ def _timm_hooks(
 ) -> list[RemovableHandle]:
     """Hook timm's attention layers in `model` to call use(layer) after they run, with the logits that `recorder` saw last.
 
-    size: of the image, (h, w) in pixels. position: record `content` and `position` too. Raises ValueError, here or in the
-    model's forward, for layers whose tokens cannot be located in the image.
+    Args:
+        size: of the image, (h, w) in pixels.
+        position: record `content` and `position` too.
+
+    Raises:
+        ValueError: here or in the model's forward: the tokens of a layer cannot be located in the image.
     """
 
     def hook(name: str, module: nn.Module) -> RemovableHandle:
@@ -405,7 +414,11 @@ def _timm_hooks(
 
 
 def _global(name: str, module: nn.Module, grid: Grid, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None) -> Layer:
-    """A Layer of global attention. extra: a rotation or bias shared by all layers, which blocks pass beside x."""
+    """A Layer of global attention.
+
+    Args:
+        extra: a rotation or bias shared by all layers, which blocks pass beside x.
+    """
     if logits.shape[-1] != grid.tokens:
         expected = f"{grid.h}x{grid.w} patches and {grid.prefix} prefix tokens"
         raise ValueError(f"the {logits.shape[-1]} tokens of {name} cannot be placed on the image, which has {expected}")

@@ -48,7 +48,7 @@ class SizeDiagnosis:
 
     size: Size
     refusal: str = ""  # why the model does not take the size, or ""
-    resampled: dict[str, int] = field(default_factory=dict)  # {name and rule: number of values that are replaced}
+    resampled: dict[str, int] = field(default_factory=dict)  # {name and policy: number of values that are replaced}
     changes: tuple[BiasChange, ...] = ()
     stages: tuple[StageDiagnosis, ...] = ()
     unread: Size = (0, 0)  # rows below and columns at the right of the image that no patch contains
@@ -207,7 +207,7 @@ def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str, str]:
 
 
 def _replaced(line: SizeDiagnosis) -> str:
-    return "; ".join(f"{rule}, {n:,} values" for rule, n in line.resampled.items())
+    return "; ".join(f"{policy}, {n:,} values" for policy, n in line.resampled.items())
 
 
 def _other_bias(line: SizeDiagnosis) -> str:

@@ -27,11 +27,11 @@ class EncodingReport:
     layers: int
     grid: Size  # at this image size
     trained: Size  # training grid of its parameters
-    at_larger_grid: str  # at grids never trained on: "nothing changes" | "evaluated" | "resampled" | "nothing"
+    at_larger_grid: str  # at grids larger than the training grid: "nothing changes" | "evaluated" | "resampled" | "nothing"
     policy: str  # policy in use, "" if there is no choice
     policies: tuple[str, ...]
     parameters: int
-    resampled: dict[str, int]  # {rule: parameter values resampled}
+    resampled: dict[str, int]  # {policy: parameter values resampled}
     unseen: float  # share of the offset cells that no training pair had, 0 to 1
     saturated: float  # the part of `unseen` that reads a trained edge row or far bucket
     temperature: float | None  # factor of the logits if log_n is on
@@ -39,18 +39,18 @@ class EncodingReport:
     @property
     def effect(self) -> str:
         """The effect of this size on the encoding, in words."""
-        rules = " + ".join(self.resampled)
+        policies = " + ".join(self.resampled)
         if self.at_larger_grid == "nothing":
             words = "no position"
         elif self.grid == self.trained:
             words = "as trained"
-        elif rules:
-            words = f"resampled by {rules}" if any(self.resampled.values()) else f"read by {rules}"
+        elif policies:
+            words = f"resampled by {policies}" if any(self.resampled.values()) else f"read by {policies}"
         else:
             words = "read as trained" if self.at_larger_grid == "resampled" else self.at_larger_grid
         if not any(self.resampled.values()):
             words += ", far offsets read a trained edge" if self.saturated else ""
-            words += ", at offsets never trained" if self.unseen > self.saturated + 1e-9 else ""  # tolerance for sums of floats
+            words += ", at unseen offsets" if self.unseen > self.saturated + 1e-9 else ""  # tolerance for sums of floats
         return words + ("" if self.temperature is None else f", logits x {self.temperature:.3f} (log_n)")
 
 
@@ -90,7 +90,7 @@ class ResolutionReport:
         return vars(self) | {"stages": stages, "encodings": encodings, "resampled_values": self.resampled_values}
 
     def __str__(self) -> str:
-        rules = " + ".join(self.resampled)
+        policies = " + ".join(self.resampled)
         filled = f", padded by {_added(self.image_padding)} to whole patches" if any(self.image_padding) else ""
         prefix = f" and {self.prefix} prefix" if self.prefix else ""
         return "\n".join(
@@ -98,8 +98,8 @@ class ResolutionReport:
                 f"image     {format_size(self.size)} px, built for {format_size(self.trained_size)}{filled}",
                 f"tokens    {format_size(self.grid)}{prefix}, trained on {format_size(self.trained_grid)}; "
                 f"patches of {format_size(self.patch)} px",
-                f"values    {self.resampled_values:,} of {self.parameters:,} resampled ({rules or 'nothing'})",
-                f"offsets   {_percent(self.unseen)} never trained, {_percent(self.saturated)} read a trained edge instead",
+                f"values    {self.resampled_values:,} of {self.parameters:,} resampled ({policies or 'nothing'})",
+                f"offsets   {_percent(self.unseen)} unseen, {_percent(self.saturated)} read a trained edge instead",
                 "",
                 *_stage_lines(self.stages),
                 "",

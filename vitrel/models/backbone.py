@@ -40,10 +40,13 @@ def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class Backbone(nn.Module, abc.ABC):
-    """Abstract base class of the backbones ViT and Swin.
+    """Abstract base class of ViT and Swin: input size, options and reports of position, initialization, parameter groups.
+
+    A subclass embeds an image as patches on a grid (`embed_patches`) and calls every encoding on that grid, or on the window's.
 
     Attributes:
-        layout: of the class: the names of its parameters, as weights of other code are renamed to: "vit" or "swin".
+        layout: of the class: which names its parameters have, "vit" or "swin"; vitrel.weights renames those of other code to
+            them.
         patch_embed: timm's PatchEmbed, with output [B, h, w, C].
         pos_embed: the encoding added to the tokens, or None.
         num_prefix_tokens: number of class and register tokens.
@@ -158,7 +161,7 @@ class Backbone(nn.Module, abc.ABC):
 
         Returns:
             {"key policy": number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a
-                policy that interpolates no parameter (for example "table clip").
+                policy that interpolates no parameter, for example "table clip".
         """
         return sum_counts(encoding.resampled(grid) for encoding, grid in self.encodings(size))
 

@@ -1,8 +1,12 @@
 """Swin transformer V1 and V2 (arXiv 2103.14030, 2111.09883) with any position encoding in its windows.
 
-The window size is the same at every image size: grids that it does not divide are padded and masked (vitrel.ops.window), so no
-encoding in attention is resampled. Stages, blocks and merging are named as in timm's `SwinTransformer` and V2, with
-downsampling at the start of a stage.
+The window size M is the same at every image size, so no encoding in attention is resampled. The first stage has
+ceil(height / patch) x ceil(width / patch) tokens, and each further stage ceil(h / 2) x ceil(w / 2), from the h x w tokens of
+the stage before. A stage of h x w tokens has ceil(h / M) x ceil(w / M) windows; what they cover beyond the grid is masked
+padding. Every second block shifts them by M // 2, but not along an axis that one window holds. vitrel.ops.window computes the
+layout and the mask.
+
+Stages, blocks and merging are named as in timm's `SwinTransformer` and V2, with downsampling at the start of a stage.
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,7 +53,7 @@ class Swin(Backbone):
     Sides need not be equal or divisible by patch or window; images are padded on the right and below.
 
     Args:
-        img_size: side or (h, w), in pixels, of the images for which learned encodings are made.
+        img_size: training size, side or (h, w) in pixels; its patches are the training grid of an encoding added to tokens.
         patch_size: side of a patch in pixels.
         in_chans: channels of an image.
         num_classes: 0 for no head.
@@ -57,16 +61,18 @@ class Swin(Backbone):
         embed_dim: width C of the first stage, doubled by every merging.
         depths: blocks of each stage.
         num_heads: heads of each stage.
-        window_size: an int or (h, w), in tokens; the training grid of the encodings in attention.
+        window_size: an int or (h, w) in tokens, the same at every image size; the training grid of the encodings in attention.
         mlp_ratio: width of the MLP's hidden layer divided by C.
         qkv_bias: the projection to q, k and v has a bias.
         position: a key of POSITIONS or several joined by '+'.
-        position_args: options of the encodings; pretrained_window may have one number per stage (see `_stage_args`).
+        position_args: options of the encodings. pretrained_window may have one value per stage; without it, it is the window,
+            or the stage's training grid where that is smaller, as in Swin V2.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout of the outputs of attention and MLP.
         attn_drop_rate: dropout of attention weights.
         drop_path_rate: stochastic depth of the last block, from 0 in the first.
-        init_gain: see `init_linear`.
+        init_gain: the weights of linear layers outside encodings start with a standard deviation of init_gain /
+            sqrt(in_features); None: 0.02, as in timm.
         version: 2 for cosine attention, residual post-norm and norms after merging, as in Swin V2 (whose published position is
             "cpb").
         norm_eps: epsilon of the norms.

@@ -32,7 +32,7 @@ class ViT(Backbone):
     Sides need not be equal or whole patches; images are padded on the right and below.
 
     Args:
-        img_size: side or (h, w), in pixels, of the images for which learned encodings are made.
+        img_size: training size, side or (h, w) in pixels; its patches are the training grid of all encodings outside windows.
         patch_size: side of a patch in pixels.
         in_chans: channels of an image.
         num_classes: 0 for no head.
@@ -53,7 +53,8 @@ class ViT(Backbone):
         proj_drop_rate: dropout of the outputs of attention and MLP.
         attn_drop_rate: dropout of attention weights.
         drop_path_rate: stochastic depth of the last block, from 0 in the first.
-        init_gain: see `init_linear`.
+        init_gain: the weights of linear layers outside encodings start with a standard deviation of init_gain /
+            sqrt(in_features); None: 0.02, as in timm.
         share_position: one encoding in attention for all blocks (BEiT) instead of one per block.
         pre_norm: a norm before the first block (CLIP).
         final_norm: a norm after the last block; None: if there is no fc_norm.

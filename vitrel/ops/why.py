@@ -30,9 +30,13 @@ def use_backend(name: str) -> Iterator[None]:
 def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     """Run function(*args, **kwargs) and return a text that says which backend served each of its attention calls.
 
-    function: a model, a layer, or a function of `vitrel.ops`. Calls of the same kind are listed once, with their number and,
-    for every other backend, the reason why it did not serve them, or its time by the profile. A model from torch.compile is
-    run uncompiled.
+    Calls of the same kind are listed once, with their number and, for every other backend, the reason why it did not serve
+    them, or its time by the profile.
+
+    Args:
+        function: a model, a layer, or a function of `vitrel.ops`. A model from torch.compile is run uncompiled.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
     calls: Counter[str] = Counter()
     function = getattr(function, "_orig_mod", function)

@@ -5,8 +5,8 @@ each other (timm issue 2438). The window has the same size on every grid: a grid
 and below, and no token sees the padding. The result equals the same attention on an infinite canvas in which everything outside
 the image is masked. An axis that fits into one window is not shifted.
 
-Layouts are constants, computed by index arithmetic on tensors without branches on a symbolic grid size: one exported graph
-serves every grid, and compiling for many sizes makes two graphs (torch specializes the first size).
+Layouts are cached geometry (vitrel.geometry), computed by index arithmetic on tensors without branches on a symbolic grid size:
+one exported graph serves every grid, and compiling for many sizes makes two graphs (torch specializes the first size).
 """
 
 from typing import NamedTuple

@@ -108,7 +108,7 @@ def create_position(
         grid: the training grid, (h, w) in tokens, or Grid(h, w, prefix) with class and register tokens.
         num_heads: number of heads H of the attention layer.
         head_dim: width D of a head; token embeddings are num_heads * head_dim wide.
-        temperature: the rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
+        temperature: of the logits on other grids: "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
         device: of the parameters, as for torch's modules.
         dtype: of the parameters, as for torch's modules.
         options: each goes to every part of a composition that has it. `policy` is one policy or several joined by '+', each for

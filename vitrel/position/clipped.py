@@ -19,7 +19,7 @@ class Clipped(PositionEncoding):
     """Bias table over clipped offsets.
 
     Args:
-        radius: R in patches, one number or (rows, columns); None: half of the training grid.
+        radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.
         per_head: False for one bias for all heads, a table of one column.
         init_std: standard deviation of the initial values.
 

@@ -23,7 +23,7 @@ def scaled_distances(
 ) -> Tensor:
     """Return the length of the offset of every class but the prefix classes, [R] float32, or [H, R] with `direction`.
 
-    Without direction the result is a shared constant: do not change it in place.
+    Without direction the result is cached and shared: do not change it in place.
 
     Args:
         trained: the training grid.

@@ -15,27 +15,27 @@ from vitrel.grid import Grid
 POWERS = {"none": 0.0, "log_n": 0.5}
 
 
-def checked_power(rule: str | float) -> float:
+def checked_power(power: str | float) -> float:
     """Return the power p: 0 for "none", 1/2 for "log_n", a finite number above 0 itself; ValueError for anything else."""
-    if isinstance(rule, int | float) and not isinstance(rule, bool):
-        if not 0 < rule < float("inf"):
-            raise ValueError(f"position option temperature={rule!r} must be a finite number greater than 0, or 'none'")
-        return float(rule)
-    if rule not in POWERS:
-        raise ValueError(f"position option temperature={rule!r} is unknown; choose one of {', '.join(POWERS)}")
-    return POWERS[rule]
+    if isinstance(power, int | float) and not isinstance(power, bool):
+        if not 0 < power < float("inf"):
+            raise ValueError(f"position option temperature={power!r} must be a finite number greater than 0, or 'none'")
+        return float(power)
+    if power not in POWERS:
+        raise ValueError(f"position option temperature={power!r} is unknown; choose one of {', '.join(POWERS)}")
+    return POWERS[power]
 
 
-def temperature(trained: Grid, grid: Grid, rule: str | float = "log_n", device: torch.device | None = None) -> torch.Tensor:
+def temperature(trained: Grid, grid: Grid, power: str | float = "log_n", device: torch.device | None = None) -> torch.Tensor:
     """Return the attention temperature (log N / log N_train)^p on `grid`, 0-d float32.
 
     Args:
         trained: the training grid.
         grid: the current grid; N = grid.tokens, counted as at least 2 since log 1 = 0.
-        rule: "none" (p = 0), "log_n" (p = 1/2) or p.
+        power: "none" (p = 0), "log_n" (p = 1/2) or p.
         device: of the result.
     """
-    return _temperature(*grid, *trained, checked_power(rule), device=device)
+    return _temperature(*grid, *trained, checked_power(power), device=device)
 
 
 @cached_geometry

@@ -1,8 +1,9 @@
 """Resampling of learned tables and embeddings to another grid: the only place where a position parameter is interpolated.
 
 Every row of the target is a weighted sum of a few source rows, called its taps. They depend on the two grids and the policy
-only, so they are constants (vitrel.geometry). The sum is not rounded by autocast or TF32, and a new size needs no new compiled
-graph. An axis that does not grow is read exactly, as the center of the trained axis; the policy applies to an axis that grows.
+only, so they are cached geometry (vitrel.geometry). The sum is not rounded by autocast or TF32, and a new size needs no new
+compiled graph. An axis that does not grow is read exactly, as the center of the trained axis; the policy applies to one that
+grows.
 
 Offsets clipped to a radius are read here too: all farther offsets share the edge row (Shaw et al., arXiv 1803.02155).
 """

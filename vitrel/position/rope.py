@@ -133,7 +133,7 @@ class RopeAxial(RotaryEncoding):
         self.mark_device(factory.get("device"))
 
     def terms(self, grid: Grid) -> Terms:
-        options = (self.bands, float(self.base), *self.rotary_policy.constant_key, self.reference or (0, 0))
+        options = (self.bands, float(self.base), *self.rotary_policy.geometry_key, self.reference or (0, 0))
         device = self.device_marker.device
         if self.perturbs:
             theta = _frequencies(*grid[:2], *options, device=device)
@@ -165,8 +165,8 @@ def _frequencies(
 ) -> Tensor:  # fmt: skip
     """Return the radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
     band = torch.arange(bands, device=device)
-    rule = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
-    theta = rule.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
+    lowered = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
+    theta = lowered.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
         return theta
     one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size

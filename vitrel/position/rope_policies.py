@@ -43,7 +43,7 @@ class RotaryPolicy(NamedTuple):
             raise ValueError(f"{key} needs a policy_strength above 0, not {self.strength}")
 
     @property
-    def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
+    def geometry_key(self) -> tuple[str, tuple[int, int], float, float, float]:
         """Return name, training grid, turns and strength as hashable arguments for functions with @cached_geometry."""
         return self.name, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 

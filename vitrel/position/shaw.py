@@ -2,7 +2,9 @@
 logit[i, j] = s q_i . (k_j + a^K[clip(y_i - y_j)] + a^K'[clip(x_i - x_j)]), out_i += sum_j p_ij (a^V[..] + a^V'[..]).
 
 s = D^-1/2, p the attention weights. a^K, a^V (rows) and a^K', a^V' (columns) have 4 (2R+1) D parameters, shared by all heads as
-in the paper. Offsets are clipped to the radius R, so a larger grid reads the same rows. Pairs with a prefix token have no
+in the paper. Offsets are clipped to the radius R, so a larger grid reads the same rows (`clip_table` of
+vitrel.position.resample). For example, on a training grid of 7x28 patches R is (3, 14) by default, and on any grid offsets of 3
+and more rows share a vector, as do those of 14 and more columns. Pairs with a prefix token (class or register token) have no
 vectors. The value vectors need the attention weights, which PyTorch's scaled_dot_product_attention does not return;
 `values=False` leaves them out.
 """
@@ -23,7 +25,7 @@ class Shaw(PositionEncoding):
     Each vector is row clip(offset) + R of a learned table: [2R+1, D], or [H, 2R+1, D] with per_head.
 
     Args:
-        radius: R in patches, one number or (rows, columns); None: half of the training grid.
+        radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.
         per_head: separate vectors for each head.
         values: add the value vectors a^V.
         init_std: standard deviation of the initial values.

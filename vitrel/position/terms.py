@@ -104,7 +104,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         policy: the policy in use.
         radius: (rows, columns) in patches to which offsets are clipped, or None.
         init_std: standard deviation of initial values.
-        temperature: its rule for other grids (vitrel.position.log_n).
+        temperature: "none", "log_n" or the power of log N by which logits grow on other grids (vitrel.position.log_n).
         temperature_grid: the grid on which the temperature is 1.
     """
 
@@ -150,25 +150,25 @@ class PositionEncoding(nn.Module, abc.ABC):
         """
 
     def forward(self, grid: Grid) -> Terms:
-        """Return the terms on `grid`, with its temperature if there is a rule for it."""
+        """Return the terms on `grid`, with its temperature unless that is "none"."""
         terms = self.terms(grid)
         if self.temperature_grid is None:
             return terms
         device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
         return combine(terms, Terms(temperature=temperature(self.temperature_grid, grid, self.temperature, device)))
 
-    def set_temperature(self, rule: str | float, trained: Grid) -> None:
-        """Set the rule by which the temperature changes on grids other than the training grid.
+    def set_temperature(self, value: str | float, trained: Grid) -> None:
+        """Set how the temperature changes on grids other than the training grid.
 
         Args:
-            rule: "none", "log_n" or a power (vitrel.position.log_n).
+            value: "none", "log_n" or a power (vitrel.position.log_n).
             trained: the training grid, on which the temperature is 1.
 
         Raises:
-            ValueError: the rule has any other value.
+            ValueError: the value is any other.
         """
-        checked_power(rule)
-        self.temperature, self.temperature_grid = rule, None if rule == "none" else trained
+        checked_power(value)
+        self.temperature, self.temperature_grid = value, None if value == "none" else trained
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
         """Change the options that act only on grids other than the training grid, and return the names of those applied.

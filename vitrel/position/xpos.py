@@ -88,7 +88,7 @@ def _rotations(
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
     at = grid.coordinates(device).float()  # [h*w, 2]
     cos, sin = rotary_terms(at[..., None] * axial_frequencies(band, base), axes, grid)  # [1, N, D/2]
-    # Positions are centerd to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
+    # Positions are centered to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
     along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
     grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
     excess = grown.index_select(0, torch.arange(num_heads, device=device) % 4 // 2)[:, None].expand(-1, prefix)  # [H, P]

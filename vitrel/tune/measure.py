@@ -93,7 +93,9 @@ def calls_of(model: nn.Module | str, sizes: Sequence[int | Size], batch_size: in
     """Return the attention calls of a model at image sizes, in inference and training, where backends differ.
 
     On a GPU each is measured in the model's dtype and in float16 and bfloat16, as under autocast, eager and compiled.
-    model: or the name of one, of which two blocks of each stage are enough.
+
+    Args:
+        model: a model or the name of one; two blocks of each stage are enough.
     """
     if isinstance(model, str):
         model = create_model(model, **({"depths": (2, 2, 2, 2)} if "swin" in model else {"depth": 1}))
@@ -163,7 +165,11 @@ def measure(call: Call) -> Case:
 
 
 def compare(values: Values, right: Values, limit: float) -> str:
-    """Return what is wrong with the tensors of a backend, "" if nothing is. limit: of the error of each tensor."""
+    """Return what is wrong with the tensors of a backend, "" if nothing is.
+
+    Args:
+        limit: of the error of each tensor.
+    """
     texts = []
     for name, x in right.items():
         norm = x.double().norm().clamp(min=torch.finfo(torch.float32).tiny)

@@ -71,8 +71,8 @@ def load_pretrained(
             "model_ema", "ema", "teacher") are preferred (see `unwrap`).
         reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
             number the file's is loaded in any case.
-        source_grid: (h, w) in patches that the file's absolute embedding or tables were trained on; None: the first with the
-            file's number of rows of the recorded grid, the model's, a square one.
+        source_grid: (h, w) in patches that the file's absolute embedding or tables were trained on. None: the first of these
+            that has as many rows as the tensor: the grid recorded in the file, the model's, a square one.
         key_minus_query: the file's tables count offsets as key minus query (MaxViT), vitrel's as query minus key.
         allow_unused: names, or patterns with *, of tensors in the file that the model may ignore.
         allow_unset: those of tensors in the model that may keep their values, also where the file's has another shape.

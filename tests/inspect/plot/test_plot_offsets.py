@@ -156,12 +156,12 @@ def test_hidden_offsets_have_a_color_of_their_own():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hidden, or no pair has it"]
 
 
-def test_colors_are_centerd_at_zero_or_at_the_mean():
-    for key, centerd in (("alibi", False), ("cpb", True), ("rope_axial", False)):
+def test_colors_are_centered_at_zero_or_at_the_mean():
+    for key, centered in (("alibi", False), ("cpb", True), ("rope_axial", False)):
         torch.manual_seed(0)
         encoding = perturbed(make(key, (3, 4)))  # as initialized, cpb is negligible
         figure, (found,) = offset_maps(encoding), lattices(encoding)
-        expected = found.values - found.values.mean((1, 2), keepdim=True) if centerd else found.values
+        expected = found.values - found.values.mean((1, 2), keepdim=True) if centered else found.values
         np.testing.assert_allclose(np.stack(drawn(figure)), expected.detach(), atol=1e-6)
         image = panels(figure)[0].images[0]
         assert (
@@ -171,7 +171,7 @@ def test_colors_are_centerd_at_zero_or_at_the_mean():
                 -float(expected.abs().max()) if key == "rope_axial" else -max(1.0, float(expected.abs().max()))  # logits
             )
         )
-        assert ("minus mean of head" in figure.axes[-1].get_ylabel()) == centerd
+        assert ("minus mean of head" in figure.axes[-1].get_ylabel()) == centered
 
 
 def test_compositions_are_drawn_part_by_part():

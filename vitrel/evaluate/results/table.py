@@ -79,7 +79,7 @@ COLUMNS = {
     "pad_fraction": "share of padding in the grid that a stage's windows cover, for every stage; native: mean as for gflops",
     "gflops": "10^9 multiply-adds of one image's forward pass, matrix products and convolutions (timm's GMACs); native: mean "
     "over the images of the most frequent shapes, the tallest and the widest",
-    "resampled": "policies by which values are resampled, or used at offsets never trained; native: in any shape of gflops",
+    "resampled": "policies by which values are resampled, or read at unseen offsets; native: in any shape of gflops",
     "resampled_values": "number of parameter values resampled; native: largest over the shapes of gflops",
     "unseen": "share of the offsets between queries and keys that did not occur in training; native: as resampled_values",
     "saturated": "the part of unseen that uses a trained edge value or far bucket; native: as resampled_values",

@@ -175,13 +175,13 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _resampled(curve: Sequence[Row]) -> str:
-    """The largest number of values resampled, the number of parameters, and the rules: "2,700 of 469,300 (table bicubic)"."""
+    """Largest number of values resampled, number of parameters, and policies: "2,700 of 469,300 (table bicubic)"."""
     if all(map(does_nothing, curve)):
         return "none that act"
-    rules = ", ".join(rule for rule in dict.fromkeys(row["resampled"] for row in curve) if rule != "nothing")
+    policies = ", ".join(name for name in dict.fromkeys(row["resampled"] for row in curve) if name != "nothing")
     most = max(curve, key=lambda row: row["resampled_values"])
     count = f"{most['resampled_values']:,} of {most['params']:,}" if most["resampled_values"] else "none"
-    return f"{count} ({rules})" if rules else count
+    return f"{count} ({policies})" if policies else count
 
 
 PLACE = ("img_size", "protocol", "crop_pct")

@@ -32,8 +32,9 @@ class ImageList(NamedTuple):
 class Predicted:
     """The predictions of one row of an evaluation, for n images in the order of the data.
 
-    arrays: what `Task.keep` keeps of every image, [n, ...] each. seen: bool [n], whether the image could be read; where it
-    could not, the arrays have the values `Task.unread`.
+    Args:
+        arrays: what `Task.keep` keeps of every image, [n, ...] each.
+        seen: bool [n], whether the image could be read; where it could not, the arrays have the values `Task.unread`.
     """
 
     images: ImageList
@@ -44,10 +45,14 @@ class Predicted:
 class Task(ABC):
     """A kind of prediction and its scores, of images [n] each with a target.
 
-    name: of the task in checkpoints and results.csv. metric: the column, in percent, by which models are compared. title: that
-    metric in words. columns: {column of results.csv: what it is}, of the task alone. metrics: columns that have a score of
-    every image, `metric` first. axes: {column: (name of its axis, unit)} of charts. unread: values in the arrays for images
-    that could not be read, where not 0.
+    Args:
+        name: of the task in checkpoints and results.csv.
+        metric: the column, in percent, by which models are compared.
+        title: that metric in words.
+        columns: {column of results.csv: what it is}, of the task alone.
+        metrics: columns that have a score of every image, `metric` first.
+        axes: {column: (name of its axis, unit)} of charts.
+        unread: values in the arrays for images that could not be read, where not 0.
     """
 
     name: ClassVar[str]

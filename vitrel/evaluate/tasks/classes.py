@@ -90,8 +90,9 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
     """Return the class that each output in `best` [B] stands for, NO_CLASS for outputs without a class.
 
-    outputs: the output of each class, [classes]. Where several classes share an output, it counts as the label [B] if that is
-    among them.
+    Args:
+        outputs: the output of each class, [classes]. Where several classes share an output, it counts as the label [B] if that
+            is among them.
     """
     classes = torch.full((int(torch.cat((best.flatten(), outputs)).max()) + 1,), NO_CLASS)
     classes[outputs] = torch.arange(len(outputs))

@@ -21,8 +21,12 @@ from vitrel.evaluate.tasks.classes import NO_CLASS
 class Mask(NamedTuple):
     """The target of an image: its mask, untouched, and where the model's input shows it.
 
-    labels: [h, w], class indices, IGNORED where a pixel is not scored. top, left, height, width: of the whole image in the
-    input, in pixels of the input, which may show only a part of it.
+    Args:
+        labels: [h, w], class indices, IGNORED where a pixel is not scored.
+        top: first row of the whole image in the input, in pixels of the input, which may show only a part of it.
+        left: its first column.
+        height: height of the whole image, in pixels of the input.
+        width: width of the whole image, in pixels of the input.
     """
 
     labels: np.ndarray
@@ -167,8 +171,10 @@ def predicted_classes(logits: Tensor, target: Mask, of_class: Tensor) -> tuple[T
     """Return the class of every pixel of an image at its own resolution, [h, w], NO_CLASS for outputs without one, and whether
     the model's input shows the pixel, bool [h, w].
 
-    logits: [K, H, W] of the input, interpolated bilinearly at the pixels' centers (half-pixel convention: pixel i of an axis
-    has its center at i + 0.5). of_class: the output of each class.
+    Args:
+        logits: [K, H, W] of the input, interpolated bilinearly at the pixels' centers (half-pixel convention: pixel i of an
+            axis has its center at i + 0.5).
+        of_class: the output of each class.
     """
     sides = torch.tensor(logits.shape[-2:], dtype=torch.float64)
     centers = []

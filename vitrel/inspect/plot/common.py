@@ -53,8 +53,12 @@ def chosen(layers: Sequence, indices: Sequence[int] | None) -> list:
 def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
     """[(name, encoding, grid)] of every encoding of a model, or of an encoding itself with the name "".
 
-    size: pixels for a model of vitrel, patches for an encoding, one side or (h, w); None: the training size. Raises ValueError
-    for a size with another model that holds encodings. Empty for an encoding without a training grid.
+    Args:
+        size: pixels for a model of vitrel, patches for an encoding, one side or (h, w); None: the training size. The result is
+            empty for an encoding without a training grid.
+
+    Raises:
+        ValueError: a size with another model that holds encodings.
     """
     if size is not None and min(to_2tuple(size)) < 1:
         raise ValueError(f"size is a side or (h, w), at least 1, not {size}")

@@ -27,8 +27,13 @@ from vitrel.position.terms import parts_of
 def similarity(source: nn.Module, size: int | Size | None = None, patches: Sequence[tuple[int, int]] | None = None) -> Figure:
     """Draw the cosine similarity of every patch's embedding to those of `patches`, one panel for each, that patch outlined.
 
-    source, size: as for `lattices`; for timm's ViTs the stored embedding, without a size. patches: (row, column) pairs, by
-    default the middle patch. Raises ValueError if no embedding is added to tokens, and for a patch outside the grid.
+    Args:
+        source: as for `lattices`; for timm's ViTs the stored embedding, without a size.
+        size: as for `lattices`.
+        patches: (row, column) pairs, by default the middle patch.
+
+    Raises:
+        ValueError: no embedding is added to tokens, or a patch lies outside the grid.
     """
     name, trained, rows = _embedding(source, size)  # [h, w, C]
     grid = Grid(*rows.shape[:2])

@@ -64,10 +64,15 @@ def lattices(
 ) -> list[Lattice]:
     """List every quantity over offsets of a model or an encoding, layer by layer; the parts of a composition separately.
 
-    source: a model with vitrel's encodings; an encoding; or layers recorded on images, whose mean logit from position is taken,
-    including terms that depend on content. size: pixels for a model, patches for an encoding, one side or (h, w), by default
-    that of training. layers: indices into the attention layers that have an encoding. images: [B, C, height, width] by which
-    the shares of a model's layers are measured. Raises ValueError, saying why, if there is nothing to draw.
+    Args:
+        source: a model with vitrel's encodings; an encoding; or layers recorded on images, whose mean logit from position is
+            taken, including terms that depend on content.
+        size: pixels for a model, patches for an encoding, one side or (h, w), by default that of training.
+        layers: indices into the attention layers that have an encoding.
+        images: [B, C, height, width] by which the shares of a model's layers are measured.
+
+    Raises:
+        ValueError: there is nothing to draw, for a reason in the message.
     """
     if not isinstance(source, nn.Module):
         if size is not None:
@@ -103,7 +108,13 @@ def offset_maps(
     scale per row, of ±1 logit at least. Layers whose share of the logits is below NEGLIGIBLE are gray; the share is known of
     recorded layers, and of a model with `images`. If a head's logits do not include 0, each head's mean over the visible
     offsets is subtracted first (softmax does not depend on it), and the color bar says so. An outline encloses the offsets of a
-    smaller training grid. heads: indices, by default all; ValueError if no layer has them.
+    smaller training grid.
+
+    Args:
+        heads: indices, by default all.
+
+    Raises:
+        ValueError: no layer has these heads.
     """
     drawn = lattices(source, size, layers, images)
     columns = _heads(drawn, heads)
@@ -114,7 +125,7 @@ def offset_maps(
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
     for row, lattice, shown in zip(axes, drawn, columns, strict=True):
-        values, centerd = _centerd(lattice)
+        values, centered = _centered(lattice)
         reach, image = _reach(values[shown], lattice.signed, lattice.unit == "logits"), None
         negligible = lattice.share is not None and lattice.share < NEGLIGIBLE
         for column, panel in enumerate(row):
@@ -130,7 +141,7 @@ def offset_maps(
             panel.set_xlabel("dx (patches)", fontsize=7)
         if image is not None:
             row[0].set_ylabel(f"{lattice.layer}\ndy (patches)".strip(), fontsize=7)
-            label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centerd else ''})"
+            label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centered else ''})"
             color_bar(figure, image, row, label)
     hidden = any(not d.values.isfinite().all() for d in drawn)
     _legend(figure, any(panel.patches for row in axes for panel in row), hidden)
@@ -256,10 +267,10 @@ def _heads(drawn: Sequence[Lattice], heads: Sequence[int] | None) -> list[list[i
     return found
 
 
-def _centerd(lattice: Lattice) -> tuple[Tensor, bool]:
-    """(values, True if centerd): if some head's logits do not include 0, all heads minus each head's mean over visible offsets.
+def _centered(lattice: Lattice) -> tuple[Tensor, bool]:
+    """Return (values, whether they are centered); hidden offsets are NaN in both cases.
 
-    Hidden offsets are NaN in both cases.
+    If the logits of some head do not include 0, the mean over visible offsets is subtracted from every head.
     """
     seen = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
     low, high = (seen.nan_to_num(nan=fill).flatten(1) for fill in (float("inf"), float("-inf")))
@@ -277,7 +288,8 @@ def _reach(values: Tensor, signed: bool, logits: bool = False) -> tuple[float, f
 def _draw(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
     """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
 
-    reach: the values of the first and last color.
+    Args:
+        reach: the values of the first and last color.
     """
     h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
     shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()

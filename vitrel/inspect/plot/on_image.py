@@ -38,12 +38,20 @@ def attention(
 ) -> Figure:
     """Draw the image and the attention weights of patch `query` with position, without position, and their difference.
 
-    source: a model that `vitrel.inspect.attention.record` supports, or the layers it recorded with this image first. image:
-    [3, height, width] as the model takes it. query: (row, column) in patches of the layer. layer: its index in the order in
-    which layers run. heads: indices, a row of panels each; by default their mean. shown: [3, height, width] from 0 to 1, drawn
-    in place of the image; by default the image with the model's normalization undone. With windows, only the query's window has
-    weights. The difference is gray where position's share of the layer's logits is below NEGLIGIBLE. Raises ValueError for a
-    layer, head or patch that does not exist, and for layers recorded without `content`.
+    With windows, only the query's window has weights. The difference is gray where position's share of the layer's logits is
+    below NEGLIGIBLE.
+
+    Args:
+        source: a model that `vitrel.inspect.attention.record` supports, or the layers it recorded with this image first.
+        image: [3, height, width] as the model takes it.
+        query: (row, column) in patches of the layer.
+        layer: its index in the order in which layers run.
+        heads: indices, a row of panels each; by default their mean.
+        shown: [3, height, width] from 0 to 1, drawn in place of the image; by default the image with the model's normalization
+            undone.
+
+    Raises:
+        ValueError: a layer, head or patch does not exist, or the layers were recorded without `content`.
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
     (seen,) = chosen(layers, [layer])
