@@ -377,15 +377,19 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 def half_pixel(examined: Examined) -> Iterator[Finding]:
     """Resampling keeps the centers of patches."""
+    unknown = False
     for size, native, other in _learned(examined):
         rule = _rule(native, other)
         if rule and "align_corners" not in rule:
             continue
+        unknown = True
         for name, wrong in _off_center(native, other.grid).items():
             if difference(wrong, other.patches) < 0.01:
                 where = f"image of {format_size(size)} px, {format_size(other.grid)} patches from {format_size(native.grid)}"
                 yield Finding("half_pixel", other.where, "patch centers at (i + 1/2) / n", name, where)
                 break
+    if unknown:  # of no use after a finding
+        raise NotApplicableError("the embedding follows no rule of F.interpolate that the check knows")
 
 
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
