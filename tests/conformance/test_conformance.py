@@ -1,6 +1,7 @@
 """`vitrel.check` against closed forms and loops, faults that it must name, right models that must pass, and its errors."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -166,9 +167,12 @@ def test_the_model_is_not_changed_and_zero_tables_are_seen():
     assert found.encodings[0].startswith("table") and not model.table.any() and model.training
 
 
-def test_definitions_name_files_that_exist():
+def test_definitions_name_lines_that_exist():
     assert set(CHECKS) < set(report.DEFINITIONS)
-    assert all((ROOT / "vitrel" / place).is_file() for _, place in report.DEFINITIONS.values())
+    for _, place in report.DEFINITIONS.values():
+        file, _, line = report.line_of(place).partition(":")
+        text = (ROOT / file).read_text("utf-8").splitlines()[int(line) - 1]
+        assert re.match(rf"(def|class) {place.partition(':')[2]}[(:]", text), text
 
 
 class Noise(Tiny):

@@ -2,13 +2,14 @@
 
     python -m tools.check.sweep [--part 0/2] [--most 200]
 
-Models have random weights, two layers (stages of two) and few channels, which leaves position as it is. A row per model:
-identified encoding, findings, checks passed, seconds of the processor. Rows that exist are not computed again. Versions are
-in the last columns.
+Models have random weights, two layers (stages of two), few channels and small images, which leaves position as it is. A
+row per model: identified encoding, findings, checks passed, seconds of the processor. Rows that exist are not computed
+again. Versions are in the last columns.
 """
 
 import argparse
 import csv
+import re
 import signal
 import time
 import warnings
@@ -50,10 +51,13 @@ def models(most: int) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
 
 def small(name: str, **options: Any) -> nn.Module:
-    """A model of timm with two layers, or stages of two, and narrow, where its arguments allow it."""
+    """A model of timm with two layers, or stages of two, narrow and of small images, where its arguments allow it."""
     flat, stages = {"depth": 2}, {"depths": (2, 2, 2, 2)}
-    narrow = flat | {"embed_dim": 192, "num_heads": 3}, stages | {"embed_dim": 48, "num_heads": (1, 2, 4, 8)}
-    for short in (narrow[0], flat, narrow[1], stages, {}):
+    thin, few = {"embed_dim": 192, "num_heads": 3}, {"embed_dim": 48, "num_heads": (1, 2, 4, 8)}
+    patch = re.search(r"patch(\d+)", name)
+    grid = {"img_size": 7 * int(patch[1])} if patch else {}
+    half = {"img_size": timm.get_pretrained_cfg(name).input_size[-1] // 2}
+    for short in (flat | thin | grid, flat | thin, flat, stages | few | half, stages | few, stages, {}):
         try:
             return timm.create_model(name, **short, **options)
         except (TypeError, IndexError, AssertionError, KeyError, ValueError):
