@@ -12,6 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models import SwinTransformer
 
 WIDTH, HEADS, PATCH = 32, 2, 8
 HEAD = WIDTH // HEADS
@@ -179,6 +180,13 @@ class NotInterpolatedInExport(Tiny):
         return super().resized(master, h, w)
 
 
+class InterpolatedOtherwiseCompiled(Tiny):
+    def resized(self, master, h, w):
+        if torch.compiler.is_dynamo_compiling():
+            return F.interpolate(master, (h, w), mode="bilinear").flatten(2).mT
+        return super().resized(master, h, w)
+
+
 class RopeExchanged(Rope):
     def angles(self, h, w):
         return super().angles(w, h)
@@ -252,6 +260,11 @@ class RopeOfBatch(Rope):
         return tuple(torch.cat((x[:, :, :1], self.rotate(x[:, :, 1:], angles)), 2) for x in (q, k))
 
 
+class RopeOfHeight(Rope):
+    def coordinates(self, h, w):
+        return tuple(8 * axis / h for axis in super().coordinates(h, w))  # columns by the height too
+
+
 class KeysBackwards(Rope):
     def rotated(self, q, k, h, w):
         angles = self.angles(h, w)
@@ -272,6 +285,13 @@ class TableOtherSide(Table):
 class TableKeyMinusQuery(Table):
     def index(self, dy, dx, h, w):
         return super().index(-dy, -dx, h, w)
+
+
+class TableOnClass(Table):
+    def bias(self, h, w):
+        bias = super().bias(h, w)
+        bias[:, 0, 1:], bias[:, 1:, 0] = bias[:, 1, 1:], bias[:, 1:, 1]  # the class token as the first patch
+        return bias
 
 
 def swin(size: tuple[int, int] = (56, 112), **options) -> nn.Module:
@@ -325,6 +345,20 @@ def swin_that_pads_after_the_roll() -> nn.Module:
     return swin((56, 112), dynamic_img_size=True, strict_img_size=False)
 
 
+def swin_that_attends_to_padding() -> nn.Module:
+    torch.manual_seed(0)
+    return SwinTransformer([4, 4], embed_dim=16, depths=[2], num_heads=[2], window_size=[7, 7], num_classes=3)
+
+
+class WindowStaysSmall(Fixed):
+    """The window shrinks to half of a small image, and does not grow again."""
+
+    def set_input_size(self, img_size: tuple[int, int]) -> None:
+        window = min(self.model.layers[0].blocks[0].window_size[0], *(side // PATCH for side in img_size))
+        self.model.set_input_size(img_size, window_size=window)
+        self.img_size = img_size
+
+
 class Fault(NamedTuple):
     name: str
     reference: str
@@ -347,6 +381,7 @@ FAULTS = [
     Fault("meshgrid of (x, y) flattened", "huggingface/transformers pull request 41380", MeshgridOfXY, "order"),
     Fault("interpolation left out in tracing", "huggingface/transformers pull request 33226", NotInterpolatedInExport,
           "export"),
+    Fault("another interpolation when compiled", "pytorch/pytorch issue 93262", InterpolatedOtherwiseCompiled, "compile"),
     Fault("rotary: height and width exchanged", "huggingface/pytorch-image-models pull request 2541", RopeExchanged, "order"),
     Fault("rotary: cached by the number of tokens", "naver-ai/rope-vit, deit/models_v2_rope.py", RopeCachedByCount, "cache"),
     Fault("rotary: class token rotated", "MicPie/clasp pull request 7", RopeOnClass, "prefix"),
@@ -358,6 +393,7 @@ FAULTS = [
     Fault("rotary: keys rotated backwards", "", KeysBackwards, "sign"),
     Fault("rotary: another base than the weights'", "", BaseOfText, "like", Rope),
     Fault("rotary: rows only", "Tencent/ncnn issue 6833", RopeOneAxis, "axes", None, ("exchange",)),
+    Fault("rotary: columns in units of the height", "", RopeOfHeight, "exchange"),
     Fault("rotary: frequencies are zero", "pytorch/executorch pull request 19627", RopeZeroFrequencies, "expect", None, (),
           "rope_axial"),
     Fault("rotary: angles under autocast", "huggingface/diffusers pull request 13922", RopeUnderAutocast, "dtype", None,
@@ -366,10 +402,14 @@ FAULTS = [
     Fault("rotary: depends on the batch", "huggingface/transformers issue 23218", RopeOfBatch, "batch"),
     Fault("table: rows counted by the other side", "leondgarse/keras_cv_attention_models issue 26", TableOtherSide, "order"),
     Fault("table: key minus query", "nntrainer/nntrainer pull request 3982", TableKeyMinusQuery, "like", Table),
+    Fault("table: class token as the first patch", "", TableOnClass, "prefix"),
+    Fault("windows: padding attended to", "tier4/autoware-ml pull request 93", swin_that_attends_to_padding, "padding"),
     Fault("windows: padded after the roll", "huggingface/pytorch-image-models issue 2438", swin_that_pads_after_the_roll,
           "window", None, ("padding", "mask", "order", "exchange")),
     Fault("windows: shifted without a mask", "zzd1992/FlashWindowAttention issue 1", swin_without_mask, "window"),
     Fault("windows: mask in blocks without shift", "JingyunLiang/SwinIR issue 153", swin_with_mask_in_every_block, "mask"),
     Fault("windows: one window shifted", "pytorch/vision pull request 6222", swin_that_shifts_one_window, "shift"),
+    Fault("windows: that of a small image stays", "",
+          lambda: WindowStaysSmall(swin((64, 128), window_size=8), (64, 128)), "state"),
 ]  # fmt: skip
 RIGHT = [Tiny, Rope, RopeInterleaved, Table, Sincos, Oblong, lambda: Fixed(swin(), (56, 112))]

@@ -1,6 +1,7 @@
 """`vitrel.check` against closed forms and loops, faults that it must name, right models that must pass, and its errors."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -166,14 +167,48 @@ def test_the_model_is_not_changed_and_zero_tables_are_seen():
     assert found.encodings[0].startswith("table") and not model.table.any() and model.training
 
 
-def test_definitions_name_files_that_exist():
+def test_definitions_name_lines_that_exist():
     assert set(CHECKS) < set(report.DEFINITIONS)
-    assert all((ROOT / "vitrel" / place).is_file() for _, place in report.DEFINITIONS.values())
+    for _, place in report.DEFINITIONS.values():
+        file, _, line = report.line_of(place).partition(":")
+        text = (ROOT / file).read_text("utf-8").splitlines()[int(line) - 1]
+        assert re.match(rf"(def|class) {place.partition(':')[2]}[(:]", text), text
+
+
+class Noise(Tiny):
+    """A right embedding at its own size, and noise at other sizes."""
+
+    def resized(self, master, h, w):
+        if (h, w) == self.native:
+            return super().resized(master, h, w)
+        return torch.randn(1, h * w, master.shape[1], generator=torch.Generator().manual_seed(h))
+
+
+def test_a_rule_that_the_check_does_not_know_is_no_pass():
+    found = vitrel.check(Noise(), checks=["resampling", "half_pixel"])
+    assert found.ok and not found.passed and set(found.skipped) == {"resampling", "half_pixel"}
+    assert all("no rule" in reason for reason in found.skipped.values())
+
+
+def test_findings_made_before_a_reason_stay():
+    class Both(Noise):
+        def resized(self, master, h, w):
+            return Tiny.resized(self, master, w, h) if h < w else super().resized(master, h, w)
+
+    found = vitrel.check(Both(), checks=["resampling"])
+    assert [f.check for f in found.findings] == ["resampling"] and not found.skipped and not found.passed
+
+
+def test_an_error_of_a_check_that_runs_no_model_is_raised(monkeypatch):
+    monkeypatch.setitem(CHECKS, "order", lambda examined: iter([][0]))
+    with pytest.raises(IndexError):
+        vitrel.check(Tiny(), checks=["order"])
 
 
 def test_a_check_that_says_nothing_gives_its_reason():
     found = vitrel.check(timm.create_model("test_convnext"), sizes=[(64, 96)], checks=["order", "window", "like", "prefix"])
     assert found.ok and found.skipped["window"] == "no attention was seen" and not found.passed
+    assert found.encodings == ["not identified"]
 
 
 @each(

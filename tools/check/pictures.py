@@ -26,7 +26,7 @@ from vitrel.conformance.survey import Survey, survey  # noqa: E402
 
 OUT = ROOT / "docs" / "images" / "check"
 SIZE, AT = (48, 64), (1, 2)  # pixels; row and column of the token
-WITHOUT = ("device", "batch")  # checks whose faults show in no single image
+WITHOUT = ("device", "batch", "padding", "state")  # checks whose faults show in no single image, or outside of it
 
 
 def main() -> None:
@@ -86,6 +86,8 @@ def examined(model: nn.Module, size: tuple[int, int], fault: faults.Fault | None
     with ExitStack() as stack:
         if fault is not None and fault.check == "export":
             stack.enter_context(patch("torch.compiler.is_exporting", return_value=True))
+        if fault is not None and fault.check == "compile":
+            stack.enter_context(patch("torch.compiler.is_dynamo_compiling", return_value=True))
         if fault is not None and fault.check == "dtype":
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         return survey(model, model, size)

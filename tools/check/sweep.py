@@ -2,13 +2,16 @@
 
     python -m tools.check.sweep [--part 0/2] [--most 200]
 
-Models have random weights and two layers (stages of two), which leaves position as it is. A row per model: identified encoding,
-findings, checks passed, seconds. Rows that exist are not computed again. Versions are in the last columns.
+Models have random weights, two layers (stages of two), few channels and small images, which leaves position as it is. A
+row per model: identified encoding, findings, checks passed, seconds of the processor. Rows that exist are not computed
+again. Versions are in the last columns.
 """
 
 import argparse
 import csv
+import re
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +27,7 @@ from vitrel.conformance.checks import CHECKS
 
 OUT = Path(__file__).parents[2] / "results" / "check"
 SLOW = ("compile", "export")  # left out: they take most of the time, and test the tracing of one size
-SECONDS = 150  # most for a model
+SECONDS = 150  # of the processor, most for a model
 BIG = ("giant", "7b", "gigantic", "5b", "3b", "1b", "enormous")  # left out: a layer of theirs takes minutes
 COLUMNS = ("model", "encoding", "findings", "where", "passed", "not_applicable", "seconds", "timm", "torch", "transformers")
 MODULES = {  # timm's files of transformers: number of models of each
@@ -48,8 +51,13 @@ def models(most: int) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
 
 def small(name: str, **options: Any) -> nn.Module:
-    """A model of timm with two layers, or stages of two."""
-    for short in ({"depth": 2}, {"depths": (2, 2, 2, 2)}, {}):
+    """A model of timm with two layers, or stages of two, narrow and of small images, where its arguments allow it."""
+    flat, stages = {"depth": 2}, {"depths": (2, 2, 2, 2)}
+    thin, few = {"embed_dim": 192, "num_heads": 3}, {"embed_dim": 48, "num_heads": (1, 2, 4, 8)}
+    patch = re.search(r"patch(\d+)", name)
+    grid = {"img_size": 7 * int(patch[1])} if patch else {}
+    half = {"img_size": timm.get_pretrained_cfg(name).input_size[-1] // 2}
+    for short in (flat | thin | grid, flat | thin, flat, stages | few | half, stages | few, stages, {}):
         try:
             return timm.create_model(name, **short, **options)
         except (TypeError, IndexError, AssertionError, KeyError, ValueError):
@@ -102,18 +110,20 @@ def row(name: str, build: Callable[[], nn.Module], checks: list[str]) -> dict[st
     import transformers
 
     versions = {"timm": timm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    signal.signal(signal.SIGALRM, _stop)
-    signal.alarm(SECONDS)
+    signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    start = time.process_time()
     try:
         torch.manual_seed(0)
         report = check(build(), checks=checks)
     except Exception as error:  # of any library
         return dict.fromkeys(COLUMNS, "") | {"model": name, "encoding": f"error: {str(error).splitlines()[:1]}"} | versions
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    seconds = time.process_time() - start
     findings = "; ".join(f"{f.check}: {f.found}" for f in report.findings)
     where = "; ".join(f"{f.where} ({f.input})" for f in report.findings)
-    results = {"passed": len(report.passed), "not_applicable": len(report.skipped), "seconds": f"{report.seconds:.1f}"}
+    results = {"passed": len(report.passed), "not_applicable": len(report.skipped), "seconds": f"{seconds:.1f}"}
     about = {"model": name, "encoding": "; ".join(report.encodings), "findings": findings, "where": where}
     return about | results | versions
 

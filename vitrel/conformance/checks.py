@@ -377,15 +377,19 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 def half_pixel(examined: Examined) -> Iterator[Finding]:
     """Resampling keeps the centers of patches."""
+    unknown = False
     for size, native, other in _learned(examined):
         rule = _rule(native, other)
         if rule and "align_corners" not in rule:
             continue
+        unknown = True
         for name, wrong in _off_center(native, other.grid).items():
             if difference(wrong, other.patches) < 0.01:
                 where = f"image of {format_size(size)} px, {format_size(other.grid)} patches from {format_size(native.grid)}"
                 yield Finding("half_pixel", other.where, "patch centers at (i + 1/2) / n", name, where)
                 break
+    if unknown:  # of no use after a finding
+        raise NotApplicableError("the embedding follows no rule of F.interpolate that the check knows")
 
 
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
@@ -478,14 +482,18 @@ def _exchanged(examined: Examined) -> tuple[Size, Size]:
     return examined.sizes[0], examined.sizes[1]
 
 
+def _small(subject: Subject) -> list[Size]:
+    """An image of 2 x 2 patches, which a window may exceed, if the model takes it."""
+    size = 2 * subject.unit(), 2 * subject.unit()
+    return [] if subject.takes(size) else [size]
+
+
 def cache(examined: Examined) -> Iterator[Finding]:
     """A size runs the same whatever ran before."""
     if not examined.one_module:
         raise NotApplicableError("the model is built for one size; another one is another module")
     subject, (a, b) = examined.subject, _exchanged(examined)
-    unit = subject.unit()
-    small = [size for size in ((2 * unit, 2 * unit),) if subject.takes_as_it_is(size)]
-    for first, second in ((a, b), (b, a), *((size, a) for size in small)):
+    for first, second in ((a, b), (b, a), *((size, a) for size in _small(subject))):
         used, fresh = copy.deepcopy(subject.model), copy.deepcopy(subject.model)
         images = subject.images(second)
         subject.output(used, subject.images(first))
@@ -502,21 +510,34 @@ def cache(examined: Examined) -> Iterator[Finding]:
 
 
 def state(examined: Examined) -> Iterator[Finding]:
-    """Another size leaves the native one as it was."""
-    if not examined.one_module or examined.native is None:
-        raise NotApplicableError("the model is built for one size" if not examined.one_module else "no native size to compare")
-    subject, model = examined.subject, copy.deepcopy(examined.subject.model)
-    images = subject.images(examined.native)
+    """Another size leaves the native one as it was; with `set_input_size`, but for parameters that it resamples."""
+    native, subject = examined.native, examined.subject
+    if native is None:
+        raise NotApplicableError("no native size to compare")
+    changes = not examined.one_module
+    if changes and not hasattr(subject.model, "set_input_size"):
+        raise NotApplicableError("the model is built for one size")
+    model, images = copy.deepcopy(subject.model), subject.images(native)
     before, weights = subject.output(model, images), {n: v.clone() for n, v in model.state_dict().items()}
-    run = f"{format_size(examined.native)} px, then other sizes, then {format_size(examined.native)} px again"
+    parameters = {n: v.clone() for n, v in model.named_parameters()}
+    run = f"{format_size(native)} px, then other sizes, then {format_size(native)} px again"
     try:
-        for size in examined.sizes[:2]:
+        for size in (*[size for size in examined.sizes if size != native][:2], *_small(subject)):
+            if changes:
+                model.set_input_size(img_size=size)
             subject.output(model, subject.images(size))
+        if changes:
+            model.set_input_size(img_size=native)
+            for name, value in model.named_parameters():
+                if name in parameters and value.shape != parameters[name].shape:
+                    text = f"it is of {tuple(value.shape)}, not {tuple(parameters[name].shape)}"
+                    yield Finding("state", name, "the same shape again", text, run)
+                    return
+            model.load_state_dict(parameters, strict=False)  # resampled there and back, they are others
         apart = _same(before, subject.output(model, images))
     except REFUSALS as error:
-        yield Finding(
-            "state", subject.name, "sizes that the model takes, one after another", f"it fails: {one_line(error)}", run
-        )
+        text = f"it fails: {one_line(error)}"
+        yield Finding("state", subject.name, "sizes that the model takes, one after another", text, run)
         return
     changed = [n for n, v in model.state_dict().items() if n in weights and not torch.equal(v, weights[n])]
     if apart > OUTPUT or changed:

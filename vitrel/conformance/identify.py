@@ -43,8 +43,8 @@ def identify(surveys: dict[Size, Survey], model: nn.Module) -> list[Identity]:
     for n, attention in enumerate(first.attentions):
         same = [s.attentions[n] for s in others if len(s.attentions) == len(first.attentions)]
         found += _attention(attention, same, model)
-    if not found and (first.attentions or first.unlocated):
-        found.append(Identity("", "none" if not first.unlocated else "not identified", {}))
+    if not found:
+        found.append(Identity("", "none" if first.attentions and not first.unlocated else "not identified", {}))
     return found
 
 

@@ -1,6 +1,8 @@
 """The result of a check: findings with place, expectation and smallest input; a table for people, a dictionary for programs."""
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
@@ -9,28 +11,33 @@ import torch
 from vitrel.common.sizes import Size, format_size
 from vitrel.common.tables import aligned
 
-DEFINITIONS = {  # {check: (definition, place of its code in vitrel)}
-    "order": ("token i lies in row i // w and column i % w; an offset or a step has one value on the whole grid", "grid.py"),
-    "rotation": ("the norm of each pair of channels is the same at all positions", "position/rope.py"),
-    "sign": ("query i and key j are rotated by the angles of their positions with the same sign", "position/rope.py"),
-    "prefix": ("prefix tokens are not rotated; their bias and embedding are the same on any grid", "position/terms.py"),
-    "axes": ("position tells rows and columns apart", "position/terms.py"),
-    "exchange": ("frequencies of y on h x w are those of x on w x h; a window has one bias per offset", "position/rope.py"),
-    "resampling": ("an embedding at h x w is the native one resampled to h rows and w columns", "position/absolute.py"),
-    "half_pixel": ("patch centers lie at (i + 1/2) / n of the image on every grid", "position/absolute.py"),
-    "window": ("two tokens see each other in a window only at the offset of their slots, not across borders", "ops/window.py"),
-    "padding": ("no token of the image attends to padding", "ops/window.py"),
-    "mask": ("tokens of one window at the offset of their slots see each other", "ops/window.py"),
-    "shift": ("windows are not shifted along an axis that one window holds", "ops/window.py"),
-    "cache": ("the output at h x w does not depend on sizes that ran before", "geometry.py"),
-    "state": ("the output at the native size is the same after another size ran, and no weight has changed", "geometry.py"),
-    "batch": ("an image gives the same output alone and in a batch", "ops/reference.py"),
-    "dtype": ("positions are computed in float32 or better, in any dtype of the model", "position/terms.py"),
-    "device": ("constants are on the device of the model", "geometry.py"),
-    "compile": ("a compiled model gives the outputs of the eager one", "ops/dispatch.py"),
-    "export": ("an exported program gives the outputs of the model", "ops/dispatch.py"),
-    "like": ("position is that of the reference model", "position/terms.py"),
-    "expect": ("the encoding is the expected one", "position/terms.py"),
+DEFINITIONS = {  # {check: (definition, file and name of its code)}
+    "order": ("token i lies in row i // w and column i % w; an offset or a step has one value on the whole grid",
+              "grid.py:_index"),
+    "rotation": ("the norm of each pair of channels is the same at all positions", "ops/reference.py:rotate"),
+    "sign": ("query i and key j are rotated by the angles of their positions with the same sign", "ops/reference.py:rotated"),
+    "prefix": ("prefix tokens are not rotated; their bias and embedding are the same on any grid", "position/terms.py:Terms"),
+    "axes": ("position tells rows and columns apart", "grid.py:_coordinates"),
+    "exchange": ("frequencies of y on h x w are those of x on w x h; a window has one bias per offset",
+                 "position/rope.py:_axial_rotation"),
+    "resampling": ("an embedding at h x w is the native one resampled to h rows and w columns",
+                   "position/resample.py:resample_embedding"),
+    "half_pixel": ("patch centers lie at (i + 1/2) / n of the image on every grid", "position/resample.py:_linear"),
+    "window": ("two tokens see each other in a window only at the offset of their slots, not across borders",
+               "ops/window.py:_windows"),
+    "padding": ("no token of the image attends to padding", "ops/window.py:window_mask"),
+    "mask": ("tokens of one window at the offset of their slots see each other", "ops/window.py:window_mask"),
+    "shift": ("windows are not shifted along an axis that one window holds", "ops/window.py:axis_shift"),
+    "cache": ("the output at h x w does not depend on sizes that ran before", "geometry.py:cached_geometry"),
+    "state": ("the output at the native size is the same after another size ran, and no weight has changed",
+              "geometry.py:cached_geometry"),
+    "batch": ("an image gives the same output alone and in a batch", "ops/reference.py:attention"),
+    "dtype": ("positions are computed in float32 or better, in any dtype of the model", "position/terms.py:upcast"),
+    "device": ("constants are on the device of the model", "geometry.py:cached_geometry"),
+    "compile": ("a compiled model gives the outputs of the eager one", "ops/dispatch.py:attention"),
+    "export": ("an exported program gives the outputs of the model", "ops/dispatch.py:attention"),
+    "like": ("position is that of the reference model", "position/terms.py:Terms"),
+    "expect": ("the encoding is the expected one", "position/terms.py:Terms"),
 }  # fmt: skip
 
 
@@ -44,9 +51,17 @@ class Finding(NamedTuple):
     input: str = ""  # the smallest input that shows it
 
     def to_dict(self) -> dict[str, str]:
-        """The fields, and the definition with its place in vitrel's code."""
+        """The fields, and the definition with the line of its code in vitrel."""
         definition, place = DEFINITIONS[self.check]
-        return self._asdict() | {"definition": definition, "code": f"vitrel/{place}"}
+        return self._asdict() | {"definition": definition, "code": line_of(place)}
+
+
+def line_of(place: str) -> str:
+    """The line that defines a function or class: "vitrel/grid.py:83" for "grid.py:_index"."""
+    file, _, name = place.partition(":")
+    source = (Path(__file__).parents[1] / file).read_text("utf-8").splitlines()
+    line = next(n for n, text in enumerate(source, 1) if re.match(rf"(def|class) {name}\b", text))
+    return f"vitrel/{file}:{line}"
 
 
 @dataclass

@@ -63,18 +63,14 @@ def check(
         if name == "like" and like is None:
             continue
         say(name)
-        try:
-            findings = _merged(CHECKS[name](examined), subject.name)
-        except NotApplicableError as reason:
-            report.skipped[name] = str(reason)
-            continue
-        except REFUSALS as error:
-            report.skipped[name] = f"the model refuses it: {one_line(error)}"
-            continue
+        findings, reason = _results(name, examined)
         if findings and name in OF_SURVEYS:
             findings = _smallest(name, findings, examined)
         report.findings += findings
-        report.passed += [] if findings else [name]
+        if reason and not findings:
+            report.skipped[name] = reason
+        elif not findings:
+            report.passed.append(name)
     if expect is not None:
         kinds = {one.kind for one in found}
         if expect in kinds:
@@ -141,6 +137,22 @@ def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], Non
 
 def _native_first(examined: Examined) -> list[tuple[int, int]]:
     return sorted(examined.sizes, key=lambda size: size != examined.native)
+
+
+def _results(name: str, examined: Examined) -> tuple[list[Finding], str]:
+    """The findings of a check, and why it is not applicable, or ""; an error is no reason where the check runs no model."""
+    found: list[Finding] = []
+    reason = ""
+    try:
+        for finding in CHECKS[name](examined):
+            found.append(finding)  # what was found before a reason stays
+    except NotApplicableError as error:
+        reason = str(error)
+    except REFUSALS as error:
+        if name in OF_SURVEYS:
+            raise
+        reason = f"the model refuses it: {one_line(error)}"
+    return _merged(found, examined.subject.name), reason
 
 
 def _merged(findings: Any, model: str) -> list[Finding]:
