@@ -70,7 +70,9 @@ def window_attention(
         x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
         q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
     if terms.rotary is not None:
-        terms = terms._replace(rotary=tuple(t.index_select(1, layout.slot) for t in terms.rotary))
+        terms = terms._replace(rotary=_of_slots(terms.rotary, layout.slot))
+    if terms.key_rotary is not None:
+        terms = terms._replace(key_rotary=_of_slots(terms.key_rotary, layout.slot))
     # A bias that depends on offsets only is the same in every window. It is not broadcast where a graph does not know the
     # number of windows: for one window, torch would compile another graph.
     shared = is_known(grid.h, grid.w) and not has_content_terms(terms.tables)
@@ -83,6 +85,10 @@ def window_attention(
         padded = bool(grid.h % window[0] or grid.w % window[1])
         return _OutOfWindows.apply(out, layout.source, layout.inverse, padded).unflatten(1, (grid.h, grid.w))
     return out.index_select(2, layout.inverse).transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
+
+
+def _of_slots(angles: tuple[Tensor, Tensor], slot: Tensor) -> tuple[Tensor, Tensor]:
+    return angles[0].index_select(1, slot), angles[1].index_select(1, slot)
 
 
 class _IntoWindows(torch.autograd.Function):
