@@ -97,20 +97,24 @@ def our_model(name: str, size: tuple[int, int]) -> nn.Module:
 def other_model(library: str, name: str, side: int) -> nn.Module:
     """Return the model of torchvision or transformers of the same shape, with weights of its own, in train mode."""
     torch.manual_seed(0)
+    common = dict(depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], embed_dim=96)
     if library == "torchvision":
-        import torchvision
+        from torchvision.models import swin_transformer
 
-        factory = torchvision.models.swin_v2_t if "V2" in name else torchvision.models.swin_t
-        return factory(stochastic_depth_prob=0.0)
+        common |= dict(patch_size=[4, 4], window_size=[8, 8] if "V2" in name else [7, 7], stochastic_depth_prob=0.0)
+        if "V2" in name:
+            parts = swin_transformer.SwinTransformerBlockV2, swin_transformer.PatchMergingV2
+            common |= dict(block=parts[0], downsample_layer=parts[1])
+        return swin_transformer.SwinTransformer(**common)
     import transformers
 
-    common = dict(image_size=side, num_labels=1000, drop_path_rate=0.0, attn_implementation="sdpa")
+    options = dict(image_size=side, num_labels=1000, attn_implementation="sdpa")
     if "ViT" in name:
-        config = transformers.ViTConfig(384, 12, 6, 1536, hidden_act="gelu", **common)
-        return transformers.ViTForImageClassification(config)
-    kind = "Swinv2" if "V2" in name else "Swin"
-    config = getattr(transformers, f"{kind}Config")(window_size=8 if "V2" in name else 7, **common)
-    return getattr(transformers, f"{kind}ForImageClassification")(config)
+        sizes = dict(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, intermediate_size=1536)
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **options))
+    return transformers.SwinForImageClassification(
+        transformers.SwinConfig(window_size=7, drop_path_rate=0.0, **common, **options)
+    )
 
 
 class Launches(TorchDispatchMode):

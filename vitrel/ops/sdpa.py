@@ -31,6 +31,7 @@ from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
 _FULL = (torch.float32, torch.float64)  # dtypes without rounding to half precision
+_HIDDEN = -1e30  # of a pair, where a bias may not be -inf
 
 
 def attention(
@@ -173,7 +174,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
         # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows of a
         # length that is no multiple of 8 are padded by PyTorch itself, by a copy of the mask.
         bias = bias.contiguous()
-    if bias is not None and q.device.type == "cpu" and computed_in(q) in _FULL and needs_gradient(bias):
+    if bias is not None and _is_learned(bias, q):
         return _with_learned_bias(q, k, v, bias, dropout_p, scale)
     if names := _kernels(q, k, v, bias):
         with sdpa_kernel([getattr(SDPBackend, name) for name in names.split(" ")]):
@@ -185,14 +186,18 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
     return out
 
 
-def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:
-    """Compute what SDPA's math kernel does, the only one of a CPU whose mask gets a gradient, in fewer passes over the weights.
+def _is_learned(bias: Tensor, q: Tensor) -> bool:
+    """Return whether SDPA would choose its math kernel, the only one of a CPU whose mask gets a gradient, in full precision."""
+    return q.device.type == "cpu" and computed_in(q) in _FULL and needs_gradient(bias)
 
-    The math kernel scales queries and keys, and looks for fully masked rows among the weights of all images.
+
+def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:
+    """Compute what SDPA's math kernel does in fewer passes over the weights: it scales both q and k, and its softmax looks for
+    fully masked rows in all images. Here a bias is finite in every row (`prepare`), and the output of masked rows is set to 0.
     """
-    fully_masked = (bias.detach().amax(-1, keepdim=True) == float("-inf")).expand(*bias.shape[:-1], 1)
-    logits = (q * scale) @ k.mT + bias.masked_fill(fully_masked, 0.0)
-    return (F.dropout(logits.softmax(-1), dropout_p) @ v).masked_fill(fully_masked, 0.0)
+    logits = (q * scale) @ k.mT + bias
+    seen = bias.detach().amax(-1, keepdim=True) > _HIDDEN / 2
+    return (F.dropout(logits.softmax(-1), dropout_p) @ v) * seen.to(v.dtype)
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
@@ -270,9 +275,12 @@ def prepare(
         else:
             bias = _window_logits(q, k, terms, grid, slot, scale)
         bias = in_range(bias, computed_in(q))
+        if bias is not None and _is_learned(bias, q) and any([table.bias is not None for table in terms.tables]):
+            bias = bias.clamp(min=_HIDDEN)
     else:  # limited as a table, since it is small and all pairs are not
         bias = lattice_bias(terms, grid, computed_in(q))
         if bias is not None:
+            bias = bias.clamp(min=_HIDDEN) if _is_learned(bias, q) else bias
             index = grid.index(device=q.device)
             bias = gather_bias(bias, index[-q.shape[-2] :] if slot is None else index.index_select(0, slot))
     q, k = rotated(q, k, terms)
