@@ -163,7 +163,17 @@ def scale_page(rows: list[Row], line: str, folder: Path) -> list[str]:
     }
     panels = [("milliseconds", lambda row: row["call_ms"]), ("MB", call_mb)]
     title = "Global attention on one image, 2 heads of 64, inference"
-    plot(folder / "scale_inference.png", title, line, shown, "tokens N", lambda row: (row["tokens"],) * 2, panels, slopes=True)
+    if shown:
+        plot(
+            folder / "scale_inference.png",
+            title,
+            line,
+            shown,
+            "tokens N",
+            lambda row: (row["tokens"],) * 2,
+            panels,
+            slopes=True,
+        )
     return [*lines, "", "## Not measured", "", *not_timed(rows)]
 
 

@@ -151,10 +151,10 @@ def test_every_contender_ends_as_a_row(engine, tmp_path):
 
 def test_rounds_are_interleaved(engine):
     engine.measure(case(one("a"), one("b")))
-    assert ["the definition", "a", "b", *("a", "b") * 4] == SAID  # first calls, warming up, rounds
+    assert ["the definition", "a", "b", *("a", "b") * 5] == SAID  # first calls, warming up, rounds, memory
     SAID.clear()
     engine.measure(case(one("a"), one("b"), name="alone", together=False))
-    assert ["the definition", *["a"] * 5, *["b"] * 5] == SAID
+    assert ["the definition", *["a"] * 6, *["b"] * 6] == SAID
 
 
 def test_a_definition_that_fails_is_said_for_everyone(engine):
