@@ -158,7 +158,7 @@ class ModelCall:
         self.images = images.to(self.device, _cast(self.dtype))
         self.targets = torch.randint(1000, (batch,), generator=generator).to(self.device)
         if self.training and self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-9, fused=True)  # so that weights stay comparable
+            self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.0, fused=True)  # weights stay
 
     def launches(self) -> int | None:
         """Return the operators of one call of a model that is not compiled, for one image; else None."""

@@ -29,7 +29,7 @@ GOALS = (
     Goal("Swin V2-T over timm's, eager", 1.3, ("SwinV2-T", "ours"), ("SwinV2-T", "timm"), _ONE),
     Goal("Swin-T over timm's, training", 1.5, ("Swin-T", "ours"), ("Swin-T", "timm"), _TRAIN_MANY),
     Goal("ViT-S table over ViT-S absolute", 1.0, ("ViT-S table", "ours"), ("ViT-S absolute", "ours"), _ONE),
-    Goal("the same, training", 0.95, ("ViT-S table", "ours"), ("ViT-S absolute", "ours"), _TRAIN_MANY),
+    Goal("the same, training", 0.95, ("ViT-S table", "ours"), ("ViT-S absolute", "ours"), _TRAIN),
     *(
         Goal(f"{name} over timm's, compiled", least, (name, "ours, compiled"), (name, "timm, compiled"), _ONE)
         for name, least in {name: 1.05 if name == "Swin-T" else 1.0 for name in MODELS}.items()
@@ -121,7 +121,7 @@ def _scale(rows: list[Row]) -> list[str]:
             own = modes.get(mode, [])
             for count in tokens:
                 row = next((row for row in own if row["tokens"] == count), None)
-                missing = "over 6 GiB" if failed.get(name) in (f"{mode}, {count} tokens",) else ""
+                missing = "failed" if failed.get(name) in (f"{mode}, {count} tokens",) else ""
                 cells.append(f"{three(row['call_ms'])}, {three(call_mb(row))}" if row else missing)
             powers = [growth(own, value) for value in (lambda row: row["call_ms"], call_mb)]
             cells.append(", ".join("" if power is None else f"{power:.2f}" for power in powers))

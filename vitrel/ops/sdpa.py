@@ -108,11 +108,8 @@ class _IntoWindows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        parts = [grad.transpose(1, 2) for grad in grads]  # [B, L*N, H, D] each
-        out = parts[0].new_empty(len(parts[0]), len(ctx.inverse), 3, *parts[0].shape[2:])
-        for i, part in enumerate(parts):
-            out[:, :, i] = part.index_select(1, ctx.inverse)
-        return out.flatten(2), None, None, None
+        rows = torch.stack([grad.transpose(1, 2) for grad in grads], 2)  # [B, L*N, 3, H, D]
+        return rows.flatten(2).index_select(1, ctx.inverse), None, None, None
 
 
 class _OutOfWindows(torch.autograd.Function):
@@ -197,7 +194,7 @@ def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p:
     """
     logits = (q * scale) @ k.mT + bias
     seen = bias.detach().amax(-1, keepdim=True) > _HIDDEN / 2
-    return (F.dropout(logits.softmax(-1), dropout_p) @ v) * seen.to(v.dtype)
+    return (F.dropout(logits.softmax(-1), dropout_p) @ v) * seen
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
