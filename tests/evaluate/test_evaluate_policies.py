@@ -287,7 +287,7 @@ def test_the_backend_is_the_one_that_serves():
     def backend(**how):
         return static_columns(timm.create_model("vitrel_vit_n8_none", **how), (64, 64), "none")["backend"]
 
-    assert backend(position="table") == "sdpa" and backend(position="xpos") == "reference"
+    assert backend(position="table") == "sdpa" and backend(position="xpos") == "sdpa"
 
 
 def test_a_rescaled_window_may_be_the_trained_one_at_another_shape():

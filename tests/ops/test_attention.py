@@ -293,3 +293,21 @@ def test_meta_tensors():
 def test_grid_rejects_an_unknown_axis():
     with pytest.raises(ValueError, match="axis 'x' is unknown; choose one of hw, h, w, h\\+w"):
         Grid(2, 2).index("x")
+
+
+@each("backend", ["sdpa", "augmented_qk", "reference"])
+def test_denormal_numbers_do_not_count(backend):
+    """Weights of far tokens underflow with pape; a processor that is slow with denormals may flush them."""
+    grid = Grid(20, 20)
+    q, k, v = (torch.randn(1, 2, 400, 16, requires_grad=True) for _ in range(3))
+    encoding, found = create_position("pape", grid, 2, 16), []
+    assert (encoding(grid).tables[0].gated[1] < -1).any()
+    try:
+        for flush in (False, True):
+            torch.set_flush_denormal(flush)
+            out = attention(q, k, v, encoding(grid), grid, backend=backend)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, *encoding.parameters()))))
+    finally:
+        torch.set_flush_denormal(False)
+    for plain, flushed in zip(*found, strict=True):
+        assert (plain - flushed).norm() <= 1e-7 * plain.norm()

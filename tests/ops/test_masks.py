@@ -93,10 +93,20 @@ def test_a_mask_and_a_field_of_view(key, kind):
 
 
 def test_keys_scaled_apart_from_queries_stay_finite_in_half_precision():
-    """SDPA refuses them; the reference computes in float32, autocast or not."""
+    """SDPA refuses them; the reference computes in float32, autocast or not. In float32 all agree."""
     encoding, grid = create_position("xpos", Grid(8, 8), 4, 8), Grid(1, 128)
     q, k, v = (torch.randn(1, 4, 128, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
     out = attention(q, k, v, encoding(grid), grid)
     assert out.dtype == torch.float16 and out.isfinite().all()
     with pytest.raises(ValueError, match=r"backend 'sdpa' refuses: keys scaled by the inverse of the queries"):
         attention(q, k, v, encoding(grid), grid, backend="sdpa")
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    expected = attention(q, k, v, encoding(grid), grid, backend="reference")
+    gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for backend in ("sdpa", "bias_by_row"):
+        out = attention(q, k, v, encoding(grid), grid, backend=backend)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        for found, gradient in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), gradients, strict=True):
+            torch.testing.assert_close(found, gradient, atol=1e-4, rtol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="overflow half precision"):
+        attention(q, k, v, encoding(grid), grid, backend="bias_by_row")

@@ -1,11 +1,12 @@
-"""Benchmark models and attention against timm and PyTorch; writes results/benchmark/<device>/<suite>.
+"""Benchmark models and attention against other libraries; writes results/benchmark/<device>/<suite>.
 
+    python -m tools.benchmark                     # the suites cpu and scale, and the tables of docs/performance.md
     python -m tools.benchmark --suite cpu         # models on the CPU; run again: only missing rows
+    python -m tools.benchmark --suite scale       # every encoding: time and memory from 196 to 16,384 tokens
     python -m tools.benchmark --suite gpu         # models on the GPU
-    python -m tools.benchmark --suite ops         # attention: backends and peers, and cost against the number of tokens
-    python -m tools.benchmark --suite sizes       # models over eight resolutions: speed, memory, compilations
+    python -m tools.benchmark --suite ops         # attention: backends and peers
     python -m tools.benchmark --suite cpu --quick # small models and few repeats: a smoke test
-    python -m tools.benchmark --suite cpu --table # table and plots again, from the samples
+    python -m tools.benchmark --table             # tables, plots and the page again, from the samples
 
 Only what passes its gate is timed: outputs and gradients are compared with the definition in float64. A failure is a row.
 On a CPU everything runs in one thread and is measured in CPU time. Without a GPU the Triton kernels are measured
@@ -23,9 +24,12 @@ import torch
 
 from tools.benchmark.attention import attention_cases
 from tools.benchmark.engine import Case, Engine
-from tools.benchmark.models import model_cases, resolution_cases
+from tools.benchmark.models import model_cases
+from tools.benchmark.page import PAGE, tables
 from tools.benchmark.samples import ROOT, Samples, machine, read_rows
-from tools.benchmark.tables import Page, attention_page, model_page, resolution_page, write
+from tools.benchmark.scale import scale_cases
+from tools.benchmark.tables import Page, attention_page, model_page, scale_page, write
+from tools.study.pages import fill_pages
 
 _MODELS = (
     "vitrel/grid.py",
@@ -41,6 +45,8 @@ _OPS = (
     "vitrel/ops/backends/*.py",
     *(f"tools/benchmark/{name}.py" for name in ("shapes", "methods", "attention", "engine", "worker")),
 )
+_SCALE = ("vitrel/position/*.py", "vitrel/ops/*.py", "vitrel/ops/backends/*.py", "tools/benchmark/scale.py")
+_ONE_CALL = "a process for an encoding, a call for a number; "
 _PROCESSES = "every contender in a fresh process with empty caches of compilers, A B A B; "
 _WEIGHTS = (
     _PROCESSES + "the same weights for all, drawn, tables of standard deviation 0.5; drop path 0; training is forward, cross "
@@ -64,7 +70,7 @@ SUITES = {
     "cpu": Suite("Models", model_cases, model_page, _MODELS, _WEIGHTS),
     "gpu": Suite("Models", model_cases, model_page, _MODELS, _WEIGHTS),
     "ops": Suite("Kernels", attention_cases, attention_page, _OPS, _NUMBERS),
-    "sizes": Suite("Models over resolutions", resolution_cases, resolution_page, _MODELS, _WEIGHTS),
+    "scale": Suite("Cost against size", scale_cases, scale_page, _SCALE, _ONE_CALL),
 }
 
 
@@ -73,11 +79,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--suite", required=True, choices=list(SUITES))
+    parser.add_argument("--suite", choices=list(SUITES), help="default: cpu, then scale, and the page")
     parser.add_argument("--quick", action="store_true", help="small models and few repeats")
     parser.add_argument("--table", action="store_true", help="measure nothing, rewrite the table and the plots")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
-    parser.add_argument("--seconds", type=float, default=520, help="time after which no further case is started")
+    parser.add_argument("--seconds", type=float, default=7200, help="time after which no further case is started")
     parser.add_argument("--commit", default="", help="commit to record if there is no git")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "results" / "benchmark", help="output folder; results go to DEVICE/SUITE in it"
@@ -91,12 +97,20 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(
             "--suite gpu needs a GPU, and PyTorch sees none here; --suite cpu measures the same models on the processor"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() and args.suite != "cpu" else "cpu")
     torch.set_num_threads(1)
-    suite = SUITES[args.suite]
+    folders = [_run(parser, args, name) for name in ([args.suite] if args.suite else ["cpu", "scale"])]
+    if not args.suite and not args.quick:
+        fill_pages(ROOT, {PAGE: tables(*(read_rows(folder / "samples.jsonl") for folder in folders))})
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> Path:
+    """Measure what a suite lacks, write its tables, and return its folder."""
+    on_gpu = torch.cuda.is_available() and name != "cpu" and args.suite is not None
+    device = torch.device("cuda" if on_gpu else "cpu")
+    suite = SUITES[name]
     ran_on = machine(device, args.commit, suite.code)
     folder = args.out / re.sub(r"[^a-z0-9]+", "-", ran_on["device"].lower()).strip("-")
-    folder /= f"{args.suite}-quick" if args.quick else args.suite
+    folder /= f"{name}-quick" if args.quick else name
     path = folder / "samples.jsonl"
     if args.table and not path.exists():
         parser.error(f"{path} is not there: measure first, without --table")
@@ -111,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         print("all measured" if finished else "time is up: run it again for the rest", flush=True)
     write(suite.page, suite.title, read_rows(path), folder)
     print((folder / "table.md").read_text(), end="")
+    return folder
 
 
 if __name__ == "__main__":

@@ -31,14 +31,15 @@ Arguments = dict[str, Any]
 class Visit(NamedTuple):
     """A measurement in a process; a case has one, or several in the same process.
 
-    mode: its name. set: arguments of the call's `set`, from the second visit on. row: further columns. ours_only: peers are
-    not checked.
+    mode: its name. set: arguments to build the call with, or of the call's `set` from the second visit on. row: further
+    columns. checks: kinds of contenders whose result is checked. plan: instead of the case's.
     """
 
     mode: str
     set: Arguments = {}  # noqa: RUF012
     row: Arguments = {}  # noqa: RUF012
-    ours_only: bool = False
+    checks: tuple[str, ...] = ("ours", "peer", "both")
+    plan: Repeats | None = None
 
 
 class Contender(NamedTuple):
@@ -134,7 +135,7 @@ class Engine:
                 except WorkerFailed as error:
                     self._failed(case.key(contender, visit), error)
         rows = {name: row for name, row in rows.items() if row is not None}
-        times, failed = take_turns({name: workers[name] for name in rows}, case.plan)
+        times, failed = take_turns({name: workers[name] for name in rows}, visit.plan or case.plan)
         for contender in group:
             if contender.name in times:
                 try:
@@ -152,17 +153,15 @@ class Engine:
         self, case: Case, visit: Visit, contender: Contender, workers: dict[str, Worker], stack: ExitStack
     ) -> Arguments | None:
         """Make and check the first call; return columns of the row, or write a row "wrong" and return None."""
-        checked = contender.truth is not None and (contender.of != "peer" or not visit.ours_only)
+        checked = contender.truth is not None and contender.of in visit.checks
         truth = self._truth(case, visit, contender.truth) if checked else {}
         if contender.name not in workers:
-            workers[contender.name] = worker = stack.enter_context(self._process(case, contender.args, contender.env))
+            process = self._process(case, contender.args | visit.set, contender.env)
+            workers[contender.name] = worker = stack.enter_context(process)
             row = worker.start() | {"new_compiles": 0}
         else:
             worker = workers[contender.name]
-            before, start = worker.compiles(), time.perf_counter()
-            worker.set(**visit.set)
-            worker.run(1)
-            row = {"first_call_s": time.perf_counter() - start, "new_compiles": -before}
+            row = {"new_compiles": -worker.compiles()} | worker.set(bool(case.plan.rounds), **visit.set)
         errors = relative_errors(worker.outcome(), truth) if checked else {}
         if text := too_large(errors, case.dtype):
             self.samples.add("wrong", **case.key(contender, visit), text=text)

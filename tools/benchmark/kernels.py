@@ -1,7 +1,7 @@
 """Registers and spills of the Triton kernels on four architectures, by the compiler ahead of time; needs no GPU.
 
-    python -m tools.benchmark.kernels          # compile all shapes (minutes): results/kernel_registers, docs/performance.md
-    python -m tools.benchmark.kernels --table  # the table in docs/performance.md again, from the results
+    python -m tools.benchmark.kernels          # compile all shapes (minutes): results/kernel_registers
+    python -m tools.benchmark.kernels --table  # table.md again, from the rows
 
 What is launched is the code of vitrel.ops.backends with the tiles that it chooses for the architecture.
 """
@@ -24,12 +24,11 @@ from triton.backends.compiler import GPUTarget
 
 from tools.benchmark.samples import ROOT
 from tools.benchmark.tables import markdown
-from tools.study.pages import fill_pages
 from vitrel.common.files import atomic_write
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_global, triton_window
 
-ROWS, PAGE = Path("results/kernel_registers/registers.csv"), "docs/performance.md"
+ROWS, PAGE = Path("results/kernel_registers/registers.csv"), Path("results/kernel_registers/table.md")
 ARCHITECTURES = (80, 89, 90, 100)
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -199,7 +198,8 @@ def main() -> None:
         (ROOT / ROWS).parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(ROOT / ROWS) as part:
             rows.to_csv(part, index=False)
-    fill_pages(ROOT, {PAGE: [("registers", table(pd.read_csv(ROOT / ROWS)))]})
+    with atomic_write(ROOT / PAGE) as part:
+        part.write_text(f"# Registers of the Triton kernels\n\n{table(pd.read_csv(ROOT / ROWS))}\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""The suites of whole models: vitrel's and timm's with the same weights, at one image size and over eight."""
+"""The suite of whole models: vitrel's and timm's with the same weights, other libraries' with weights of their own."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrel
-from tools.benchmark.engine import Case, Contender, Visit
+from tools.benchmark.engine import Arguments, Case, Contender, Visit
 from tools.benchmark.shapes import STD
 from tools.benchmark.worker import Repeats
 from vitrel.ops.why import use_backend
 from vitrel.weights.load import plan_weights
 
 _PART = 4 * 224 * 224  # pixels per pass of the definition, which holds all scores in float64
-RESOLUTIONS = ((224, 224), (96, 96), (128, 128), (128, 192), (160, 224), (320, 256), (384, 320), (448, 448))  # native first
-QUICK_RESOLUTIONS = ((112, 112), (96, 144), (128, 128))
-_FEW = ((224, 224), (128, 128), (320, 256), (448, 448))  # for peers whose compilation takes a minute per size on a CPU
 _PATIENCE = 1200.0  # seconds, for the longest compilation
-_PLANS = {"quick": Repeats(1, 2, 0.2, 2), "cpu": Repeats(3, 7, 3.0, 3), "gpu": Repeats(20, 7, 0.5, 20)}
+_PLANS = {"quick": Repeats(1, 2, 0.2, 2), "cpu": Repeats(1, 5, 0.5, 3), "gpu": Repeats(20, 7, 0.5, 20)}
 
 
 class Model(NamedTuple):
@@ -34,9 +33,8 @@ class Model(NamedTuple):
 
 def _swin(ours: str, peer: str, **args: Any) -> Model:
     """Return a Swin; drop path is 0, since with random drops no two contenders compute the same step."""
-    window = dict(window_size=12) if "window12" in peer else {}
-    timm_args = dict(drop_path_rate=0.0, dynamic_img_size=True, **args)
-    return Model(ours, peer, dict(drop_path_rate=0.0, **window, **args), timm_args)
+    any_size = dict(strict_img_size=False) if "v2" in peer else dict(dynamic_img_size=True)
+    return Model(ours, peer, dict(drop_path_rate=0.0, **args), dict(drop_path_rate=0.0) | any_size | args)
 
 
 def _vit(letter: str, kind: str, **args: Any) -> Model:
@@ -60,11 +58,10 @@ def _vit(letter: str, kind: str, **args: Any) -> Model:
 
 
 _TINY = "swin_tiny_patch4_window7_224"
-_VITS = ("table", "absolute", "rope", "none", "none scaled")
+_VITS = ("absolute", "table", "rope", "none", "none scaled")
 MODELS = {
     "Swin-T": _swin("vitrel_swin_t", _TINY),
-    "Swin-B": _swin("vitrel_swin_b", "swin_base_patch4_window7_224"),
-    "Swin-B w12": _swin("vitrel_swin_b", "swin_base_patch4_window12_384"),
+    "SwinV2-T": _swin("vitrel_swinv2_t", "swinv2_tiny_window8_256"),
     "Swin nano": _swin("vitrel_swin_t", _TINY, embed_dim=32, depths=(2, 2), num_heads=(2, 4)),
     **{f"ViT-S {kind}": _vit("s", kind) for kind in _VITS},
     **{f"ViT-B {kind}": _vit("b", kind) for kind in _VITS},
@@ -97,40 +94,86 @@ def our_model(name: str, size: tuple[int, int]) -> nn.Module:
     return vitrel.load_pretrained(net, peer_model(name, size).state_dict())
 
 
+def other_model(library: str, name: str, side: int) -> nn.Module:
+    """Return the model of torchvision or transformers of the same shape, with weights of its own, in train mode."""
+    torch.manual_seed(0)
+    common = dict(depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], embed_dim=96)
+    if library == "torchvision":
+        from torchvision.models import swin_transformer
+
+        common |= dict(patch_size=[4, 4], window_size=[8, 8] if "V2" in name else [7, 7], stochastic_depth_prob=0.0)
+        if "V2" in name:
+            parts = swin_transformer.SwinTransformerBlockV2, swin_transformer.PatchMergingV2
+            common |= dict(block=parts[0], downsample_layer=parts[1])
+        return swin_transformer.SwinTransformer(**common)
+    import transformers
+
+    options = dict(image_size=side, num_labels=1000, attn_implementation="sdpa")
+    if "ViT" in name:
+        sizes = dict(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, intermediate_size=1536)
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **options))
+    return transformers.SwinForImageClassification(
+        transformers.SwinConfig(window_size=7, drop_path_rate=0.0, **common, **options)
+    )
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators without views and allocations; on a GPU each is a kernel launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = operator.name().partition("::")[2].partition(".")[0]
+        self.count += not (operator.is_view or name in ("detach", "alias", "_unsafe_view") or "empty" in name)
+        return operator(*args, **(kwargs or {}))
+
+
 class ModelCall:
     """One call of a model: a forward pass, or a training step of forward, cross entropy, backward and fused AdamW.
 
-    Returns {"output"} or {"loss"} and the gradients by parameter. Images are random; `set` draws images of another size.
-    ours: vitrel's model, for timm's gradients under our names in gates; None if `net` is that.
+    Returns {"output"} or {"loss"} and the gradients by parameter. Images are random; `set` changes size, batch and mode.
+    ours: vitrel's model, for timm's gradients under our names in gates; None if `net` is that. Compiled graphs are of one shape
+    (dynamic=False).
     """
 
-    def __init__(self, net: nn.Module, ours: nn.Module | None, how: str, batch: int, dtype: str, mode: str, device: str):
-        self.training, self.how, self.batch, self.device = mode == "training", how, batch, device
-        self.net, self.ours = net.to(device, _cast(dtype)).train(self.training), ours
-        self.dtype, self.forward = dtype, self.net
+    def __init__(self, net: nn.Module, ours: nn.Module | None, how: str, dtype: str, device: str):
+        self.how, self.device = how, device
+        self.net, self.ours = net.to(device, _cast(dtype)), ours
+        self.dtype, self.forward, self.optimizer = dtype, self.net, None
         torch.backends.cudnn.allow_tf32 = dtype != "float32"  # the patch embedding is a convolution
         if how == "optimized":
-            vitrel.optimize(self.net)
-        elif how.startswith("compiled"):
-            self.forward = torch.compile(self.net, mode=how.partition(", ")[2] or None)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-5, fused=True) if self.training else None
+            vitrel.cpu.optimize.optimize(self.net.eval())
+        elif how == "compiled":
+            self.forward = torch.compile(self.net, dynamic=False)
 
-    def set(self, image: tuple[int, int]) -> None:
-        """New images of (h, w), the same in every process; a model that takes one size alone is changed to it."""
-        size = tuple(image)
-        if getattr(getattr(self.net, "patch_embed", None), "strict_img_size", False) and self.net.patch_embed.img_size != size:
+    def set(self, side: int, batch: int, mode: str) -> None:
+        """Draw images, the same in every process; a model that takes one size alone is changed to it."""
+        self.training, self.batch, size = mode == "training", batch, (side, side)
+        self.net.train(self.training)
+        embed = getattr(self.net, "patch_embed", None)
+        if getattr(embed, "strict_img_size", False) and embed.img_size != size:
             self.net.set_input_size(img_size=size)
         generator = torch.Generator().manual_seed(1)
-        images = torch.randn(self.batch, 3, *size, generator=generator, dtype=torch.float64)
+        images = torch.randn(batch, 3, *size, generator=generator, dtype=torch.float64)
         self.images = images.to(self.device, _cast(self.dtype))
-        self.targets = torch.randint(1000, (self.batch,), generator=generator).to(self.device)
+        self.targets = torch.randint(1000, (batch,), generator=generator).to(self.device)
+        if self.training and self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.0, fused=True)  # weights stay
+
+    def launches(self) -> int | None:
+        """Return the operators of one call of a model that is not compiled, for one image; else None."""
+        if self.how == "compiled" or self.batch > 1:
+            return None
+        with Launches() as counted:
+            self()
+        return counted.count
 
     def __call__(self) -> dict[str, Tensor]:
         if self.how == "reference":
             return self._definition()
         if not self.training:
             with torch.inference_mode(), self._around():
-                return {"output": self.forward(self.images)}
+                return {"output": self._logits(self.images)}
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._loss(self.images, self.targets)
         loss.backward()
@@ -153,7 +196,7 @@ class ModelCall:
         with use_backend("reference"):
             if not self.training:
                 with torch.inference_mode():
-                    return {"output": torch.cat([self.forward(images) for images, _ in parts])}
+                    return {"output": torch.cat([self._logits(images) for images, _ in parts])}
             total = 0.0
             for images, targets in parts:
                 loss = self._loss(images, targets) * (len(images) / self.batch)
@@ -161,9 +204,13 @@ class ModelCall:
                 total += loss.detach()
         return {"loss": total} | self._gradients()
 
+    def _logits(self, images: Tensor) -> Tensor:
+        out = self.forward(images)
+        return out if isinstance(out, Tensor) else out.logits
+
     def _loss(self, images: Tensor, targets: Tensor) -> Tensor:
         with self._around():
-            logits = self.forward(images)
+            logits = self._logits(images)
         return F.cross_entropy(logits.double() if self.dtype == "float64" else logits.float(), targets)
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -174,24 +221,22 @@ class ModelCall:
 
 
 def model_call(
-    library: str,
-    model: str,
-    how: str,
-    size: tuple[int, int],
-    batch: int,
-    dtype: str = "float32",
-    mode: str = "inference",
-    device: str = "cpu",
-    image: tuple[int, int] | None = None,
+    library: str, model: str, how: str, native: int, dtype: str = "float32", device: str = "cpu", **visit: Any
 ) -> ModelCall:
-    """Return the call of a worker. library: "ours" (vitrel with timm's weights) or "timm". size: (h, w).
+    """Return the call of a worker. library: "ours" (vitrel with timm's weights), "timm", "torchvision" or "transformers".
 
-    how: "eager", "optimized", "compiled", "compiled, max-autotune", "reference". dtype: "float32", "float64", "bfloat16"
-    (weights too) or "amp". image: size of the images, default `size`.
+    how: "eager", "optimized", "compiled", "reference". native: side of the images for which the model is built. dtype:
+    "float32", "float64" or "amp". visit: arguments of ModelCall.set.
     """
-    net, ours = (our_model(model, size), None) if library == "ours" else (peer_model(model, size), our_model(model, size))
-    call = ModelCall(net, ours, how, batch, dtype, mode, device)
-    call.set(image or size)
+    size = (native, native)
+    if library == "ours":
+        net, ours = our_model(model, size), None
+    elif library == "timm":
+        net, ours = peer_model(model, size), our_model(model, size)
+    else:
+        net, ours = other_model(library, model, native), None
+    call = ModelCall(net, ours, how, dtype, device)
+    call.set(**visit)
     return call
 
 
@@ -199,134 +244,118 @@ def _cast(dtype: str) -> torch.dtype:
     return torch.float32 if dtype == "amp" else getattr(torch, dtype)
 
 
-class Task(NamedTuple):
-    """A measurement of one model, or of several against each other. size: (h, w) in pixels.
+class Setting(NamedTuple):
+    """What a device measures. groups: models timed against each other. batches: small and large. sides: native and another."""
 
-    dtype: "float32", "bfloat16" (weights too) or "amp". mode: "inference" or "training". thorough: include contenders that
-    take minutes to compile.
-    """
-
-    name: str
-    models: tuple[str, ...]
-    size: tuple[int, int]
-    batch: int
+    groups: tuple[tuple[str, ...], ...]
+    batches: tuple[int, int]
+    sides: tuple[int, int]
     dtype: str
-    mode: str
-    thorough: bool = False
+    compiled: bool = True
 
 
-def _task(models: str, side: int, batch: int, mode: str, dtype: str = "float32", title: str = "", **more: Any) -> Task:
-    """models: names of MODELS, joined by " against "."""
-    words = dict(float32="fp32", bfloat16="bf16", amp="bf16 amp")[dtype]
-    name = f"{title or models}, {side}, batch {batch}, {words}"
-    return Task(name, tuple(models.split(" against ")), (side,) * 2, batch, dtype, mode, **more)
-
-
-_POSITIONS = "ViT-B table against ViT-B none against ViT-B rope against ViT-B none scaled"
-CPU_TASKS = (  # the most important first
-    _task("Swin-T", 224, 8, "inference", thorough=True),
-    _task("Swin-T", 224, 1, "inference"),
-    _task("Swin-T", 224, 8, "training"),
-    _task("ViT-S table", 448, 1, "inference"),
-    _task("Swin-T against ViT-S absolute", 224, 8, "inference"),
-    _task("Swin-T", 224, 1, "inference", "bfloat16"),
-    _task(_POSITIONS, 224, 1, "inference", title="ViT-B with and without position"),
-    _task("ViT-S table", 224, 8, "training"),
-    *(_task(f"ViT-S {kind}", 224, batch, "inference") for kind in ("table", "absolute", "rope") for batch in (8, 1)),
+_VIT_S, _VIT_B = (
+    ("ViT-S absolute", "ViT-S table", "ViT-S rope"),
+    ("ViT-B none", "ViT-B table", "ViT-B none scaled", "ViT-B rope"),
 )
-GPU_TASKS = (
-    _task("Swin-T", 224, 256, "training", "amp", thorough=True),
-    _task("Swin-T", 224, 256, "inference", "bfloat16", thorough=True),
-    _task("ViT-B table", 448, 64, "training", "amp"),
-    _task("ViT-B table", 1024, 8, "training", "amp"),
-    _task(_POSITIONS, 224, 256, "inference", "bfloat16", title="ViT-B with and without position"),
-    _task("Swin-T", 224, 1, "inference", "bfloat16"),
-    _task("ViT-B table", 1024, 16, "inference", "bfloat16"),
-    _task("Swin-B", 224, 128, "training", "amp"),
-    _task("Swin-B w12", 384, 64, "inference", "bfloat16"),
-)
-QUICK_TASKS = (  # smoke test
-    _task("Swin nano", 112, 2, "inference"),
-    _task("Swin nano", 112, 2, "training"),
-    _task("ViT nano table", 96, 2, "inference"),
-    _task("Swin nano against ViT nano absolute", 112, 2, "inference"),
-)
+SETTINGS = {
+    "cpu": Setting((_VIT_S, ("Swin-T",), ("SwinV2-T",)), (1, 8), (224, 320), "float32"),
+    "gpu": Setting((("Swin-T",), _VIT_B), (1, 128), (224, 448), "amp"),
+    "quick": Setting((("ViT nano absolute", "ViT nano table"), ("Swin nano",)), (1, 2), (112, 96), "float32", False),
+}
+_THOROUGH = ("ViT-S table", "Swin-T", "ViT-B table")  # compiled also in training and at another size, which takes minutes
+_LARGE_TRAINING = ("ViT-S absolute", "ViT-S table", "Swin-T")  # whose large batch is trained on a CPU
+_FEW = Repeats(1, 3, 0.0, 1)  # for calls that take seconds on a CPU
 
 
 def model_cases(gpu: bool, quick: bool) -> list[Case]:
-    """Return the cases of a device, the most important first."""
-    return [model_case(task, gpu, quick) for task in (QUICK_TASKS if quick else GPU_TASKS if gpu else CPU_TASKS)]
+    """Return the cases of a device: for every group of models what is not compiled, then for every model what is."""
+    kind = "quick" if quick else "gpu" if gpu else "cpu"
+    setting, cases = SETTINGS[kind], []
+    for group in setting.groups:
+        plain = [contender for model in group for contender in _plain(model, setting, kind)]
+        cases.append(_case(", ".join(group), group[0], plain, setting, kind))
+    for model in (model for group in setting.groups for model in group if setting.compiled):
+        skips = _modes(model, setting, lambda v: v["batch"] != setting.batches[0] if kind == "cpu" else False)
+        if model not in _THOROUGH:
+            skips += _modes(model, setting, lambda v: v["mode"] == "training" or v["side"] == setting.sides[1])
+        ways = [("timm", False), ("ours", False)] + [("timm", True)] * (model == "Swin-T")
+        first = tuple(visit.mode for visit in visits_of(model, setting)[1:])
+        contenders = [
+            _contender(library, model, "compiled", setting, fused, first if fused else skips) for library, fused in ways
+        ]
+        cases.append(_case(f"{model}, compiled", model, contenders, setting, kind))
+    return cases
 
 
-def model_case(task: Task, gpu: bool, quick: bool = False) -> Case:
-    """Return the case of a task. quick: nothing compiled."""
-    contenders = [contender for model in task.models for contender in _of_model(model, task, gpu, quick)]
-    return _case(task, contenders, (Visit(task.mode),), gpu, quick, dict(size=list(task.size), batch=task.batch))
+def visits_of(model: str, setting: Setting) -> tuple[Visit, ...]:
+    """Return the measurements of a model: inference and training, small and large batch, then inference at another size.
+
+    Results are checked at the small batch, those of peers at the native size alone: they resize tables or see padding by other
+    rules.
+    """
+    (few, many), side = setting.batches, _native(model, setting)
+    known = [
+        ("inference", few, side, ("ours", "peer", "both")),
+        ("inference", many, side, ()),
+        ("training", few, side, ("ours", "peer", "both")),
+        ("training", many, side, ()),
+        ("inference", few, setting.sides[1], ("ours",)),
+    ]
+    return tuple(
+        Visit(
+            f"{mode}, batch {batch}, {at} px",
+            dict(side=at, batch=batch, mode=mode),
+            dict(side=at, batch=batch),
+            checks,
+            _FEW if batch == 8 else None,
+        )
+        for mode, batch, at, checks in known
+    )
 
 
-def _case(
-    task: Task, contenders: list[Contender], visits: tuple[Visit, ...], gpu: bool, quick: bool, row: dict[str, Any]
-) -> Case:
-    plan = _PLANS["quick" if quick else "gpu" if gpu else "cpu"]
+def _modes(model: str, setting: Setting, chosen: Callable[[Arguments], bool]) -> tuple[str, ...]:
+    """Return the names of the visits of a model whose arguments are chosen."""
+    return tuple(visit.mode for visit in visits_of(model, setting) if chosen(visit.set))
+
+
+def _native(model: str, setting: Setting) -> int:
+    return 256 if "V2" in model else setting.sides[0]
+
+
+def _case(name: str, model: str, contenders: list[Contender], setting: Setting, kind: str) -> Case:
     build = f"{__name__}:model_call"
-    return Case(task.name, build, tuple(contenders), visits, plan, task.dtype, row=row, patience=_PATIENCE)
+    return Case(name, build, tuple(contenders), visits_of(model, setting), _PLANS[kind], setting.dtype, patience=_PATIENCE)
 
 
-def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]:
-    several, swin = len(task.models) > 1, "swin" in MODELS[model].timm
-    optimizes = not gpu and task.mode == "inference"
-    ways = [("timm", "eager", False), ("ours", "eager", False)]  # library, how, timm's fused attention
-    ways += [("timm", "eager", True)] if swin and not several else []
-    ways += [("ours", "optimized", False), ("timm", "optimized", swin)] if optimizes else []
-    if not quick and (gpu or not several):
-        ways += [("ours", "compiled", False), ("timm", "compiled", False)]
-        ways += [("timm", "compiled", True)] if swin and not several else []
-        ways += [("timm", "compiled, max-autotune", False)] if task.thorough else []
-        ways += [("ours", "compiled, max-autotune", False)] if task.thorough and gpu else []
-    return [_contender(library, model, how, task, fused, several) for library, how, fused in ways]
+def _plain(model: str, setting: Setting, kind: str) -> list[Contender]:
+    """Return the contenders that are not compiled: timm's first, ours, optimized on a CPU, other libraries'."""
+    few, (native, other) = setting.batches[0], (_native(model, setting), setting.sides[1])
+    training = _modes(model, setting, lambda v: v["mode"] == "training")
+    large = _modes(model, setting, lambda v: v["batch"] != few)
+    large_training = tuple(mode for mode in training if mode in large)
+    skips = large_training if kind == "cpu" and model not in _LARGE_TRAINING else ()
+    found = [_contender("timm", model, "eager", setting, skips=skips), _contender("ours", model, "eager", setting, skips=skips)]
+    if kind != "gpu":
+        found.append(_contender("ours", model, "optimized", setting, skips=training))
+    if model == "Swin-T":
+        found.append(_contender("timm", model, "eager", setting, True, large_training))
+    if kind != "quick" and "Swin" in model:
+        found.append(_contender("torchvision", model, "eager", setting, skips=large))
+    if kind != "quick" and model in ("ViT-S absolute", "Swin-T"):
+        skips = large + _modes(model, setting, lambda v: v["side"] == other != native)
+        found.append(_contender("transformers", model, "eager", setting, skips=skips))
+    return found
 
 
 def _contender(
-    library: str,
-    model: str,
-    how: str,
-    task: Task,
-    fused: bool = False,
-    several: bool = False,
-    skips: tuple[str, ...] = (),
+    library: str, model: str, how: str, setting: Setting, fused: bool = False, skips: tuple[str, ...] = ()
 ) -> Contender:
     """Return a contender: a model of a library, run one way. fused: fused attention in timm's Swin, which is off by default."""
-    name = f"{model}: " * several + library + f", {how}" * (how != "eager") + ", fused attention" * fused
-    of = "ours" if library == "ours" else "both" if how == "optimized" else "peer"
-    common = dict(model=model, size=task.size, batch=task.batch, mode=task.mode)
-    args = common | dict(library=library, how=how, dtype=task.dtype)
-    truth = common | dict(library="ours", how="reference", dtype="float64")
+    name = f"{model}: {library}" + f", {how}" * (how != "eager") + ", fused attention" * fused
+    common = dict(model=model, native=_native(model, setting))
+    args = common | dict(library=library, how=how, dtype=setting.dtype)
+    truth = common | dict(library="ours", how="reference", dtype="float64") if library in ("ours", "timm") else None
+    row = dict(model=model, library=library, how=how, fused=fused)
     env = {"TIMM_FUSED_ATTN": "2" if fused else "1"}
-    return Contender(name, of, args, truth, dict(model=model, how=how), env, skips)
-
-
-def resolution_cases(gpu: bool, quick: bool) -> list[Case]:
-    """Return the cases over resolutions: speed, memory, and the time to the first result at a new size."""
-    return [resolution_case(model, gpu, quick) for model in (("Swin nano",) if quick else ("Swin-T", "ViT-S table"))]
-
-
-def resolution_case(model: str, gpu: bool, quick: bool = False) -> Case:
-    """Return the case of a model over resolutions.
-
-    Peers are checked at the native size only: at other sizes they resize tables or attend to padding by other rules.
-    """
-    sizes, swin = QUICK_RESOLUTIONS if quick else RESOLUTIONS, "swin" in MODELS[model].timm
-    batch, dtype = (32, "bfloat16") if gpu else (1, "float32")
-    task = Task(f"{model} over resolutions, batch {batch}", (model,), sizes[0], batch, dtype, "inference")
-    visits = tuple(Visit(f"inference, {h}x{w}", {"image": (h, w)}, {"size": [h, w]}, (h, w) != sizes[0]) for h, w in sizes)
-    contenders = [
-        _contender("timm", model, "eager", task, swin)._replace(name="timm"),
-        _contender("ours", model, "eager", task),
-    ]
-    if not gpu:
-        contenders.append(_contender("ours", model, "optimized", task))
-    if not quick:  # minutes, even for small models
-        contenders.append(_contender("ours", model, "compiled", task))
-        skips = () if gpu else tuple(visit.mode for visit, size in zip(visits, sizes, strict=True) if size not in _FEW)
-        contenders.append(_contender("timm", model, "compiled", task, swin, skips=skips)._replace(name="timm, compiled"))
-    return _case(task, contenders, visits, gpu, quick, dict(batch=batch))
+    return Contender(name, "ours" if library == "ours" else "peer", args, truth, row, env, skips)

@@ -6,10 +6,9 @@ A page describes the machine measured last; rows of other machines and of other 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import linear_regression, median, quantiles
+from statistics import linear_regression, median
 from typing import Any, NamedTuple
 
-from tools.benchmark.attention import MODES
 from tools.benchmark.methods import FLOOR
 from tools.benchmark.plots import plot
 from tools.benchmark.samples import ENDS, footer, last_run, machine_lines
@@ -19,23 +18,13 @@ Row = dict[str, Any]
 Rows = dict[str, Row]  # of one case and mode, by contender
 Page = Callable[[list[Row], str, Path], list[str]]  # rows, the footer of plots, their folder -> lines after the machine
 
-TITLES = {"forward": "inference", "training": "forward and backward"}
+_PLOTTED = ("none", "table", "decomposed", "rope_axial", "pape", "dense bias, as in timm")
 _GROWS_FROM = 1000  # tokens from which on growth is fitted: below, constant costs dominate
-_MOST_COMPILES = 2
 _MODEL_LEGEND = (
-    "p90: the slow tenth. Peak: of the process since its first call, compilation included. A call: memory of one call in "
-    "addition to what is held between calls. Ratios: over the fastest peer, with the lowest and highest round. Graphs: "
-    "compiled by dynamo."
+    "Peak: of the process since the call was set up, compilation included. A call: memory of one call in addition to what is "
+    "held between calls. Ratios: over the fastest peer, with the lowest and highest round. First: seconds from a new shape to "
+    "its first result, compilation included. Operators: launched by an eager call, without views. Graphs: compiled for it."
 )
-_RESOLUTION_LEGEND = (
-    "Seconds: from a new size to its first result, compilation included. Graphs: compiled by dynamo for it. A call: the memory "
-    "of one call in addition to what is held between calls. Sizes are visited in the order of the table, in one process each."
-)
-_SIZE_LEGEND = [
-    "Global attention, 6 heads of 64, batch 1, a bias table unless another encoding is named.",
-    "`auto` and names of backends are vitrel. MB is the peak memory of one call without its inputs, with outputs and",
-    "gradients, plus the int64 index [N, N] that a peer caches; 1 MB is 10^6 bytes.",
-]
 
 
 def write(page: Page, title: str, rows: list[Row], folder: Path) -> None:
@@ -156,34 +145,36 @@ _ATTENTION_COLUMNS = (
 
 
 def attention_page(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """Return the page of attention: times, failures, and cost against size if measured."""
-    lines = ["## Times", "", *_case_tables(rows, _ATTENTION_COLUMNS), "## Not timed", "", *not_timed(rows), ""]
-    return [*lines, *_size_section(rows, line, folder)]
+    """Return the page of attention: times and failures."""
+    return ["## Times", "", *_case_tables(rows, _ATTENTION_COLUMNS), "## Not timed", "", *not_timed(rows)]
 
 
-def _size_section(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """Return tables of cost with a size per row and a contender per column, and the growth; [] if not measured."""
-    if not any(row["kind"] == "size" for row in rows):
-        return []
-    lines = ["## Cost against size", "", *_SIZE_LEGEND]
-    for mode in MODES:
-        rows_of = _by_contender(row for row in rows if row["kind"] == "size" and row["mode"] == mode)
-        if not rows_of:
-            continue
-        for own_rows in rows_of.values():
-            own_rows.sort(key=lambda row: row["tokens"])
-        ended = {(row["contender"], row["case"]): row for row in rows if row["kind"] in ENDS and row["mode"] == mode}
-        lines += ["", f"### {TITLES[mode].capitalize()}: ms, MB", ""]
-        lines += _grid(rows_of, ended, lambda row: f"{_three(milliseconds(row))}, {_three(_call(row))}")
-        exponents = [[growth(own_rows, value) for value in (milliseconds, _call)] for own_rows in rows_of.values()]
-        cells = [", ".join("?" if e is None else f"N^{e:.2f}" for e in pair) for pair in exponents]
-        lines += [f"| grows as | {' | '.join(cells)} |"]
-        lines += ["", f"### {TITLES[mode].capitalize()}: seconds of the first call (graphs compiled)", ""]
-        lines += _grid(rows_of, ended, lambda row: f"{row['first_call_s']:.2f} ({int(row['compiles'])})")
-        path, title = folder / f"sizes_{mode}.png", f"Global attention, 6 heads of 64, batch 1, {TITLES[mode]}"
-        panels = [("milliseconds", milliseconds), ("MB", _call)]
-        plot(path, title, line, rows_of, "tokens N", lambda row: (row["tokens"], row["tokens"]), panels, slopes=True)
-    return lines
+def scale_page(rows: list[Row], line: str, folder: Path) -> list[str]:
+    """Return the page of cost against size, and write scale_inference.png."""
+    rows_of = _by_contender(row for row in rows if row["kind"] == "size")
+    body = [
+        [name, row["mode"], f"{row['call_ms']:.1f}", _megabytes(row["call_bytes"]), _megabytes(row["kept_bytes"])]
+        for name, own in rows_of.items()
+        for row in own
+    ]
+    lines = markdown(("", "", "ms of a call", "MB of a call", "MB of a kept index"), "|---|---|---:|---:|---:|", body)
+    shown = {
+        name: [row for row in own if row["mode"].startswith("inference")] for name, own in rows_of.items() if name in _PLOTTED
+    }
+    panels = [("milliseconds", lambda row: row["call_ms"]), ("MB", call_mb)]
+    title = "Global attention on one image, 2 heads of 64, inference"
+    if shown:
+        plot(
+            folder / "scale_inference.png",
+            title,
+            line,
+            shown,
+            "tokens N",
+            lambda row: (row["tokens"],) * 2,
+            panels,
+            slopes=True,
+        )
+    return [*lines, "", "## Not measured", "", *not_timed(rows)]
 
 
 def growth(rows: list[Row], value: Callable[[Row], float]) -> float | None:
@@ -196,27 +187,12 @@ def growth(rows: list[Row], value: Callable[[Row], float]) -> float | None:
     return linear_regression(*zip(*points, strict=True)).slope
 
 
-def _grid(rows_of: dict[str, list[Row]], ended: dict[tuple[str, str], Row], cell: Callable[[Row], str]) -> list[str]:
-    cases = {row["case"]: row["tokens"] for of_name in rows_of.values() for row in of_name}
-    body = []
-    for case, tokens in sorted(cases.items(), key=lambda item: item[1]):
-        rows = {name: next((row for row in of_name if row["case"] == case), None) for name, of_name in rows_of.items()}
-        cells = [cell(row) if row else _why(ended.get((name, case))) for name, row in rows.items()]
-        body.append([f"{tokens} ({case.removeprefix('size ')})", *cells])
-    return markdown(("N", *rows_of), "|---|" + "---:|" * len(rows_of), body)
-
-
-def _why(row: Row | None) -> str:
-    if row is None:
-        return ""
-    return "out of memory" if "allocate memory" in row["text"] or "out of memory" in row["text"] else row["kind"]
-
-
-def _call(row: Row) -> float:
+def call_mb(row: Row) -> float:
+    """Return the megabytes of a call, with the index that its contender keeps."""
     return (row["call_bytes"] + row["kept_bytes"]) / 1e6
 
 
-def _three(x: float) -> str:
+def three(x: float) -> str:
     """Format with three digits, without an exponent."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
 
@@ -225,13 +201,6 @@ def model_page(rows: list[Row], line: str, folder: Path) -> list[str]:
     """Return the page of models: a table per case, failures."""
     lines = ["## Times", "", _MODEL_LEGEND, ""]
     return [*lines, *_case_tables(rows, _MODEL_COLUMNS), "## Not timed", "", *not_timed(rows), "", line]
-
-
-def images_per_second(row: Row) -> tuple[float, float]:
-    """Return images/s from the median and from the 90th percentile of the times of all calls."""
-    times = [ms for calls in row["rounds"] for ms in calls]
-    slow = quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else times[0]
-    return row["batch"] / median(times) * 1e3, row["batch"] / slow * 1e3
 
 
 def _share(row: Row, best: Row | None) -> str:
@@ -246,59 +215,12 @@ def _peak(row: Row) -> str:
 
 _MODEL_COLUMNS = (
     Column("", "---", lambda row, _: row["contender"]),
-    Column("img/s p50", "---:", lambda row, _: f"{images_per_second(row)[0]:.2f}"),
-    Column("p90", "---:", lambda row, _: f"{images_per_second(row)[1]:.2f}"),
+    Column("ms", "---:", lambda row, _: f"{milliseconds(row):.1f}"),
     Column("over {}", "---", _over),
     Column("peak MB", "---:", lambda row, _: _peak(row)),
     Column("a call MB", "---:", lambda row, _: _megabytes(row["call_bytes"], 0)),
     Column("over it", "---:", _share),
-    Column("first call s", "---:", lambda row, _: f"{row['first_call_s']:.1f}"),
-    Column("graphs", "---:", lambda row, _: str(row["compiles"])),
+    Column("first s", "---:", lambda row, _: f"{row['first_call_s']:.1f}"),
+    Column("operators", "---:", lambda row, _: str(row["launches"] or "")),
+    Column("graphs", "---:", lambda row, _: str(row["new_compiles"])),
 )
-
-
-def resolution_page(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """Return the page of resolutions, a table per model, and write <model>.png: throughput and memory against size."""
-    found = by_case(rows)
-    lines = [_RESOLUTION_LEGEND, ""]
-    for case in dict.fromkeys(case for case, _ in found):
-        of_case = _by_contender(row for (own, _), of in found.items() for row in of.values() if own == case)
-        lines += [f"## {case}", "", *_compilations(of_case), *_resolutions(of_case), ""]
-        name = "".join(c if c.isalnum() else "_" for c in case.partition(" over")[0].lower())
-        panels = [
-            ("images per second", lambda row: row["batch"] / milliseconds(row) * 1e3),
-            ("memory of a call, MB", lambda row: (row["call_bytes"] or 0) / 1e6),
-        ]
-        plot(folder / f"{name}.png", case, line, of_case, "image, height x width in pixels", _pixels, panels)
-    return [*lines, "## Not timed", "", *not_timed(rows), "", line]
-
-
-def _pixels(row: Row) -> tuple[int, str]:
-    h, w = row["size"]
-    return h * w, f"{h}x{w}"
-
-
-def _compilations(rows_of: dict[str, list[Row]]) -> list[str]:
-    body = []
-    for name, rows in rows_of.items():
-        if "compiled" in name:
-            graphs = sum(row["new_compiles"] for row in rows)
-            verdict = "" if rows[0]["of"] == "peer" else "met" if graphs <= _MOST_COMPILES else "missed"
-            seconds = sum(row["first_call_s"] for row in rows)
-            body.append((name, str(len(rows)), str(graphs), f"{seconds:.1f}", verdict))
-    head = ("", "sizes", "graphs compiled", "seconds to all first results", f"at most {_MOST_COMPILES}")
-    return [*markdown(head, "|---|---:|---:|---:|---|", body), ""] if body else []
-
-
-def _resolutions(of: dict[str, list[Row]]) -> list[str]:
-    body = []
-    for size in dict.fromkeys(tuple(row["size"]) for rows in of.values() for row in rows):
-        found = [next((row for row in rows if tuple(row["size"]) == size), None) for rows in of.values()]
-        body.append([f"{size[0]}x{size[1]}", *("" if row is None else _resolution(row) for row in found)])
-    return markdown(("img/s p50 (p90), MB a call, seconds, graphs", *of), f"|---|{'---|' * len(of)}", body)
-
-
-def _resolution(row: Row) -> str:
-    p50, p90 = images_per_second(row)
-    memory = _megabytes(row["call_bytes"], 0) or "?"
-    return f"{p50:.2f} ({p90:.2f}), {memory} MB, {row['first_call_s']:.1f} s, {row['new_compiles']}"

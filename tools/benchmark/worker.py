@@ -104,6 +104,7 @@ class Worker:
         self._link, child = Pipe()
         count, cache = str(threads), self._folder.name  # empty caches, so the first call includes compilation
         environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of processes
         with self._said.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tools.benchmark.worker", str(child.fileno())],
@@ -135,14 +136,15 @@ class Worker:
         """Return (device, host) milliseconds of each of `calls` calls; on a CPU, (CPU time, wall time)."""
         return self._ask("run", calls)
 
-    def set(self, **args: Any) -> None:
-        """Run call.set(**args), for example to change the size."""
-        self._ask("set", args)
+    def set(self, first: bool = True, **args: Any) -> dict[str, float]:
+        """Run call.set(**args), for example to change the size, and if `first` a call; return its first_call_s."""
+        return self._ask("set", first, args)
 
-    def memory(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, Any]:
         """Return peak_bytes: highest memory since the first call, of the process or of PyTorch on the GPU.
 
-        Also call_bytes: memory that a further call takes in addition; reserved_bytes: reserved by PyTorch on the GPU.
+        Also call_bytes: memory that a further call takes in addition, and call_ms, its time; reserved_bytes: reserved by
+        PyTorch on the GPU; launches: the operators of a call, if the call counts them.
         """
         return self._ask("memory")
 
@@ -177,7 +179,7 @@ def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict
     times: dict[K, dict[str, list]] = {name: {"rounds": [], "host": []} for name in workers}
     failed: dict[K, WorkerFailed] = {}
     calls: dict[K, int] = {}
-    for turn in range(plan.rounds + 1):
+    for turn in range(plan.rounds + 1 if plan.rounds else 0):
         for name, worker in workers.items():
             if name in failed:
                 continue
@@ -207,20 +209,27 @@ class _Served:
         self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
         self.watch, self.busy = Stopwatch(self.device, getattr(self.call, "isolated", False)), 1.0
         _settled(self.device)
-        start = time.perf_counter()
-        self._once()
-        if self.gpu:
-            torch.cuda.synchronize()
-        return {"first_call_s": time.perf_counter() - start, "compiles": self.compiles()}
+        return {"first_call_s": self._first(), "compiles": self.compiles()}
 
     def outcome(self, path: str) -> str:
         tensors = getattr(self.call, "checked", dict)(self.kept)
         torch.save({name: x.detach().cpu() for name, x in tensors.items()}, path)
         return path
 
-    def set(self, args: dict[str, Any]) -> None:
+    def set(self, first: bool, args: dict[str, Any]) -> dict[str, float]:
         self.kept = None
         self.call.set(**args)
+        self.highest = 0
+        _settled(self.device)
+        return {"first_call_s": self._first()} if first else {}
+
+    def _first(self) -> float:
+        """Return the seconds of one call: of the clock on a GPU, else of processors, with those of compilers it starts."""
+        start, clock = sum(os.times()[:4]), time.perf_counter()
+        self._once()
+        if self.gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - clock if self.gpu else sum(os.times()[:4]) - start
 
     def run(self, calls: int) -> list[tuple[float, float]]:
         if self.gpu:  # allocates again the memory released below for other workers
@@ -231,13 +240,14 @@ class _Served:
             torch.cuda.empty_cache()
         return times
 
-    def memory(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, Any]:
         self.kept = None  # if it were freed within the call, the call would seem to take less
         self.highest = max(self.highest, torch.cuda.max_memory_allocated() if self.gpu else host_peak_bytes())
         memory = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
         with extra_bytes(self.device) as extra:
-            self._once()
-        return memory | {"call_bytes": extra[0]}
+            call_ms, _ = self.watch(self._once)
+        count = getattr(self.call, "launches", lambda: None)()
+        return memory | {"call_bytes": extra[0], "call_ms": call_ms, "launches": count}
 
     def compiles(self) -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0

@@ -90,11 +90,11 @@ class Row(NamedTuple):
     preferred: tuple[tuple[str, int], ...] = ()
 
 
-# Even for float32 inputs, since autocast could still round to half precision: only the reference serves xPos.
 _SCALED_KEYS = (
     "scaled-keys",
     "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids",
 )
+_HALF_SCALED_KEYS = ("scaled-keys half", _SCALED_KEYS[1])
 _BIASES_ONLY = "it serves bias tables only, no query, key, value or gated tables"
 _KERNEL_TABLES = "its kernels serve bias and query tables only, no key, value or gated tables"
 _ONE_AXIS = "its kernels serve query tables of one axis only, and only in global attention"
@@ -129,7 +129,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
         unsupported=(
             ("windows", "biases of windows are small, so there is nothing to save"),
             ("content", _BIASES_ONLY),
-            _SCALED_KEYS,
+            _HALF_SCALED_KEYS,
             ("mask", "it has no mask and no dropout of attention weights"),
             ("dropout", "it has no mask and no dropout of attention weights"),
             ("last-queries", "it needs the queries of the whole grid, not of its last rows"),
@@ -184,7 +184,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
         unsupported=(
             ("not windows", "it groups windows, and global attention has none"),
             ("value", "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"),
-            _SCALED_KEYS,
+            _HALF_SCALED_KEYS,
             ("not cpu", "it is slow on {device}: every kind of window needs its own kernel launches"),
             ("recorded", "it reads the number of windows of each kind from a tensor, which a graph cannot do"),
         ),
@@ -210,7 +210,7 @@ TABLE: dict[str, Row] = {  # in the order in which "auto" tries them
     "sdpa": Row(
         unsupported=(
             ("value", "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"),
-            _SCALED_KEYS,
+            _HALF_SCALED_KEYS,
         ),
         preferred=(("", 0),),
     ),

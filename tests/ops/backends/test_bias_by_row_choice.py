@@ -24,7 +24,7 @@ REFUSALS = [
     (BIAS, {"entry": "window_attention", "window": (2, 3)}, "biases of windows are small"),
     (Terms(), {}, "there is no bias table"),
     (Terms(tables=(Table(),)), {}, "there is no bias table"),
-    (BIAS._replace(key_rotary=ROTARY), {}, "overflow half precision"),
+    (BIAS._replace(key_rotary=ROTARY), {"dtype": torch.bfloat16}, "overflow half precision"),
     (BIAS, {"device": torch.device("cuda")}, "it is slow on cuda"),
     (BIAS, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "it has no mask and no dropout"),
     (BIAS, {"dropout_p": 0.1}, "it has no mask and no dropout"),
