@@ -1,0 +1,69 @@
+"""Write the table of docs/studies/camvid.md from results/study/camvid/table.md.
+
+python -m tools.study.camvid
+"""
+
+import argparse
+from pathlib import Path
+
+from tools.study.pages import ROOT, add_page_arguments, fill_pages
+from vitrel.evaluate.results.text import markdown
+
+PAGE = "docs/studies/camvid.md"
+MODELS = {  # label and policy in the results: name in the page
+    ("absolute", "bicubic"): "absolute, kept",
+    ("decomposed", "bicubic"): "decomposed, bicubic",
+    ("shaw", "none"): "shaw",
+    ("cpb", "keep"): "cpb",
+    ("rope_mixed", "keep"): "rope_mixed",
+    ("table", "bicubic"): "table, bicubic",
+    ("lookhere", "none"): "lookhere",
+    ("none", "none"): "none",
+}
+COLUMNS = {  # protocol and size: head in the page
+    ("scale", "96x128"): "96×128, trained",
+    ("scale", "48x64"): "48×64",
+    ("scale", "192x256"): "192×256",
+    ("scale", "128x96"): "128×96",
+    ("canvas", "48x64"): "crop of half the side",
+    ("canvas", "192x256"): "canvas of twice the side",
+    ("sliding", "192x256"): "sliding window there",
+}
+
+
+def cells_of(text: str) -> dict[tuple[str, str, str, str], str]:
+    """Return {(protocol, size, label, policy): mIoU ± half its interval} of a table.md; "sliding" has the policy "none"."""
+    cells, protocol, head = {}, "", []
+    for line in text.splitlines():
+        if line.endswith("protocol:"):
+            protocol, head = line.split()[-2], []
+        row = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if protocol and row[:2] == ["model", "policy"]:
+            head = row
+        elif head and len(row) == len(head):
+            cells |= {(protocol, size, row[0], row[1]): cell for size, cell in zip(head[3:], row[3:], strict=True)}
+        elif not row and not line.startswith("mIoU") and line:
+            protocol, head = "", []
+    return cells
+
+
+def table(results: Path) -> str:
+    """Return the Markdown table of the page, from the table.md in `results`; KeyError for a missing cell."""
+    cells = cells_of((results / "table.md").read_text("utf-8"))
+    rows = []
+    for (label, policy), name in MODELS.items():
+        own = [cells[protocol, size, label, "none" if protocol == "sliding" else policy] for protocol, size in COLUMNS]
+        rows.append([name, *own])
+    return markdown(["", *COLUMNS.values()], rows)
+
+
+def main() -> None:
+    """Run the command that the file's docstring describes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_page_arguments(parser, ROOT / "results" / "study" / "camvid")
+    args = parser.parse_args()
+    fill_pages(args.root, {PAGE: [("camvid", table(args.results))]}, "python -m tools.study.camvid", args.check)
+
+
+if __name__ == "__main__":
+    main()
