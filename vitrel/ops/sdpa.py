@@ -185,7 +185,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
 
 def _is_learned(bias: Tensor, q: Tensor) -> bool:
     """Return whether SDPA would choose its math kernel, the only one of a CPU whose mask gets a gradient, in full precision."""
-    return q.device.type == "cpu" and computed_in(q) in _FULL and needs_gradient(bias)
+    learned = q.device.type == "cpu" and computed_in(q) in _FULL and needs_gradient(bias)
+    return learned and not _is_recorded_or_transformed(q)  # graphs and exported programs keep one fused operator
 
 
 def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:

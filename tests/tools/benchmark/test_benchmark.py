@@ -564,7 +564,7 @@ def test_table_of_scale(tmp_path):
 
 
 def test_tables_of_the_page():
-    """Goals are met or missed by the median; what failed for want of memory is said."""
+    """Goals are met or missed by the median; what failed because memory ran out is said."""
     mode = "inference, batch 1, 224 px"
     models = [BY_HAND, row("a case", "Swin-T: timm", 900.0, mode=mode), row("a case", "Swin-T: ours", 400.0, "ours", mode)]
     models += [row("a case", f"ViT-S {kind}: ours", ms, "ours", mode) for kind, ms in (("table", 101.0), ("absolute", 100.0))]
