@@ -201,9 +201,11 @@ def _integers(key: tuple) -> list[int]:
 
 def _plain(key: tuple) -> tuple:
     """Return the key with plain integers instead of symbols that have one value, as a side of a window cut from any grid."""
-    return tuple(
-        [_plain(part) if isinstance(part, tuple) else operator.index(part) if _is_integer(part) else part for part in key]
-    )
+
+    def plain(part: Any) -> Any:
+        return operator.index(part) if _is_integer(part) else part
+
+    return tuple([tuple(map(plain, part)) if isinstance(part, tuple) else plain(part) for part in key])
 
 
 def _is_integer(part: Any) -> bool:

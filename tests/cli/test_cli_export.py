@@ -201,7 +201,7 @@ def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     assert "onnxruntime_of_nobody is not installed: pip install" in error(path, "--format", "onnx")
 
     for given, words in [
-        (torch.nn.Linear(2, 2), "only vitrel models can be exported, not Linear"),
+        (torch.nn.Linear(2, 2), "only models of vitrel and of vitrel.from_timm can be exported, not Linear"),
         (small().train(), r"call model.eval\(\) first"),
         (small().double(), r"export needs float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:

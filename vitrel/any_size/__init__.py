@@ -112,8 +112,8 @@ def _sized(
 ) -> tuple[Tensor, ...] | None:
     """Check the sides of the image [B, C, H, W], and in a graph for any size write them as multiples.
 
-    Sides written as 32 * n keep the sizes of all later maps short expressions: a graph is traced in seconds, not minutes, and has
-    no conditions on the image but this one.
+    Sides written as 32 * n keep the sizes of all later maps short expressions: a graph is traced in seconds, not minutes, and
+    has few conditions on the image but this one.
 
     Args:
         model: of timm, whose forward follows.

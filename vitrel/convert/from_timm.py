@@ -42,8 +42,8 @@ def from_timm(
         pretrained: for a name: load pretrained weights.
         position: an encoding to add in attention, as in `vitrel.relativize`; None: none.
         position_args: as in `vitrel.relativize`.
-        policy: "timm": at other sizes, timm's own numbers bit for bit, where timm defines them; the result is a timm model, resized
-            by timm's code (vitrel.any_size.timm_policy). None: vitrel's, as above.
+        policy: "timm": at other sizes, timm's own numbers bit for bit, where timm defines them; the result is a timm model,
+            resized by timm's code (vitrel.any_size.timm_policy). None: vitrel's, as above.
         absolute: as in `vitrel.relativize`: "keep", "drop" or "fade" over fade_steps.
         fade_steps: as in `vitrel.relativize`.
         rope: as in `vitrel.relativize`.

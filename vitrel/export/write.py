@@ -66,8 +66,8 @@ def export_model(
             (vitrel models only).
         size: an int or (h, w) in pixels of the images of a program or ONNX file; default: that of training. The batch size is
             free.
-        dynamic_size: the file takes any height and width that leave two tokens or more, or two along each side where timm's trunk
-            is kept.
+        dynamic_size: the file takes any height and width that leave two tokens or more, or where timm's trunk is kept, two along
+            each side.
         about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
             config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. The model's
             preprocessing is stored in any case, where `about` does not replace it.
@@ -212,8 +212,8 @@ def _free_sizes(program: torch.export.ExportedProgram) -> None:
     """Remove the conditions on the batch size alone, and those that some size differs from another, such as "not 1".
 
     PyTorch compares sizes where it derives memory layouts, as of a convolution, and records each outcome as a condition on the
-    image. The layout that was recorded serves the excluded sizes too; where it does not, an operator of the program fails, which
-    `check_sizes` tries with one image. Conditions that sides are multiples, or not too small, stay.
+    image. The layout that was recorded serves the excluded sizes too; where it does not, an operator of the program fails, as
+    is tried with one image (`check_sizes`). Conditions that sides are multiples, or not too small, stay.
     """
     image = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == program.graph_signature.user_inputs[0])
     batch = image.meta["val"].shape[0].node.expr
