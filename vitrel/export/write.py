@@ -66,7 +66,7 @@ def export_model(
             (vitrel models only).
         size: an int or (h, w) in pixels of the images of a program or ONNX file; default: that of training. The batch size is
             free.
-        dynamic_size: the file takes any height and width that leave two tokens or more, or where timm's trunk is kept, two along
+        dynamic_size: the file takes any height and width that leave two tokens or more; where timm's trunk is kept, two along
             each side.
         about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
             config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. The model's
