@@ -69,6 +69,42 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 }
 
 
+# Graphs for any size, recorded from --graphs and held by tests/any_size/test_graphs.py: the number of graphs that torch.compile
+# makes for SIZES, and "yes" for an exported program and ONNX with dynamic batch, height and width; "" where not tried or not held.
+GRAPHS: dict[str, tuple[int | str, str, str]] = {
+    "vit_tiny_r_s16_p8_224": (2, "yes", ""),
+    "vitamin_small_224": (2, "yes", ""),
+    "aimv2_large_patch14_224": (2, "yes", ""),
+    "vit_small_patch16_18x2_224": (2, "yes", ""),
+    "vit_dpwee_patch16_reg1_gap_256": (2, "yes", "yes"),
+    "vit_pe_core_tiny_patch16_384": (2, "yes", ""),
+    "samvit_base_patch16": ("", "yes", ""),
+    "swin_s3_tiny_224": (2, "yes", ""),
+    "swinv2_cr_tiny_ns_224": (3, "yes", ""),
+    "maxvit_tiny_pm_256": ("", "yes", ""),
+    "hiera_tiny_224": ("", "yes", ""),
+    "sam2_hiera_tiny": ("", "yes", "yes"),
+    "gcvit_xxtiny": ("", "yes", ""),
+    "mvitv2_tiny": ("", "yes", ""),
+    "levit_128s": ("", "yes", "yes"),
+    "efficientformerv2_s0": ("", "yes", ""),
+    "tiny_vit_5m_224": ("", "yes", ""),
+    "cait_xxs24_224": ("", "yes", "yes"),
+    "convit_tiny": ("", "yes", ""),
+    "crossvit_tiny_240": ("", "yes", ""),
+    "nest_tiny": ("", "yes", ""),
+    "pit_xs_224": (2, "yes", "yes"),
+    "tnt_s_patch16_224": ("", "yes", ""),
+    "visformer_tiny": ("", "yes", ""),
+    "volo_d1_224": ("", "yes", ""),
+    "xcit_nano_12_p16_224": (2, "yes", "yes"),
+    "coat_lite_tiny": ("", "yes", ""),
+    "twins_svt_small": ("", "yes", ""),
+    "pvt_v2_b0": ("", "yes", ""),
+    "edgenext_xx_small": ("", "yes", "yes"),
+    "naflexvit_base_patch16_gap": ("", "yes", ""),
+}
+
 # Image sizes (h, w) for which a model is compiled.
 SIZES = ((128, 128), (96, 160), (160, 96), (64, 128), (192, 64), (96, 96), (64, 224), (224, 160))
 
@@ -174,11 +210,15 @@ def names() -> dict[str, str]:
 
 def table() -> str:
     """Return the table of the families that keep timm's trunk, in Markdown."""
-    lines = ["| family | position | at another size | sides |", "|---|---|---|---|"]
+    lines = ["| family | position | at another size | sides | graphs | export | ONNX |", "|---|---|---|---|---|---|---|"]
+    files_of = {name: timm.models.model_entrypoint(name).__module__.rpartition(".")[2] for name in GRAPHS}
     for adapter in ADAPTERS:
         files = dict.fromkeys(kind.__module__.rpartition(".")[2] for kind in adapter.models)
         sides = f"multiples of {adapter.multiple}" if adapter.multiple > 1 else "any"
-        lines.append(f"| {', '.join(files)} | {adapter.position} | {adapter.elsewhere} | {sides} |")
+        rows = [row for name, row in GRAPHS.items() if files_of[name] in files]
+        columns = ([str(row[i]) for row in rows if row[i]] for i in range(3))
+        cells = [max(column, default="–") for column in columns]
+        lines.append(f"| {', '.join(files)} | {adapter.position} | {adapter.elsewhere} | {sides} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -110,7 +110,7 @@ def _file(model: nn.Module) -> str:
 def _sized(
     model: nn.Module, arguments: tuple[Tensor, ...], multiple: int, padded: tuple[int, int]
 ) -> tuple[Tensor, ...] | None:
-    """Check the sides of the image [B, C, H, W], and in a graph for any size write them as multiples.
+    """Check the sides of the image [B, C, H, W], and in an exported graph for any size write them as multiples.
 
     Sides written as 32 * n keep the sizes of all later maps short expressions: a graph is traced in seconds, not minutes, and
     has few conditions on the image but this one.
@@ -121,19 +121,21 @@ def _sized(
         multiple: number of pixels that must divide both sides.
         padded: (h, w) of the patches to whole numbers of which the model pads an image, (1, 1) if it does not.
     """
+    if torch.compiler.is_dynamo_compiling():  # of this function alone: its result would be a graph of its own
+        return None
     image = arguments[0]
     size = tuple(image.shape[-2:])
-    if is_known(*size):
-        if not torch.compiler.is_compiling() and any(n % multiple for n in size):
-            whole = format_size(tuple(-(-n // multiple) * multiple for n in size))
-            raise ValueError(
-                f"{type(model).__name__} takes images whose sides are multiples of {multiple} pixels, not {format_size(size)}: "
-                f"resize or pad them, for example to {whole}"
-            )
-        return None
-    if multiple > 1:
-        image = image.unflatten(3, (-1, multiple)).unflatten(2, (-1, multiple)).flatten(4, 5).flatten(2, 3)
-    elif is_exporting():
-        down, right = ((n + p - 1) // p * p - n for n, p in zip(size, padded, strict=True))
-        image = F.pad(image, (0, right, 0, down))
-    return (image, *arguments[1:])
+    if is_exporting() and not is_known(*size):
+        if multiple > 1:
+            image = image.unflatten(3, (-1, multiple)).unflatten(2, (-1, multiple)).flatten(4, 5).flatten(2, 3)
+        else:
+            down, right = ((n + p - 1) // p * p - n for n, p in zip(size, padded, strict=True))
+            image = F.pad(image, (0, right, 0, down))
+        return (image, *arguments[1:])
+    if is_known(*size) and any(n % multiple for n in size):
+        whole = format_size(tuple(-(-n // multiple) * multiple for n in size))
+        raise ValueError(
+            f"{type(model).__name__} takes images whose sides are multiples of {multiple} pixels, not {format_size(size)}: "
+            f"resize or pad them, for example to {whole}"
+        )
+    return None

@@ -21,7 +21,8 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
     if isinstance(module, RelPosMlp):
         trained = (0, 0)
         if module.mode == "swin":
-            trained = tuple(n if n > 0 else m for n, m in zip(module.pretrained_window_size, source[:2], strict=True))
+            (a, b), (h, w) = module.pretrained_window_size, source[:2]
+            trained = (a if a > 0 else h, b if b > 0 else w)
         constants = module.rel_coords_log
         coordinates = log_offsets(*target[:2], trained, name_of(constants.dtype), device=constants.device)
         rows = module.bias_act(module.mlp(coordinates))

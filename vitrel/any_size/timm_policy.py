@@ -16,12 +16,13 @@ from torch import Tensor, nn
 _SWINS = (swin_transformer.SwinTransformer, swin_transformer_v2.SwinTransformerV2, swin_transformer_v2_cr.SwinTransformerV2Cr)
 
 
-def timm_sizes(model: nn.Module) -> nn.Module:
+def timm_sizes(model: Any) -> nn.Module:
     """Let a timm model take images of any size that timm's own code takes, and return it.
 
     In training mode a model that `set_input_size` resizes takes its own size only: the resized parameters are copies.
     """
     if isinstance(model, _SWINS):
+        part: Any
         for part in model.modules():
             if hasattr(part, "dynamic_mask"):
                 part.dynamic_mask, part.attn_mask = True, None

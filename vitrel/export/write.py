@@ -168,11 +168,11 @@ def _least_size(model: nn.Module) -> int:
     return reduction + 1 if isinstance(model, Backbone) else 2 * reduction  # timm's trunks pad less
 
 
-def _channels(model: nn.Module) -> int:
+def _channels(model: Any) -> int:
     if isinstance(model, Backbone):
         return model.in_chans
     first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
-    return model.pretrained_cfg["input_size"][0] if first is None else first.in_channels
+    return int(model.pretrained_cfg["input_size"][0] if first is None else first.in_channels)
 
 
 def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
