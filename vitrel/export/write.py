@@ -169,10 +169,11 @@ def _least_size(model: nn.Module) -> int:
 
 
 def _channels(model: Any) -> int:
-    if isinstance(model, Backbone):
-        return model.in_chans
+    channels = getattr(model, "in_chans", None)
     first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
-    return int(model.pretrained_cfg["input_size"][0] if first is None else first.in_channels)
+    if channels is None:
+        channels = model.pretrained_cfg["input_size"][0] if first is None else first.in_channels
+    return int(channels)
 
 
 def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
