@@ -19,7 +19,7 @@ def test_compiled_for_eight_sizes_in_two_graphs(name):
     assert graphs(name) <= 2
 
 
-@variants(1, {"cait_xxs24_224", "levit_128s"})
+@variants(1, {"cait_xxs24_224", "pit_xs_224"})
 def test_an_exported_program_serves_any_batch_height_and_width(name, tmp_path):
     assert written(name, "exported", tmp_path) <= TOLERANCE
 

@@ -83,7 +83,7 @@ GRAPHS: dict[str, tuple[int | str, str, str]] = {
     "swinv2_cr_tiny_ns_224": (3, "yes", ""),
     "maxvit_tiny_pm_256": ("", "yes", ""),
     "hiera_tiny_224": ("", "yes", "yes"),
-    "sam2_hiera_tiny": ("", "yes", "yes"),
+    "sam2_hiera_tiny": (3, "yes", "yes"),
     "gcvit_xxtiny": ("", "yes", ""),
     "mvitv2_tiny": ("", "yes", ""),
     "levit_128s": ("", "yes", "yes"),
@@ -101,8 +101,8 @@ GRAPHS: dict[str, tuple[int | str, str, str]] = {
     "coat_lite_tiny": ("", "yes", ""),
     "twins_svt_small": ("", "yes", ""),
     "pvt_v2_b0": ("", "yes", ""),
-    "edgenext_xx_small": ("", "yes", "yes"),
-    "naflexvit_base_patch16_gap": ("", "yes", ""),
+    "edgenext_xx_small": (2, "yes", "yes"),
+    "naflexvit_base_patch16_gap": (2, "yes", ""),
 }
 
 # Image sizes (h, w) for which a model is compiled.
