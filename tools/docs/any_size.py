@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 
 
 # Graphs for any size, recorded from --graphs and held by tests/any_size/test_graphs.py: the number of graphs that torch.compile
-# makes for SIZES, and "yes" for an exported program and ONNX with dynamic batch, height and width; "" where not tried or not held.
+# makes for SIZES, and "yes" for an exported program and ONNX with dynamic batch, height and width; "" where not tried.
 GRAPHS: dict[str, tuple[int | str, str, str]] = {
     "vit_tiny_r_s16_p8_224": (2, "yes", ""),
     "vitamin_small_224": (2, "yes", ""),
