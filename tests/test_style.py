@@ -19,7 +19,7 @@ ROOMS = {  # what else each room may import; all may import the core
     "inputs": set(),
     "cpu": set(),
     "data": set(),
-    "export": {"convert", "evaluate"},
+    "export": {"any_size", "convert", "evaluate", "inspect"},
     "inspect": set(),
     "conformance": {"inspect"},
     "tune": set(),

@@ -13,6 +13,7 @@ PyTorch's operators; an exported program computes each once for all layers.
 import ast
 import functools
 import itertools
+import operator
 import os
 import threading
 from collections import OrderedDict
@@ -62,7 +63,7 @@ def cached_geometry(function: F) -> F:
     def cached(*key: Any, device: torch.device | str | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             if is_known(*_integers(key)):
-                names = _graph_attributes(name, device, *key)
+                names = _graph_attributes(name, device, *_plain(key))
                 tensors = tuple([getattr(_graphs, attribute) for attribute in names.split(" ")])
             else:
                 tensors = tuple(_operator(name, *_flat(key), torch.device("cpu" if device is None else device)))
@@ -195,7 +196,20 @@ def _bytes(tensor: Tensor) -> int:
 
 def _integers(key: tuple) -> list[int]:
     parts = [part if isinstance(part, tuple) else (part,) for part in key]
-    return [n for part in parts for n in part if isinstance(n, int) and not isinstance(n, bool)]
+    return [n for part in parts for n in part if _is_integer(n)]
+
+
+def _plain(key: tuple) -> tuple:
+    """Return the key with plain integers instead of symbols that have one value, as a side of a window cut from any grid."""
+
+    def plain(part: Any) -> Any:
+        return operator.index(part) if _is_integer(part) else part
+
+    return tuple([tuple(map(plain, part)) if isinstance(part, tuple) else plain(part) for part in key])
+
+
+def _is_integer(part: Any) -> bool:
+    return isinstance(part, int) and not isinstance(part, bool)
 
 
 @torch._dynamo.assume_constant_result

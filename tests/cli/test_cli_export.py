@@ -63,6 +63,20 @@ def test_a_program_serves_any_size(checkpoint, capsys):
 
 
 @pytest.mark.slow
+def test_a_model_that_keeps_timms_trunk(tmp_path, capsys):
+    """By its name in timm: from_timm is applied, and sides stay multiples of what its trunk needs."""
+    model = timm.create_model("hiera_tiny_224", num_classes=3, stages=(1, 1, 1, 1), img_size=64).eval()
+    torch.save(model.state_dict(), tmp_path / "hiera.pth")
+    options = ["--model-args", "{stages: [1, 1, 1, 1]}", "--img-size", "64", "--format", "exported", "--dynamic"]
+    tool.main(["hiera_tiny_224", "--weights", str(tmp_path / "hiera.pth"), *options])
+    run = torch.export.load(tmp_path / "hiera.pt2").module()
+    assert_serves(run, vitrel.from_timm(model), [(1, (64, 96)), (3, (128, 64))])
+    with pytest.raises((AssertionError, RuntimeError)):
+        run(torch.randn(1, 3, 70, 64))
+    assert "any image size of whole 32 pixels" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_program_of_one_size(checkpoint, tmp_path, capsys):
     """It takes any batch, and refuses another size instead of a wrong answer."""
     path, model = checkpoint
@@ -201,7 +215,7 @@ def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     assert "onnxruntime_of_nobody is not installed: pip install" in error(path, "--format", "onnx")
 
     for given, words in [
-        (torch.nn.Linear(2, 2), "only vitrel models can be exported, not Linear"),
+        (torch.nn.Linear(2, 2), "only models of vitrel and of vitrel.from_timm can be exported, not Linear"),
         (small().train(), r"call model.eval\(\) first"),
         (small().double(), r"export needs float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:

@@ -4,12 +4,12 @@ import pytest
 import timm
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vitrel
 from helpers import each
 from helpers.gpu import Unread, autocast
+from helpers.launches import Launches
 from helpers.variants import MODELS
 from vitrel import geometry
 from vitrel.ops import BACKENDS, use_backend
@@ -20,17 +20,6 @@ from vitrel.ops.capability import TABLE
 def few_blocks(name):
     """Keywords for one block, a Swin for a stage with and without a shift and one after it."""
     return {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators, without views and allocations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        name = operator.name().partition("::")[2].partition(".")[0]
-        self.count += not (operator.is_view or name in ("detach", "alias", "_unsafe_view") or "empty" in name)
-        return operator(*args, **(kwargs or {}))
 
 
 def launches(model, size, train):

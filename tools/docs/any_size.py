@@ -1,18 +1,23 @@
 """Small variants of the families that keep timm's trunk, and the table of docs/how_to/any_size.md.
 
-python -m tools.docs.any_size    # print the table of families; --names counts timm's entry points
+python -m tools.docs.any_size    # print the table of families; --names counts timm's entry points; --graphs tries GRAPHS
 """
 
 import argparse
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from vitrel.any_size import ADAPTERS, adapter_of, any_size, takes
+from vitrel.convert.from_timm import from_timm
 from vitrel.convert.recognize import recognize
+from vitrel.export import export_model
 from vitrel.models.create import on_meta
 
 DEEP = dict(depth=2, img_size=64)
@@ -64,6 +69,46 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 }
 
 
+# Graphs for any size, recorded from --graphs and held by tests/any_size/test_graphs.py: the number of graphs that torch.compile
+# makes for SIZES, and "yes" for an exported program and ONNX with dynamic batch, height and width; "" where not tried.
+GRAPHS: dict[str, tuple[int | str, str, str]] = {
+    "vit_tiny_r_s16_p8_224": (2, "yes", ""),
+    "vitamin_small_224": (2, "yes", ""),
+    "aimv2_large_patch14_224": (2, "yes", ""),
+    "vit_small_patch16_18x2_224": (2, "yes", ""),
+    "vit_dpwee_patch16_reg1_gap_256": (2, "yes", "yes"),
+    "vit_pe_core_tiny_patch16_384": (2, "yes", ""),
+    "samvit_base_patch16": ("", "yes", ""),
+    "swin_s3_tiny_224": (2, "yes", ""),
+    "swinv2_cr_tiny_ns_224": (3, "yes", ""),
+    "maxvit_tiny_pm_256": ("", "yes", ""),
+    "hiera_tiny_224": ("", "yes", "yes"),
+    "sam2_hiera_tiny": (3, "yes", "yes"),
+    "gcvit_xxtiny": ("", "yes", ""),
+    "mvitv2_tiny": ("", "yes", ""),
+    "levit_128s": ("", "yes", "yes"),
+    "efficientformerv2_s0": ("", "yes", ""),
+    "tiny_vit_5m_224": ("", "yes", ""),
+    "cait_xxs24_224": (2, "yes", "yes"),
+    "convit_tiny": (2, "yes", ""),
+    "crossvit_tiny_240": ("", "yes", ""),
+    "nest_tiny": ("", "yes", ""),
+    "pit_xs_224": (2, "yes", "yes"),
+    "tnt_s_patch16_224": (2, "yes", ""),
+    "visformer_tiny": ("", "yes", ""),
+    "volo_d1_224": ("", "yes", ""),
+    "xcit_nano_12_p16_224": (2, "yes", "yes"),
+    "coat_lite_tiny": ("", "yes", ""),
+    "twins_svt_small": ("", "yes", ""),
+    "pvt_v2_b0": ("", "yes", ""),
+    "edgenext_xx_small": (2, "yes", "yes"),
+    "naflexvit_base_patch16_gap": (2, "yes", ""),
+}
+
+# Image sizes (h, w) for which a model is compiled.
+SIZES = ((128, 128), (96, 160), (160, 96), (64, 128), (192, 64), (96, 96), (64, 224), (224, 160))
+
+
 def variant(name: str, **options: Any) -> nn.Module:
     """Return timm's model with the arguments of VARIANTS and `options`, in eval mode, with random parameters and statistics."""
     torch.manual_seed(0)
@@ -95,6 +140,42 @@ def native(name: str, model: nn.Module) -> tuple[int, int]:
 def apart(a: Tensor, b: Tensor) -> float:
     """Return the largest difference, relative to the largest value of b."""
     return float((a - b).abs().max() / b.abs().max())
+
+
+def graphs(name: str) -> int:
+    """Return the number of graphs that torch.compile(dynamic=True) makes of a variant for all SIZES, each result checked."""
+    model, counter = from_timm(variant(name)).requires_grad_(False), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
+    for size in SIZES:
+        image = torch.randn(2, 3, *size)
+        if apart(compiled(image), model(image)) > 1e-5:
+            raise RuntimeError(f"{name} compiled differs at {size}")
+    return counter.frame_count
+
+
+def written(name: str, format: str, folder: Path) -> float:
+    """Write a variant with dynamic batch, height and width, and return the largest error of its checks (`export_model`)."""
+    model = from_timm(variant(name)).requires_grad_(False)
+    suffix = {"exported": ".pt2", "onnx": ".onnx"}[format]
+    checks = export_model(model, folder / f"{name}{suffix}", format, size=(128, 160), dynamic_size=True)
+    return max(check.error for check in checks)
+
+
+def try_graphs(names: list[str]) -> None:
+    """Print for each variant the number of graphs, and the largest errors of the exported program and of ONNX, or an error."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            tries = {
+                "compile": lambda: graphs(name),  # noqa: B023
+                "export": lambda: written(name, "exported", Path(folder)),  # noqa: B023
+                "ONNX": lambda: written(name, "onnx", Path(folder)),  # noqa: B023
+            }
+            for what, tried in tries.items():
+                try:
+                    print(f"{name}: {what} {tried():.2g}", flush=True)
+                except Exception as error:
+                    print(f"{name}: {what} {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
 
 
 def taken(model: nn.Module) -> str:
@@ -129,11 +210,15 @@ def names() -> dict[str, str]:
 
 def table() -> str:
     """Return the table of the families that keep timm's trunk, in Markdown."""
-    lines = ["| family | position | at another size | sides |", "|---|---|---|---|"]
+    lines = ["| family | position | at another size | sides | graphs | export | ONNX |", "|---|---|---|---|---|---|---|"]
+    files_of = {name: timm.models.model_entrypoint(name).__module__.rpartition(".")[2] for name in GRAPHS}
     for adapter in ADAPTERS:
         files = dict.fromkeys(kind.__module__.rpartition(".")[2] for kind in adapter.models)
         sides = f"multiples of {adapter.multiple}" if adapter.multiple > 1 else "any"
-        lines.append(f"| {', '.join(files)} | {adapter.position} | {adapter.elsewhere} | {sides} |")
+        rows = [row for name, row in GRAPHS.items() if files_of[name] in files]
+        columns = ([str(row[i]) for row in rows if row[i]] for i in range(3))
+        cells = [max(column, default="–") for column in columns]
+        lines.append(f"| {', '.join(files)} | {adapter.position} | {adapter.elsewhere} | {sides} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -141,7 +226,12 @@ def main() -> None:
     """Print the table, or with --names the number of entry points by how they are taken, and the refusals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", action="store_true", help="count timm's entry points, some minutes")
-    if not parser.parse_args().names:
+    parser.add_argument("--graphs", nargs="*", metavar="NAME", help="compile and export these variants, default all: an hour")
+    args = parser.parse_args()
+    if args.graphs is not None:
+        try_graphs(args.graphs or [*VARIANTS])
+        return
+    if not args.names:
         print(table())
         return
     found = names()

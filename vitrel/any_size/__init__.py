@@ -6,6 +6,7 @@
 import functools
 
 import torch
+import torch.nn.functional as F
 from timm.layers.attention_pool2d import AttentionPool2d, RotAttentionPool2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.halo_attn import HaloAttn
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from vitrel.any_size import absolute, convolved, decomposed, levit, maxxvit, swin, vit, windowed
 from vitrel.any_size.exchange import Adapter, exchange
 from vitrel.common.sizes import format_size
+from vitrel.geometry import is_exporting, is_known
 
-__all__ = ["ADAPTERS", "WITHOUT_POSITION", "Adapter", "adapter_of", "any_size", "takes"]
+__all__ = ["ADAPTERS", "WITHOUT_POSITION", "Adapter", "adapter_of", "any_size", "side_multiple", "takes"]
 
 ADAPTERS: tuple[Adapter, ...] = (
     vit.ADAPTER,
@@ -87,9 +89,17 @@ def any_size(model: nn.Module) -> nn.Module:
             return model
         raise ValueError(f"no adapter is known for {type(model).__module__}")
     model = exchange(model, adapter)
-    if adapter.multiple > 1:
-        model.register_forward_pre_hook(functools.partial(_check_size, multiple=adapter.multiple))
+    model.side_multiple = adapter.multiple  # type: ignore[assignment]
+    embed = getattr(model, "patch_embed", None)
+    padded = tuple(embed.patch_size) if getattr(embed, "dynamic_img_pad", False) else (1, 1)
+    if adapter.multiple > 1 or padded != (1, 1):
+        model.register_forward_pre_hook(functools.partial(_sized, multiple=adapter.multiple, padded=padded))
     return model
+
+
+def side_multiple(model: nn.Module) -> int:
+    """Return the number of pixels that must divide both sides of the images of a result of `any_size`; 0 for other models."""
+    return int(getattr(model, "side_multiple", takes(model) and adapter_of(model) is None))
 
 
 def _file(model: nn.Module) -> str:
@@ -97,13 +107,35 @@ def _file(model: nn.Module) -> str:
     return file if package == "timm.models" else ""
 
 
-def _check_size(model: nn.Module, arguments: tuple[Tensor, ...], multiple: int) -> None:
-    if torch.compiler.is_compiling():
-        return
-    size = tuple(arguments[0].shape[-2:])
-    if any(n % multiple for n in size):
+def _sized(
+    model: nn.Module, arguments: tuple[Tensor, ...], multiple: int, padded: tuple[int, int]
+) -> tuple[Tensor, ...] | None:
+    """Check the sides of the image [B, C, H, W], and in an exported graph for any size write them as multiples.
+
+    Sides written as 32 * n keep the sizes of all later maps short expressions: a graph is traced in seconds, not minutes, and
+    has few conditions on the image but this one.
+
+    Args:
+        model: of timm, whose forward follows.
+        arguments: of its forward.
+        multiple: number of pixels that must divide both sides.
+        padded: (h, w) of the patches to whole numbers of which the model pads an image, (1, 1) if it does not.
+    """
+    if torch.compiler.is_dynamo_compiling():  # of this function alone: its result would be a graph of its own
+        return None
+    image = arguments[0]
+    size = tuple(image.shape[-2:])
+    if is_exporting() and not is_known(*size):
+        if multiple > 1:
+            image = image.unflatten(3, (-1, multiple)).unflatten(2, (-1, multiple)).flatten(4, 5).flatten(2, 3)
+        else:
+            down, right = ((n + p - 1) // p * p - n for n, p in zip(size, padded, strict=True))
+            image = F.pad(image, (0, right, 0, down))
+        return (image, *arguments[1:])
+    if is_known(*size) and any(n % multiple for n in size):
         whole = format_size(tuple(-(-n // multiple) * multiple for n in size))
         raise ValueError(
             f"{type(model).__name__} takes images whose sides are multiples of {multiple} pixels, not {format_size(size)}: "
             f"resize or pad them, for example to {whole}"
         )
+    return None

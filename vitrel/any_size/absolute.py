@@ -12,7 +12,8 @@ from timm.models import cait, convit, crossvit, nest, pit, tnt, visformer, volo,
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, pair_bias, token_embedding
+from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, name_of, pair_bias, token_embedding
+from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 
 
@@ -51,13 +52,19 @@ class GPSA(convit.GPSA):
         x = x.flatten(1, 2)
         q, k = self.qk(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         v = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        y, z = Grid(h, w).offsets(device=x.device).to(x.dtype).unbind(-1)
-        rows = self.pos_proj(torch.stack((-z, -y, y * y + z * z), -1))  # the offset is key minus query, columns first
+        rows = self.pos_proj(_polynomial(h, w, name_of(x.dtype), device=x.device))
         content = ((q @ k.mT) * self.scale).softmax(-1)
         gate = self.gating_param[:, None, None].sigmoid()
         weights = (1 - gate) * content + gate * pair_bias(rows, Grid(h, w)).softmax(-1)
         weights = self.attn_drop(weights / weights.sum(-1, keepdim=True))
         return self.proj_drop(self.proj((weights @ v).transpose(1, 2).flatten(2))).unflatten(1, (h, w))
+
+
+@cached_geometry
+def _polynomial(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
+    """Return column and row offset, key minus query, and squared distance of every offset class, [R, 3]."""
+    y, x = Grid(h, w).offsets(device=device).to(getattr(torch, dtype)).unbind(-1)
+    return torch.stack((-x, -y, y * y + x * x), -1)
 
 
 class ConVit(_Patches, convit.ConVit):

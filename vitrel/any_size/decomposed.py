@@ -94,8 +94,9 @@ class SamBlock(vision_transformer_sam.Block):
         (h, w), n = x.shape[1:3], self.window_size
         y = self.norm1(x)
         if n > 0:
-            y = F.pad(y, (0, 0, 0, -w % n, 0, -h % n)).unflatten(2, (-1, n)).unflatten(1, (-1, n)).transpose(2, 3)
-            down, across = y.shape[1:3]
+            down, across = (h + n - 1) // n, (w + n - 1) // n
+            y = F.pad(y, (0, 0, 0, across * n - w, 0, down * n - h))
+            y = y.unflatten(2, (across, n)).unflatten(1, (down, n)).transpose(2, 3)
             y = self.attn(y.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
             y = y.flatten(3, 4).flatten(1, 2)[:, :h, :w]
         else:

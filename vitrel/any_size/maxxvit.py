@@ -10,7 +10,7 @@ from timm.models import maxxvit
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter
-from vitrel.any_size.parts import Size, in_windows, masked_attention, pair_bias, table_bias
+from vitrel.any_size.parts import Size, in_windows, log_offsets, masked_attention, name_of, pair_bias, table_bias
 from vitrel.grid import Grid
 from vitrel.position.resample import resample_table
 
@@ -19,13 +19,12 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
     """Return the biases [H, N, N] of one of timm's modules on a grid of `size` (h, w) tokens, which may differ from its own."""
     source, target = Grid(*module.window_size), Grid(*size)
     if isinstance(module, RelPosMlp):
-        offsets = target.offsets(device=module.rel_coords_log.device).to(module.rel_coords_log.dtype)
+        trained = (0, 0)
         if module.mode == "swin":
-            trained = [n if n > 0 else m for n, m in zip(module.pretrained_window_size, source[:2], strict=True)]
-            offsets = offsets * 8 / (offsets.new_tensor(trained) - 1)
-            coordinates = offsets.sign() * (1 + offsets.abs()).log2() / 3
-        else:
-            coordinates = offsets.sign() * (1 + offsets.abs()).log()
+            (a, b), (h, w) = module.pretrained_window_size, source[:2]
+            trained = (a if a > 0 else h, b if b > 0 else w)
+        constants = module.rel_coords_log
+        coordinates = log_offsets(*target[:2], trained, name_of(constants.dtype), device=constants.device)
         rows = module.bias_act(module.mlp(coordinates))
         return pair_bias(rows if module.bias_gain is None else module.bias_gain * rows, target)
     if isinstance(module, RelPosBiasTf):  # it counts key minus query

@@ -91,6 +91,30 @@ def pair_bias(rows: Tensor, grid: Grid) -> Tensor:
     return rows.mT.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a type, as a key of cached geometry."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cached_geometry
+def log_offsets(h: int, w: int, trained: Size, dtype: str, device: torch.device) -> Tensor:
+    """Return sign(d) * log(1 + |d|) of the offsets d of every class of a grid, [R, 2].
+
+    Args:
+        h: rows of the grid.
+        w: columns of the grid.
+        trained: (h, w) of a window whose largest offsets count as 8, with logarithms to base 8 (Swin V2); (0, 0): offsets as
+            they are, natural logarithms.
+        dtype: name of the type.
+        device: of the result.
+    """
+    offsets = Grid(h, w).offsets(device=device).to(getattr(torch, dtype))
+    if trained == (0, 0):
+        return offsets.sign() * (1 + offsets.abs()).log()
+    offsets = offsets * 8 / (offsets.new_tensor(trained) - 1)
+    return offsets.sign() * (1 + offsets.abs()).log2() / 3
+
+
 def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1, policy: str = "geometric") -> Tensor:
     """Return the biases of LeViT's table over |row offset| and |column offset| (arXiv 2104.01136, sec. 4.2), [H, N', N].
 

@@ -36,6 +36,21 @@ class HieraPatchEmbed(hiera.PatchEmbed):
         return self.proj(x).permute(0, 2, 3, 1)
 
 
+class MaskUnitAttention(hiera.MaskUnitAttention):
+    """Attention of Hiera over tokens [B, N, C] in the order of `Unroll`, mask units as heads: ONNX takes 4 dimensions only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.use_mask_unit_attn:
+            return super().forward(x)
+        units = x.shape[1] // (self.q_stride * self.window_size)
+        qkv = self.qkv(x).unflatten(2, (3, self.heads, -1)).unflatten(1, (-1, units))  # [B, N/units, units, 3, H, D]
+        q, k, v = qkv.permute(3, 0, 4, 2, 1, 5).flatten(2, 3).unbind(0)  # [B, H*units, N/units, D]
+        if self.q_stride > 1:
+            q = q.unflatten(2, (self.q_stride, -1)).amax(2)
+        x = F.scaled_dot_product_attention(q, k, v).unflatten(1, (self.heads, units))
+        return self.proj(x.transpose(1, 3).flatten(3).flatten(1, 2))
+
+
 class Hiera(AnySize, hiera.Hiera):
     """Hiera of any image of whole mask units."""
 
@@ -80,9 +95,9 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
         h, w = shortcut.shape[1:3]
         if self.is_windowed:
             y, z = self.window_size
-            x = F.pad(x, (0, 0, 0, -x.shape[2] % z, 0, -x.shape[1] % y))
-            x = x.unflatten(2, (-1, z)).unflatten(1, (-1, y)).transpose(2, 3)  # [B, windows down, across, y, z, C]
-            down, across = x.shape[1:3]
+            down, across = (x.shape[1] + y - 1) // y, (x.shape[2] + z - 1) // z
+            x = F.pad(x, (0, 0, 0, across * z - x.shape[2], 0, down * y - x.shape[1]))
+            x = x.unflatten(2, (across, z)).unflatten(1, (down, y)).transpose(2, 3)  # [B, windows down, across, y, z, C]
             x = self.attn(x.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
             x = x.flatten(3, 4).flatten(1, 2)[:, :h, :w]
         else:
@@ -145,7 +160,12 @@ class GlobalContextVitStage(gcvit.GlobalContextVitStage):
 
 HIERA = Adapter(
     (hiera.Hiera,),
-    {hiera.Hiera: Hiera, hiera.Unroll: Unroll, hiera.PatchEmbed: HieraPatchEmbed},
+    {
+        hiera.Hiera: Hiera,
+        hiera.Unroll: Unroll,
+        hiera.PatchEmbed: HieraPatchEmbed,
+        hiera.MaskUnitAttention: MaskUnitAttention,
+    },
     "absolute, or windowed absolute",
     "absolute bicubic; the window's part repeats",
     multiple=32,

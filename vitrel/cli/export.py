@@ -2,8 +2,10 @@
 
     vitrel export runs/a --format onnx --dynamic-size
     vitrel export vitrel_swin_t --weights swin_t.safetensors --format exported --size 224x320 --out swin_t.pt2
+    vitrel export maxvit_tiny_tf_224 --pretrained --format onnx --dynamic --out maxvit.onnx    # by vitrel.from_timm
 
-The batch size is dynamic; with --dynamic-size height and width are too. The exported model is loaded again and compared with
+The batch size is dynamic; with --dynamic-size height and width are too (some of timm's trunks take multiples of 16 or 32 pixels
+only, see docs/how_to/any_size.md). The exported model is loaded again and compared with
 the original at several batch and image sizes; if they differ, nothing is written.
 """
 
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, "image size for tracing, default that of training", many=False)
     add = parser.add_argument
     add("--format", choices=FORMATS, required=True)
-    add("--dynamic-size", action="store_true", help="make height and width dynamic, not only the batch size")
+    add("--dynamic-size", "--dynamic", action="store_true", help="make height and width dynamic, not only the batch size")
     add("--out", "-o", type=Path, metavar="PATH", help="default: beside the checkpoint or the weights, .pt2, .onnx or a folder")
     add("--overwrite", action="store_true", help="replace an existing output")
 
@@ -32,7 +34,10 @@ def run(args: argparse.Namespace) -> None:
     if args.format == "onnx":
         require(*EXTRAS["onnx"])
     check_models(args)
+    from vitrel.any_size import side_multiple
+    from vitrel.convert.from_timm import from_timm
     from vitrel.export import SUFFIXES, TOLERANCE, export_model
+    from vitrel.models.backbone import Backbone
     from vitrel.models.config import PREPROCESSING
 
     [trained] = open_models(args)
@@ -42,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
         names = ("classes", "img_size", *PREPROCESSING)
         about |= {"model": trained.name} | {name: getattr(trained, name) for name in names}
     try:
-        checks = export_model(trained.model, out, args.format, args.size, args.dynamic_size, about, args.overwrite)
+        model = trained.model if isinstance(trained.model, Backbone) else from_timm(trained.model).eval()
+        checks = export_model(model, out, args.format, args.size, args.dynamic_size, about, args.overwrite)
     except (RuntimeError, TypeError) as error:  # tracing failed, or the model is of another library
         raise ValueError(str(error)) from error
     except FileExistsError as error:
@@ -50,11 +56,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"{'images':>16}  largest error, of {TOLERANCE:.0e} allowed")
     for batch, (h, w), largest in checks:
         print(f"{f'{batch} of {h}x{w}':>16}  {largest:.1e}")
-    print(f"written to {out}: {_serves(args, out)}")
+    print(f"written to {out}: {_serves(args, out, side_multiple(model))}")
 
 
-def _serves(args: argparse.Namespace, out: Path) -> str:
-    """How to load the output, or the batch and image sizes that it takes."""
+def _serves(args: argparse.Namespace, out: Path, multiple: int) -> str:
+    """How to load the output, or the batch and image sizes that it takes; multiple: that of a side, 0 for a vitrel model."""
     if args.format == "safetensors":
         return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True) after `import vitrel`, any size"
-    return f"any batch size, {'any image size of two tokens or more' if args.dynamic_size else 'only this image size'}"
+    whole = f"any image size of whole {multiple} pixels" if multiple > 1 else "any image size of two tokens or more"
+    return f"any batch size, {whole if args.dynamic_size else 'only this image size'}"

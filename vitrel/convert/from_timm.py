@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from vitrel.any_size import adapter_of, any_size, takes
+from vitrel.any_size.timm_policy import timm_sizes
 from vitrel.convert.recognize import as_vitrel, refusal
 from vitrel.convert.relativize import relativize
 from vitrel.models.create import create_model
@@ -17,6 +18,7 @@ def from_timm(
     position: str | None = None,
     position_args: dict | None = None,
     *,
+    policy: str | None = None,
     absolute: str | None = None,
     fade_steps: int | None = None,
     rope: str | None = None,
@@ -40,6 +42,8 @@ def from_timm(
         pretrained: for a name: load pretrained weights.
         position: an encoding to add in attention, as in `vitrel.relativize`; None: none.
         position_args: as in `vitrel.relativize`.
+        policy: "timm": at other sizes, timm's own numbers bit for bit, where timm defines them; the result is a timm model,
+            resized by timm's code (vitrel.any_size.timm_policy). None: vitrel's, as above.
         absolute: as in `vitrel.relativize`: "keep", "drop" or "fade" over fade_steps.
         fade_steps: as in `vitrel.relativize`.
         rope: as in `vitrel.relativize`.
@@ -61,6 +65,12 @@ def from_timm(
     options = {name: value for name, value in options.items() if value is not None}
     if position is None and options:
         raise ValueError(f"{next(iter(options))} needs an encoding to add in attention, for example position='table'")
+    if policy is not None:
+        if policy != "timm" or position is not None:
+            raise ValueError(
+                f"policy is 'timm', without an encoding to add, or None, not {policy!r} with position={position!r}"
+            )
+        return timm_sizes(model if built_here else copy.deepcopy(model))
     try:
         converted = as_vitrel(model)
     except ValueError:

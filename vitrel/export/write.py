@@ -7,6 +7,7 @@ gets its final name.
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,14 @@ import torch
 import torch.fx.experimental._config as fx_config
 from timm.layers import to_2tuple
 from timm.models import save_for_hf
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._sympy.value_ranges import ValueRanges
 
 import vitrel.models  # noqa: F401  registers our names with timm
+from vitrel.any_size import side_multiple
 from vitrel.common.extras import EXTRAS, require
 from vitrel.convert.saving import save
+from vitrel.inspect.any_model import trained_size
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, preprocessing_of
 from vitrel.ops.why import use_backend
@@ -44,7 +48,7 @@ class Check(NamedTuple):
 
 @use_backend("auto")  # a backend set by the user would be required wherever the file is loaded
 def export_model(
-    model: Backbone,
+    model: nn.Module,
     path: str | Path,
     format: str,
     size: int | tuple[int, int] | None = None,
@@ -52,16 +56,18 @@ def export_model(
     about: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> list[Check]:
-    """Export a vitrel model in evaluation mode, in float32 on the CPU, and return the checks of the file.
+    """Export a model in evaluation mode, in float32 on the CPU, and return the checks of the file.
 
     Args:
-        model: a ViT or Swin of vitrel, built by timm.create_model.
+        model: a ViT or Swin of vitrel, built by timm.create_model, or any result of `vitrel.from_timm`.
         path: the file to write, or for "safetensors" the folder.
         format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), checked in onnxruntime;
-            "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size.
-        size: an int or (h, w) in pixels of the images of a program or ONNX file; default: the model's img_size. The batch size
-            is free.
-        dynamic_size: the file takes any height and width that leave two tokens or more.
+            "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size
+            (vitrel models only).
+        size: an int or (h, w) in pixels of the images of a program or ONNX file; default: that of training. The batch size is
+            free.
+        dynamic_size: the file takes any height and width that leave two tokens or more; where timm's trunk is kept, two along
+            each side.
         about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
             config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. The model's
             preprocessing is stored in any case, where `about` does not replace it.
@@ -73,8 +79,8 @@ def export_model(
         MissingExtra: onnx, onnxscript or onnxruntime is not installed.
         RuntimeError: tracing or a check fails. No file is written in any of these cases.
     """
-    _check_model(model)
-    path, size = Path(path), to_2tuple(model.img_size if size is None else size)
+    _check_model(model, format)
+    path, size = Path(path), to_2tuple(trained_size(model) if size is None else size)
     _check_path(path, format, overwrite)
     _check_size(model, size, dynamic_size and format != "safetensors")
     part = path.with_name(f".{os.getpid()}.{path.name}")
@@ -88,7 +94,7 @@ def export_model(
     return checks
 
 
-def check_sizes(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
+def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
     """Yield batch size and image size (h, w) in pixels of every check of an export.
 
     These are `size` with three batch sizes and, if dynamic_size, other shapes too.
@@ -96,19 +102,23 @@ def check_sizes(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> I
     h, w = size
     yield from ((1, size), (2, size), (3, size))
     if dynamic_size:
-        least = _reduction(model) + 1  # at least two tokens along each side after the last stage
-        yield 1, (max(h // 2 + 1, least), max(w - w // 4 + 1, least))
-        yield 3, (h + h // 4 + 3, max(w // 2 + 1, least))
-        yield 1, (least, w + w // 2)
+        least, multiple = _least_size(model), side_multiple(model) or 1
+        for batch, sides in ((1, (h // 2 + 1, w - w // 4 + 1)), (3, (h + h // 4 + 3, w // 2 + 1)), (1, (least, w + w // 2))):
+            y, x = (-(-max(n, least) // multiple) * multiple for n in sides)
+            yield batch, (y, x)
 
 
-def _preprocessing(model: Backbone) -> dict[str, Any]:
-    return {"model": model.pretrained_cfg["architecture"], "img_size": model.img_size} | preprocessing_of(model)
+def _preprocessing(model: nn.Module) -> dict[str, Any]:
+    return {"model": model.pretrained_cfg["architecture"], "img_size": trained_size(model)} | preprocessing_of(model)
 
 
-def _check_model(model: Backbone) -> None:
-    if not isinstance(model, Backbone):
-        raise ValueError(f"only vitrel models can be exported, not {type(model).__name__}")
+def _check_model(model: nn.Module, format: str) -> None:
+    if not isinstance(model, Backbone) and not side_multiple(model):
+        raise ValueError(f"only models of vitrel and of vitrel.from_timm can be exported, not {type(model).__name__}")
+    if not isinstance(model, Backbone) and format == "safetensors":
+        raise ValueError(
+            f"this {type(model).__name__} keeps timm's trunk and names: timm.models.save_for_hf writes such a folder"
+        )
     if not hasattr(model, "pretrained_cfg"):
         raise ValueError(f"this {type(model).__name__} has no configuration: build it by timm.create_model")
     if model.training:
@@ -137,8 +147,12 @@ def _check_path(path: Path, format: str, overwrite: bool) -> None:
         require(*EXTRAS["onnx"])
 
 
-def _check_size(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> None:
-    (h, w), least = size, _reduction(model)
+def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> None:
+    if multiple := side_multiple(model):
+        if any(n % multiple or n < multiple for n in size):
+            raise ValueError(f"size {size[0]}x{size[1]}: its sides must be multiples of {multiple} pixels")
+        return
+    (h, w), least = size, _least_size(model) - 1
     patch = model.patch_embed.patch_size
     if h < patch[0] or w < patch[1]:
         raise ValueError(f"size {h}x{w} is smaller than one patch of {patch[0]}x{patch[1]} pixels")
@@ -148,14 +162,23 @@ def _check_size(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> N
         )
 
 
-def _reduction(model: Backbone) -> int:
-    """Return the pixels per token along a side after the last stage; the larger side if they differ."""
-    return max(info["reduction"] for info in model.feature_info)
+def _least_size(model: nn.Module) -> int:
+    """Return the pixels of a side that leave at least two tokens after the last stage."""
+    reduction = max([info["reduction"] for info in getattr(model, "feature_info", ())], default=32)
+    return reduction + 1 if isinstance(model, Backbone) else 2 * reduction  # timm's trunks pad less
 
 
-def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
+def _channels(model: Any) -> int:
+    channels = getattr(model, "in_chans", None)
+    first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
+    if channels is None:
+        channels = model.pretrained_cfg["input_size"][0] if first is None else first.in_channels
+    return int(channels)
+
+
+def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
-    image = torch.randn((batch, model.in_chans, *size), generator=torch.Generator().manual_seed(0))
+    image = torch.randn((batch, _channels(model), *size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(image)
     try:
@@ -172,25 +195,42 @@ def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, 
     return Check(batch, size, largest)
 
 
-def _trace(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
-    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, model.in_chans, *size))
+def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
+    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, _channels(model), *size))
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
         # Keeps sizes dynamic even if one is 1 or equal to another in this example.
         with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
-            return torch.export.export(model, (image,), dynamic_shapes=(shapes,))
+            program = torch.export.export(model, (image,), dynamic_shapes=(shapes,))
     except Exception as error:
         raise RuntimeError(f"torch.export cannot trace this model at {size[0]}x{size[1]}: {_first_line(error)}") from error
+    if not isinstance(model, Backbone):
+        _free_sizes(program)
+    return program
 
 
-def _write_program(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
+def _free_sizes(program: torch.export.ExportedProgram) -> None:
+    """Remove the conditions on the batch size alone, and those that some size differs from another, such as "not 1".
+
+    PyTorch compares sizes where it derives memory layouts, as of a convolution, and records each outcome as a condition on the
+    image. The layout that was recorded serves the excluded sizes too; where it does not, an operator of the program fails, as
+    is tried with one image (`check_sizes`). Conditions that sides are multiples, or not too small, stay.
+    """
+    image = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == program.graph_signature.user_inputs[0])
+    batch = image.meta["val"].shape[0].node.expr
+    program.range_constraints[batch] = ValueRanges(1, program.range_constraints[batch].upper)
+    conditions = program._guards_code
+    conditions[:] = [code for code in conditions if " != " not in code and {*re.findall(r"size\(\)\[(\d)\]", code)} != {"0"}]
+
+
+def _write_program(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     program = _trace(model, size, dynamic_size)
     torch.export.save(program, part, extra_files={METADATA: json.dumps(about)})
     run = torch.export.load(part).module()
     return lambda image: run(image).detach()
 
 
-def _write_onnx(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
+def _write_onnx(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     import onnxruntime
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
@@ -208,9 +248,9 @@ def _write_onnx(model: Backbone, part: Path, size: tuple[int, int], dynamic_size
     return lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0])
 
 
-def _write_folder(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
+def _write_folder(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     data = {key: about[key] for key in PREPROCESSING}
-    data["input_size"] = (model.in_chans, *about["img_size"])
+    data["input_size"] = (_channels(model), *about["img_size"])
     labels = {"label_names": list(about["classes"])} if "classes" in about else {}
     save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)
     save(model, part / "model.safetensors")  # with the training grids, which timm does not store

@@ -7,7 +7,7 @@ base^(-4t/D), t = 0..D/4-1, base 100. rope_mixed: the frequencies f_y and f_x of
 initialized with base 10 and one random direction per head. D is a multiple of 4. On a training grid of one row or column (a
 sequence) any even D serves; where 4 does not divide D, rope_axial rotates all pairs along that axis, theta_t = base^(-2t/D).
 Published code stores pairs interleaved and the column first; the loaders of this package permute the weights. Prefix tokens are
-not rotated. Angles are computed in at least float32.
+not rotated. Angles are computed in at least float32, in a float64 model in float64.
 
 A larger grid is evaluated at angles that were not trained, unless a policy lowers the frequencies
 (vitrel.position.rope_policies). rope_axial can also count positions on a fixed `reference` grid, y h_ref / h instead of y, as
@@ -130,10 +130,10 @@ class RopeAxial(RotaryEncoding):
         if self.reference is not None:
             self.policies = ()
         self.axes, self.bands = split_axes("rope_axial", "head width", head_dim, grid)
-        self.mark_device(factory.get("device"))
+        self.mark_device(factory.get("device"), factory.get("dtype"))
 
     def terms(self, grid: Grid) -> Terms:
-        options = (self.bands, float(self.base), *self.rotary_policy.geometry_key, self.reference or (0, 0))
+        options = (self.bands, float(self.base), *self.rotary_policy.geometry_key, self.reference or (0, 0), self.precision)
         device = self.device_marker.device
         if self.perturbs:
             theta = _frequencies(*grid[:2], *options, device=device)
@@ -161,12 +161,12 @@ class Rotary(NamedTuple):
 @cached_geometry
 def _frequencies(
     h: int, w: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
-    strength: float, reference: tuple[int, int], device: torch.device,
+    strength: float, reference: tuple[int, int], dtype: str, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Return the radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
     band = torch.arange(bands, device=device)
     lowered = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
-    theta = lowered.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
+    theta = lowered.frequencies(axial_frequencies(band, base, dtype).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
         return theta
     one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
@@ -176,9 +176,9 @@ def _frequencies(
 @cached_geometry
 def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
-    strength: float, reference: tuple[int, int], axes: str, device: torch.device,
+    strength: float, reference: tuple[int, int], dtype: str, axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
-    theta = _frequencies(h, w, bands, base, policy, trained, slow, fast, strength, reference, device=device)
+    theta = _frequencies(h, w, bands, base, policy, trained, slow, fast, strength, reference, dtype, device=device)
     return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
 
@@ -270,11 +270,12 @@ def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
     return Rotary(angle.cos(), angle.sin())
 
 
-def axial_frequencies(band: Tensor, base: float) -> Tensor:
+def axial_frequencies(band: Tensor, base: float, dtype: str = "float32") -> Tensor:
     """Return base^(-t/T) for the T bands of one axis.
 
     Args:
         band: the integers t, [T].
         base: of the frequencies.
+        dtype: "float32" or "float64".
     """
-    return base ** (-band.float() / len(band))
+    return base ** (-band.to(getattr(torch, dtype)) / len(band))

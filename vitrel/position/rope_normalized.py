@@ -49,13 +49,13 @@ class RopeNormalized(PositionEncoding):
         super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid, self.base = grid, base
         self.axes, self.bands = split_axes("rope_normalized", "head width", head_dim, grid)
-        self.mark_device(factory.get("device"))
+        self.mark_device(factory.get("device"), factory.get("dtype"))
 
     def terms(self, grid: Grid) -> Terms:
         device, options = self.device_marker.device, (self.axes, self.bands, float(self.base))
         if not self.perturbs:
-            return Terms(rotary=tuple(_rotation(*grid, *options, device=device)))
-        coordinates = self._perturbed(_coordinates(*grid[:2], device=device))
+            return Terms(rotary=tuple(_rotation(*grid, *options, self.precision, device=device)))
+        coordinates = self._perturbed(_coordinates(*grid[:2], self.precision, device=device))
         return Terms(rotary=tuple(_rotation_at(coordinates, grid, *options)))
 
     def unseen(self, grid: Grid) -> float:
@@ -63,16 +63,19 @@ class RopeNormalized(PositionEncoding):
 
 
 @cached_geometry
-def _rotation(h: int, w: int, prefix: int, axes: str, bands: int, base: float, device: torch.device) -> Rotary:
-    return _rotation_at(_coordinates(h, w, device=device), Grid(h, w, prefix), axes, bands, base)
+def _rotation(
+    h: int, w: int, prefix: int, axes: str, bands: int, base: float, dtype: str, device: torch.device
+) -> Rotary:  # fmt: skip
+    return _rotation_at(_coordinates(h, w, dtype, device=device), Grid(h, w, prefix), axes, bands, base)
 
 
 @cached_geometry
-def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
-    y, x = Grid(h, w).coordinates(device).float().unbind(-1)
+def _coordinates(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
+    y, x = Grid(h, w).coordinates(device).to(getattr(torch, dtype)).unbind(-1)
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]
 
 
 def _rotation_at(coordinates: Tensor, grid: Grid, axes: str, bands: int, base: float) -> Rotary:
-    frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base)
+    dtype = str(coordinates.dtype).removeprefix("torch.")
+    frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base, dtype)
     return rotary_terms(2 * math.pi * coordinates[..., None] * frequency, axes, grid)

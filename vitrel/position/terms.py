@@ -220,9 +220,14 @@ class PositionEncoding(nn.Module, abc.ABC):
             return coordinates
         return perturb(coordinates, self.shift_coords, self.jitter_coords, self.rescale_coords)
 
-    def mark_device(self, device: torch.device | str | None = None) -> None:
-        """Register an empty buffer, not in the state dict, that records the device of an encoding without parameters."""
-        self.register_buffer("device_marker", torch.empty(0, device=device), persistent=False)
+    def mark_device(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Register an empty buffer, not in the state dict, that records device and type of an encoding without parameters."""
+        self.register_buffer("device_marker", torch.empty(0, device=device, dtype=dtype), persistent=False)
+
+    @property
+    def precision(self) -> str:
+        """Type in which constants are computed: "float64" in a model of that type, else "float32"."""
+        return "float64" if self.device_marker.dtype == torch.float64 else "float32"
 
 
 class Composition(PositionEncoding):
