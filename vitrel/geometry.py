@@ -102,6 +102,11 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() if _DISTINGUISHES_EXPORT else torch.compiler._is_exporting_flag
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type, e.g. "float32": a key of cached geometry, `getattr(torch, name)` is the type again."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_known(*sizes: int) -> bool:
     """Return whether these sizes are plain numbers, on which code may branch.
 

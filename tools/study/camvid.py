@@ -4,6 +4,7 @@ python -m tools.study.camvid
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
@@ -33,17 +34,11 @@ COLUMNS = {  # protocol and size: head in the page
 
 def cells_of(text: str) -> dict[tuple[str, str, str, str], str]:
     """Return {(protocol, size, label, policy): mIoU ± half its interval} of a table.md; "sliding" has the policy "none"."""
-    cells, protocol, head = {}, "", []
-    for line in text.splitlines():
-        if line.endswith("protocol:"):
-            protocol, head = line.split()[-2], []
-        row = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if protocol and row[:2] == ["model", "policy"]:
-            head = row
-        elif head and len(row) == len(head):
-            cells |= {(protocol, size, row[0], row[1]): cell for size, cell in zip(head[3:], row[3:], strict=True)}
-        elif not row and not line.startswith("mIoU") and line:
-            protocol, head = "", []
+    cells = {}
+    for protocol, lines in re.findall(r"in percent, (\w+) protocol:\n\n((?:\|.*\n)+)", text):
+        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines())
+        for label, policy, _, *values in rows:
+            cells |= {(protocol, size, label, policy): value for size, value in zip(head[3:], values, strict=True)}
     return cells
 
 

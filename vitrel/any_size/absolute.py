@@ -12,8 +12,8 @@ from timm.models import cait, convit, crossvit, nest, pit, tnt, visformer, volo,
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, name_of, pair_bias, token_embedding
-from vitrel.geometry import cached_geometry
+from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, pair_bias, token_embedding
+from vitrel.geometry import cached_geometry, dtype_name
 from vitrel.grid import Grid
 
 
@@ -52,7 +52,7 @@ class GPSA(convit.GPSA):
         x = x.flatten(1, 2)
         q, k = self.qk(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         v = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        rows = self.pos_proj(_polynomial(h, w, name_of(x.dtype), device=x.device))
+        rows = self.pos_proj(_polynomial(h, w, dtype_name(x.dtype), device=x.device))
         content = ((q @ k.mT) * self.scale).softmax(-1)
         gate = self.gating_param[:, None, None].sigmoid()
         weights = (1 - gate) * content + gate * pair_bias(rows, Grid(h, w)).softmax(-1)

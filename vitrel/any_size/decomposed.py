@@ -14,7 +14,7 @@ from timm.models import mvitv2, vision_transformer_sam
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import token_embedding
+from vitrel.any_size.parts import in_padded_windows, token_embedding
 from vitrel.geometry import cached_geometry, is_known
 from vitrel.position.resample import resample_axis
 
@@ -94,11 +94,7 @@ class SamBlock(vision_transformer_sam.Block):
         (h, w), n = x.shape[1:3], self.window_size
         y = self.norm1(x)
         if n > 0:
-            down, across = (h + n - 1) // n, (w + n - 1) // n
-            y = F.pad(y, (0, 0, 0, across * n - w, 0, down * n - h))
-            y = y.unflatten(2, (across, n)).unflatten(1, (down, n)).transpose(2, 3)
-            y = self.attn(y.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
-            y = y.flatten(3, 4).flatten(1, 2)[:, :h, :w]
+            y = in_padded_windows(y, (n, n), self.attn)[:, :h, :w]
         else:
             y = self.attn(y)
         x = (x + self.drop_path1(self.ls1(y))).flatten(1, 2)

@@ -10,7 +10,8 @@ from timm.models import maxxvit
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter
-from vitrel.any_size.parts import Size, in_windows, log_offsets, masked_attention, name_of, pair_bias, table_bias
+from vitrel.any_size.parts import Size, in_windows, log_offsets, masked_attention, pair_bias, table_bias
+from vitrel.geometry import dtype_name
 from vitrel.grid import Grid
 from vitrel.position.resample import resample_table
 
@@ -24,7 +25,7 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
             (a, b), (h, w) = module.pretrained_window_size, source[:2]
             trained = (a if a > 0 else h, b if b > 0 else w)
         constants = module.rel_coords_log
-        coordinates = log_offsets(*target[:2], trained, name_of(constants.dtype), device=constants.device)
+        coordinates = log_offsets(*target[:2], trained, dtype_name(constants.dtype), device=constants.device)
         rows = module.bias_act(module.mlp(coordinates))
         return pair_bias(rows if module.bias_gain is None else module.bias_gain * rows, target)
     if isinstance(module, RelPosBiasTf):  # it counts key minus query

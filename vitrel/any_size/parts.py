@@ -50,6 +50,25 @@ def in_windows(
     return x.unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
 
 
+def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply attention in windows that attend to their padding, as the weights of SAM and SAM 2 were trained.
+
+    Args:
+        x: tokens [B, h, w, C]; zeros pad the sides on the right and below to whole windows.
+        window: (h, w) in tokens.
+        attend: a function of windows [B*L, y, z, C] -> [B*L, y', z', C'].
+
+    Returns:
+        The map of all windows with their padding, [B, h' >= h * y' / y, w' >= w * z' / z, C'].
+    """
+    (h, w), (y, z) = x.shape[1:3], window
+    down, across = (h + y - 1) // y, (w + z - 1) // z
+    x = F.pad(x, (0, 0, 0, across * z - w, 0, down * y - h))
+    x = x.unflatten(2, (across, z)).unflatten(1, (down, y)).transpose(2, 3)  # [B, windows down, across, y, z, C]
+    x = attend(x.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
+    return x.flatten(3, 4).flatten(1, 2)
+
+
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, drop: nn.Dropout | None = None
 ) -> Tensor:
@@ -89,11 +108,6 @@ def pair_bias(rows: Tensor, grid: Grid) -> Tensor:
     """Return the biases [H, N, N] of rows [R, H] of the offset classes of `grid`."""
     index = grid.index(device=rows.device)
     return rows.mT.index_select(1, index.flatten()).unflatten(1, index.shape)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a type, as a key of cached geometry."""
-    return str(dtype).removeprefix("torch.")
 
 
 @cached_geometry

@@ -12,7 +12,8 @@ from timm.models import swin_transformer, swin_transformer_v2_cr
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import in_windows, log_offsets, masked_attention, name_of, pair_bias, table_bias
+from vitrel.any_size.parts import in_windows, log_offsets, masked_attention, pair_bias, table_bias
+from vitrel.geometry import dtype_name
 from vitrel.grid import Grid
 from vitrel.layers.block import pad_to_even
 
@@ -66,7 +67,7 @@ class WindowMultiHeadAttention(swin_transformer_v2_cr.WindowMultiHeadAttention):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         scale = self.logit_scale.clamp(max=math.log(100.0)).exp()[:, None, None] * math.sqrt(q.shape[-1])
-        rows = self.meta_mlp(log_offsets(*self.window_size, (0, 0), name_of(self.logit_scale.dtype), device=x.device))
+        rows = self.meta_mlp(log_offsets(*self.window_size, (0, 0), dtype_name(self.logit_scale.dtype), device=x.device))
         bias = pair_bias(rows, Grid(*self.window_size))
         q, k = F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
         x = masked_attention(q, k, v, bias, mask, self.attn_drop).transpose(1, 2).flatten(2)

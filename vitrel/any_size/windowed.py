@@ -11,7 +11,7 @@ from timm.models import gcvit, hiera, hieradet_sam2
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, table_bias, token_embedding
+from vitrel.any_size.parts import in_padded_windows, in_windows, map_embedding, masked_attention, table_bias, token_embedding
 from vitrel.geometry import is_known
 from vitrel.grid import Grid
 
@@ -94,12 +94,7 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
                 shortcut = self.pool(shortcut.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         h, w = shortcut.shape[1:3]
         if self.is_windowed:
-            y, z = self.window_size
-            down, across = (x.shape[1] + y - 1) // y, (x.shape[2] + z - 1) // z
-            x = F.pad(x, (0, 0, 0, across * z - x.shape[2], 0, down * y - x.shape[1]))
-            x = x.unflatten(2, (across, z)).unflatten(1, (down, y)).transpose(2, 3)  # [B, windows down, across, y, z, C]
-            x = self.attn(x.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
-            x = x.flatten(3, 4).flatten(1, 2)[:, :h, :w]
+            x = in_padded_windows(x, self.window_size, self.attn)[:, :h, :w]
         else:
             x = self.attn(x)
         x = shortcut + self.drop_path1(self.ls1(x))

@@ -20,7 +20,7 @@ import torch
 
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.machine import driver_version, hardware_name, installed_version
-from vitrel.geometry import is_exporting, is_known, is_traced
+from vitrel.geometry import dtype_name, is_exporting, is_known, is_traced
 from vitrel.ops.reference import Call
 from vitrel.ops.window import hides_pairs
 
@@ -86,7 +86,7 @@ def _described(key: tuple, compiled: bool) -> str:
         seen = f"{_rounded(count)} windows of {window[0]}x{window[1]}{' with hidden pairs' if hidden else ''}"
     few = "few queries" if queries < tokens else ""
     rest = (mask, "dropout" if dropout else "", few, "compiled" if compiled else "")
-    of = [f"{heads} heads of {width}", str(dtype).removeprefix("torch."), training, *filter(None, rest)]
+    of = [f"{heads} heads of {width}", dtype_name(dtype), training, *filter(None, rest)]
     return ", ".join([" + ".join(sorted(terms)) or "no position", seen, *of])
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrel.geometry import cached_geometry, is_known
+from vitrel.geometry import cached_geometry, dtype_name, is_known
 
 _PADDING = 2  # label of padded slots along an axis; 0 and 1 label the two sides of the cyclic border
 
@@ -78,7 +78,7 @@ def window_mask(
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None
-    return _window_mask(h, w, tuple(window), tuple(shift), strided, str(dtype).removeprefix("torch."), device=device)
+    return _window_mask(h, w, tuple(window), tuple(shift), strided, dtype_name(dtype), device=device)
 
 
 def hides_pairs(h: int, w: int, window: tuple[int, int], shift: tuple[int, int]) -> bool:

@@ -13,7 +13,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vitrel.geometry import cached_geometry
+from vitrel.geometry import cached_geometry, dtype_name
 from vitrel.grid import Grid
 from vitrel.position.rope import Rotary, axial_frequencies, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Terms, split_axes
@@ -76,6 +76,5 @@ def _coordinates(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
 
 
 def _rotation_at(coordinates: Tensor, grid: Grid, axes: str, bands: int, base: float) -> Rotary:
-    dtype = str(coordinates.dtype).removeprefix("torch.")
-    frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base, dtype)
+    frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base, dtype_name(coordinates.dtype))
     return rotary_terms(2 * math.pi * coordinates[..., None] * frequency, axes, grid)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitrel.common.names import nearest
 from vitrel.common.tables import aligned
+from vitrel.geometry import dtype_name
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family
@@ -246,9 +247,9 @@ def _check_dtypes(tensors: FileTensors, state: dict[str, Tensor], own: dict[str,
     for target in (name for name in tensors.items if name in own and own[name].is_floating_point()):
         for name in tensors.items[target].source:
             if state[name].dtype not in _FLOATS:
-                dtype = str(state[name].dtype).removeprefix("torch.")
+                dtype = dtype_name(state[name].dtype)
                 raise ValueError(
-                    f"{name} is {dtype}, the model's {target} {str(own[target].dtype).removeprefix('torch.')}: quantized or "
+                    f"{name} is {dtype}, the model's {target} {dtype_name(own[target].dtype)}: quantized or "
                     "integer weights mean nothing without their scales; save the file dequantized, in a float dtype"
                 )
 
