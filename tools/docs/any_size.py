@@ -70,9 +70,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 
 
 # Graphs for any size, recorded from --graphs and held by tests/any_size/test_graphs.py: the number of graphs that torch.compile
-# makes for SIZES, and "yes" for an exported program and ONNX with dynamic batch, height and width; "" where not tried.
+# makes for SIZES, and "yes" or "no" for an exported program and ONNX with dynamic batch, height and width; "" where not tried.
 GRAPHS: dict[str, tuple[int | str, str, str]] = {
-    "vit_tiny_r_s16_p8_224": (2, "yes", ""),
+    "vit_tiny_r_s16_p8_224": (2, "no", ""),  # timm's padding calls math.ceil, which torch.export.save does not take
     "vitamin_small_224": (2, "yes", ""),
     "aimv2_large_patch14_224": (2, "yes", ""),
     "vit_small_patch16_18x2_224": (2, "yes", ""),
@@ -80,7 +80,7 @@ GRAPHS: dict[str, tuple[int | str, str, str]] = {
     "vit_pe_core_tiny_patch16_384": (2, "yes", ""),
     "samvit_base_patch16": ("", "yes", ""),
     "swin_s3_tiny_224": (2, "yes", ""),
-    "swinv2_cr_tiny_ns_224": (3, "yes", ""),
+    "swinv2_cr_tiny_ns_224": (3, "no", ""),  # the program differs where a grid is odd: nothing is written
     "maxvit_tiny_pm_256": ("", "yes", ""),
     "hiera_tiny_224": ("", "yes", "yes"),
     "sam2_hiera_tiny": (3, "yes", "yes"),
@@ -158,7 +158,7 @@ def written(name: str, format: str, folder: Path) -> float:
     """Write a variant with dynamic batch, height and width, and return the largest error of its checks (`export_model`)."""
     model = from_timm(variant(name)).requires_grad_(False)
     suffix = {"exported": ".pt2", "onnx": ".onnx"}[format]
-    checks = export_model(model, folder / f"{name}{suffix}", format, size=(128, 160), dynamic_size=True)
+    checks = export_model(model, folder / f"{name}{suffix}", format, size=(160, 192), dynamic_size=True)
     return max(check.error for check in checks)
 
 
@@ -217,7 +217,7 @@ def table() -> str:
         sides = f"multiples of {adapter.multiple}" if adapter.multiple > 1 else "any"
         rows = [row for name, row in GRAPHS.items() if files_of[name] in files]
         columns = ([str(row[i]) for row in rows if row[i]] for i in range(3))
-        cells = [max(column, default="–") for column in columns]
+        cells = ["in part" if {*column} == {"yes", "no"} else max(column, default="–") for column in columns]
         lines.append(f"| {', '.join(files)} | {adapter.position} | {adapter.elsewhere} | {sides} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

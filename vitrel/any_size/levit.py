@@ -122,6 +122,7 @@ class Attention2d(efficientformer_v2.Attention2d):
     """Attention of EfficientFormer V2 with mixed heads over a map [B, C, h, w]."""
 
     def forward(self, x: Tensor) -> Tensor:
+        rows, columns = x.shape[-2:]
         if self.stride_conv is not None:
             x = self.stride_conv(x)
         h, w = x.shape[-2:]
@@ -131,7 +132,9 @@ class Attention2d(efficientformer_v2.Attention2d):
         logits = self.talking_head1((q.mT @ k) * self.scale + _bias(self, (h, w)))
         x = v @ self.talking_head2(logits.softmax(-1)).mT
         x = x.flatten(1, 2).unflatten(2, (h, w)) + local
-        return self.proj(self.act(x if self.upsample is None else self.upsample(x)))
+        if self.upsample is not None:
+            x = self.upsample(x)[..., :rows, :columns]  # of an odd side it has one row or column more
+        return self.proj(self.act(x))
 
 
 class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):

@@ -196,6 +196,8 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
 
 
 def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
+    if dynamic_size and not isinstance(model, Backbone):
+        size = 2 * size[0], 2 * size[1]  # more than one window in the last stage, which a graph would take for granted
     free, image = torch.export.Dim.DYNAMIC, torch.randn((2, _channels(model), *size))
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
