@@ -29,7 +29,7 @@ TRAINED = (2, 3)
 LARGER, OTHER = (5, 4, 1), (4, 2, 1)  # grids (h, w, prefix) for an encoding built for TRAINED
 LARGER_OF_MANY_HEADS = {"lookhere": (3, 3, 1), "xpos": (3, 4, 1)}
 DIGITS, TOLERANCE = 8, 2e-8
-FIXED_AT_ITS_GRID = ("none", "absolute", "sincos", "table", "factorized")  # their oracles hold at the training grid
+FIXED_AT_ITS_GRID = ("none", "absolute", "sincos", "table", "levit", "factorized")  # their oracles hold at the training grid
 INPUTS = {  # name: (phase, amplitude)
     "q": (0.1, 1.5),
     "k": (0.7, 1.5),
@@ -68,9 +68,17 @@ INPUTS = {  # name: (phase, amplitude)
     "position": (20.5, 0.5),
     "a": (21.1, 0.3),
     "b": (21.7, 0.3),
+    "pos_embed_h": (22.3, 0.5),
+    "pos_embed_w": (22.9, 0.5),
+    "pos_embed_win": (23.5, 0.5),
+    "token_projection.weight": (24.1, 0.3),
+    "token_projection.bias": (24.7, 0.3),
+    "attention_biases": (25.3, 0.5),
 }
-SMALL = {"cpb": {"hidden": 5}, "pape": {"parabolas": 3}}  # in every case of these keys
+SMALL = {"cpb": {"hidden": 5}, "pape": {"parabolas": 3}, "fourier": {"bands": 6}}  # in every case of these keys
 OPTIONS = {  # one more case for each, built for TRAINED and evaluated at OTHER, or at the grids given
+    "absolute_windowed": [{"period": 1}, {"period": [1, 2]}],
+    "fourier": [{"base": 10.0}],
     "clipped": [{"radius": 2}, {"radius": [0, 1]}, {"per_head": False}],
     "t5": [
         {"mode": "sum"},
@@ -154,13 +162,35 @@ def content_shapes(key, trained, heads, width, options):
     return {f"{part}_{axis}": shapes[axis] for part in (first, second) if part for axis in "hw"}
 
 
+def windowed_shapes(trained, prefix, channels, options):
+    """Name -> shape of the two embeddings of `absolute_windowed`."""
+    period = oracles.pair(options.get("period", 8))
+    windows = math.prod(math.ceil(n / m) for n, m in zip(trained, period, strict=True))
+    return {"pos_embed": (1, prefix + windows, channels), "pos_embed_win": (1, math.prod(period), channels)}
+
+
+ADDED_SHAPES = {  # of encodings added to tokens: (trained, prefix, channels, options) -> {name: shape}
+    "absolute": lambda trained, prefix, channels, _: {"pos_embed": (1, prefix + math.prod(trained), channels)},
+    "absolute_factorized": lambda trained, prefix, channels, _: {
+        f"pos_embed_{axis}": (1, n, channels) for axis, n in zip("hw", trained, strict=True)
+    },
+    "absolute_windowed": windowed_shapes,
+    "fourier": lambda trained, prefix, channels, options: {
+        "token_projection.weight": (channels, 2 * options["bands"]),
+        "token_projection.bias": (channels,),
+    },
+}
+
+
 def parameters(key, trained, prefix, options):
     """The learned arrays of an encoding built for a grid, under the names its state dict has."""
     heads, width = SIZES.get(key, (HEADS, WIDTH))
-    if key == "absolute":
-        shapes = {"pos_embed": (1, prefix + math.prod(trained), heads * width)}
+    if key in ADDED_SHAPES:
+        shapes = ADDED_SHAPES[key](trained, prefix, heads * width, options)
     elif key == "rope_mixed":
         shapes = {"freqs": (2, heads, width // 2)}
+    elif key == "levit":
+        shapes = {"attention_biases": (heads, math.prod(trained) + (3 if prefix else 0))}
     elif key in ("table", "factorized", "clipped", "t5"):
         shapes = table_shapes(key, trained, 3 if prefix else 0, heads, options)
     elif key in ("cpb", "alibi", "log_decay", "fire"):

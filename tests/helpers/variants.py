@@ -16,13 +16,16 @@ from vitrel.ops.dispatch import Call
 KEYS = list(POSITIONS)
 GENERAL = ("sdpa", "reference")  # backends that support nearly everything; the rest have separate tests
 IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
-SMALL = {"pape": {"parabolas": 3}, "cpb": {"hidden": 6}}  # options of every test of these keys
+SMALL = {"pape": {"parabolas": 3}, "cpb": {"hidden": 6}, "fourier": {"bands": 4}}  # options of every test of these keys
 # One encoding per way to enter attention, for tests of windows: biases by offset, by axis and computed, tables multiplied by
 # queries, by keys and by the weights of values, a bias of queries, rotations of both and of each.
 WAYS = ["table", "factorized", "cpb", "decomposed", "deberta", "shaw", "transformer_xl", "rope_mixed", "xpos"]
 MODELS = [f"vitrel_vit_n8_{key}" for key in (*KEYS, "absolute_rope_mixed")]
 MODELS += [f"vitrel_swin_n_{key}" for key in (*WAYS, "absolute_rope_mixed")] + ["vitrel_swin_n", "vitrel_swinv2_n"]
 VARIANTS = [(key, {}) for key in KEYS] + [
+    ("absolute_windowed", {"period": 2}),
+    ("absolute_windowed", {"period": (1, 3)}),
+    ("fourier", {"base": 20.0}),
     ("table", {"per_head": False}),
     ("clipped", {"radius": 1}),
     ("clipped", {"radius": (0, 2), "per_head": False}),

@@ -10,7 +10,7 @@ has no such argument. Parameters have the names and shapes of the state dict; na
 
 # ruff: noqa: F401  what the modules offer, under one name
 from oracles.algebra import attention, log_n, window_canvas
-from oracles.bias import alibi, clipped, cpb, factorized, fire, log_decay, table
+from oracles.bias import alibi, clipped, cpb, factorized, fire, levit, log_decay, table
 from oracles.buckets import t5, t5_axes, t5_axis, t5_bucket
 from oracles.common import (
     attend,
@@ -38,10 +38,10 @@ from oracles.streams import (
     segment_mask,
     two_stream,
 )
-from oracles.tokens import absolute, none, sincos, sincos_tokens
+from oracles.tokens import absolute, absolute_factorized, absolute_windowed, fourier, none, sincos, sincos_tokens, stretch
 
-ADDED = (none, absolute, sincos)
-BIAS = (table, factorized, clipped, t5, cpb, alibi, log_decay, fire)
+ADDED = (none, absolute, absolute_factorized, absolute_windowed, sincos, fourier)
+BIAS = (table, levit, factorized, clipped, t5, cpb, alibi, log_decay, fire)
 CONTENT = (shaw, decomposed, transformer_xl, deberta, pape)
 ROTARY = (rope_axial, rope_mixed, rope_normalized, xpos)
 ORACLES = {rule.__name__: rule for rule in (*ADDED, *BIAS, *CONTENT, *ROTARY, lookhere)}

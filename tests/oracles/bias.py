@@ -22,6 +22,12 @@ def columns_of(table, per_head, q):
     return table if per_head else np.repeat(table, len(q), axis=1)
 
 
+def levit(q, k, v, h, w, prefix=0, *, attention_biases):
+    """LeViT (2104.01136, section 4.2): + B[|dy| w + |dx|], B [H, h*w (+3)]; the columns of prefix tokens come last."""
+    B = attention_biases
+    return biased(q, k, v, h, w, prefix, lambda n, dy, dx: B[n, abs(dy) * w + abs(dx)], B[:, h * w :].T)
+
+
 def factorized(q, k, v, h, w, prefix=0, *, table_h, table_w):
     """+ B_h[dy] + B_w[dx]; table_h [2h-1 (+3), H] alone has the prefix rows, table_w is [2w-1, H]."""
     rows = 2 * h - 1

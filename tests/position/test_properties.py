@@ -49,8 +49,14 @@ def swap_axes(key: str, encoding: nn.Module, swapped: nn.Module, grid: Grid) -> 
     for name, target in other.items():
         value = own[name]
         if name == "pos_embed":
-            rows = value[:, grid.prefix :].unflatten(1, (grid.h, grid.w)).transpose(1, 2).flatten(1, 2)
+            rows = value[:, grid.prefix :].unflatten(1, getattr(encoding, "coarse", grid[:2])).transpose(1, 2).flatten(1, 2)
             value = torch.cat((value[:, : grid.prefix], rows), 1)
+        elif name == "pos_embed_win":
+            value = value.unflatten(1, encoding.period).transpose(1, 2).flatten(1, 2)
+        elif name == "attention_biases":
+            value = table(value.mT, grid.h, grid.w).mT
+        elif name == "token_projection.weight":
+            value = torch.cat(value.chunk(2, -1)[::-1], -1)
         elif name == "relative_position_bias_table":
             r, c = encoding.radius if key == "clipped" else (grid.h - 1, grid.w - 1)
             value = table(value, 2 * r + 1, 2 * c + 1)
@@ -187,7 +193,8 @@ def test_unseen_and_saturated_by_counting(key, trained, grid):
     cells = [(y, x) for y in range(1 - grid.h, grid.h) for x in range(1 - grid.w, grid.w)]
     outside = sum(abs(y) >= trained.h or abs(x) >= trained.w for y, x in cells) / len(cells)
     encoding = make(key, trained)
-    geometric = key not in ("none", "absolute", "rope_normalized")
+    rescaled = ("absolute", "absolute_factorized", "absolute_windowed", "fourier", "rope_normalized")
+    geometric = key != "none" and key not in rescaled
     assert encoding.unseen(grid) == pytest.approx(outside if geometric else 0)
     assert encoding.saturated(grid) == pytest.approx(outside if key in ("clipped", "t5", "shaw", "deberta") else 0)
 

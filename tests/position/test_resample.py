@@ -1,13 +1,15 @@
 """Resampling of learned parameters, against timm's and Microsoft's functions and what each policy promises."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
+import oracles
 from helpers import each
 from vitrel import Grid, create_position
-from vitrel.position.resample import POLICIES, resample_table
+from vitrel.position.resample import POLICIES, resample_embedding, resample_table
 
 CASES = [((14, 14), (24, 24)), ((7, 9), (12, 10)), ((4, 4), (28, 20)), ((2, 3), (5, 7))]
 
@@ -40,7 +42,7 @@ def test_an_axis_that_does_not_grow_is_read_exactly(policy):
     torch.testing.assert_close(grown[5], table.view(5, 7, 2)[2], atol=1e-6, rtol=1e-6)  # row offset 0, every column offset
 
 
-@each("key", ["table", "factorized"])
+@each("key", ["table", "levit", "factorized"])
 @each("policy", POLICIES)
 def test_smaller_grid_is_the_exact_center(key, policy):
     encoding = create_position(key, Grid(6, 7, 1), 2, 8, policy=policy)
@@ -50,7 +52,7 @@ def test_smaller_grid_is_the_exact_center(key, policy):
     assert encoding.resampled(Grid(4, 5, 1)) == {}
 
 
-@each("key", ["table", "factorized"])
+@each("key", ["table", "levit", "factorized"])
 def test_clip_repeats_the_edge(key):
     trained, grid = Grid(3, 4), Grid(8, 9)
     encoding = create_position(key, trained, 2, 8, policy="clip")
@@ -65,7 +67,7 @@ def test_clip_repeats_the_edge(key):
     assert sum(encoding.resampled(grid).values()) == 0
 
 
-@each("key", ["table", "factorized"])
+@each("key", ["table", "levit", "factorized"])
 def test_geometric_keeps_the_neighbors(key):
     encoding = create_position(key, Grid(5, 5), 2, 8, policy="geometric", init_std=0.5)
     near = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
@@ -84,6 +86,34 @@ def test_absolute_equals_timm():
     for size in [(6, 8), (9, 5), (12, 12)]:
         expected = resample_abs_pos_embed(encoding.pos_embed, list(size), [6, 8], num_prefix_tokens=1)
         torch.testing.assert_close(encoding(Grid(*size, 1)).tokens, expected[0], atol=1e-6, rtol=1e-6)
+
+
+@each(("source", "target"), [((4, 3), (7, 1)), ((4, 1), (2, 1)), ((1, 4), (1, 7)), ((4, 3), (7, 5)), ((3, 5), (2, 2))])
+def test_absolute_by_the_definition_of_the_filter(source, target):
+    """On maps of one column too, which torch resamples wrongly on a CPU; values and gradients."""
+    embedding = torch.randn(*source, 6, dtype=torch.float64, requires_grad=True)
+
+    def stretched(array):
+        columns = np.stack([oracles.stretch(array[:, x], target[0]) for x in range(source[1])], 1)
+        return np.stack([oracles.stretch(row, target[1]) for row in columns]).reshape(-1, 6)
+
+    out = resample_embedding(embedding, Grid(*target))
+    np.testing.assert_allclose(out.detach(), stretched(embedding.detach().numpy()), atol=1e-12)
+    weight, direction = torch.randn(out.shape).double().numpy(), torch.randn(*source, 6).double().numpy()
+    [gradient] = torch.autograd.grad((out * torch.tensor(weight)).sum(), embedding)
+    np.testing.assert_allclose((gradient.numpy() * direction).sum(), (stretched(direction) * weight).sum(), atol=1e-12)
+
+
+def test_factorized_embedding_is_an_absolute_one():
+    """At every grid, since resampling is linear and its weights sum to 1."""
+    factorized = create_position("absolute_factorized", Grid(5, 4, 1), 2, 4, dtype=torch.float64)
+    absolute = create_position("absolute", Grid(5, 4, 1), 2, 4, dtype=torch.float64)
+    with torch.no_grad():
+        absolute.pos_embed.zero_()
+        rows = factorized.pos_embed_h[0][:, None] + factorized.pos_embed_w[0]
+        absolute.pos_embed[0, 1:] = rows.flatten(0, 1)
+    for grid in (Grid(5, 4, 1), Grid(9, 4, 1), Grid(3, 11, 1), Grid(8, 1, 1)):
+        torch.testing.assert_close(factorized(grid).tokens, absolute(grid).tokens)
 
 
 @each("key", ["absolute", "table", "factorized"])

@@ -5,16 +5,14 @@ CPE and PEG (arXiv 2102.10882) are depthwise convolutions, which see the zeros b
 CoaT's fixed image size is lifted.
 """
 
-import math
 from typing import Any
 
-import torch
 from timm.models import coat, davit, edgenext, efficientvit_msra, naflexvit, pvt_v2, twins
 from timm.models.csatv2 import CSATv2
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.geometry import cached_geometry
+from vitrel.position.fourier import fourier_waves
 
 
 class CoaT(AnySize, coat.CoaT):
@@ -49,22 +47,10 @@ class FourierTokens(edgenext.PositionalEncodingFourier):
 
     def forward(self, shape: tuple[int, int, int]) -> Tensor:
         weight = self.token_projection.weight
-        waves = _waves(shape[1], shape[2], self.hidden_dim, float(self.temperature), device=weight.device)
+        bands, base = self.hidden_dim, float(self.temperature)
+        waves = fourier_waves(*shape[1:], bands, base, "float32", device=weight.device)  # [h*w, 2 * bands]
+        waves = waves.mT.unflatten(1, shape[1:])[None]
         return self.token_projection(waves.to(weight.dtype)).expand(shape[0], -1, -1, -1)
-
-
-@cached_geometry
-def _waves(h: int, w: int, bands: int, temperature: float, device: torch.device) -> Tensor:
-    """Return sines and cosines of 2 pi (y + 1) / h, then of 2 pi (x + 1) / w, at `bands` frequencies, [1, 2 * bands, h, w]."""
-    period = temperature ** (2 * (torch.arange(bands, device=device) // 2).float() / bands)
-    axes = []
-    for n in (h, w):
-        at = torch.arange(1, n + 1, device=device).float()
-        at = at / (torch.ones((), device=device) * n + 1e-6) * (2 * math.pi)
-        angle = at[:, None] / period  # [n, bands]
-        axes.append(torch.stack((angle[:, 0::2].sin(), angle[:, 1::2].cos()), 2).flatten(1).mT)  # [bands, n]
-    y, x = axes[0][:, :, None].expand(-1, -1, w), axes[1][:, None].expand(-1, h, -1)
-    return torch.cat((y, x))[None]
 
 
 _NOTHING = "nothing"

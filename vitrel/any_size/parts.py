@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vitrel.geometry import cached_geometry, is_known
 from vitrel.grid import Grid, same_size
 from vitrel.ops.window import window_mask, windows
+from vitrel.position.levit import absolute_offsets, signed_offsets
 from vitrel.position.resample import resample_embedding, resample_table
 
 Size = tuple[int, int]
@@ -142,17 +143,9 @@ def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1, p
     if same_size(source, target):
         index = _distance_index(target.h, target.w, stride, device=biases.device)
     else:
-        rows = biases.index_select(1, _distances(source.h, source.w, device=biases.device)).mT
-        biases = resample_table(rows, source, target, policy).mT
+        biases = resample_table(signed_offsets(biases, source), source, target, policy).mT
         index = _offset_index(target.h, target.w, stride, device=biases.device)
     return biases.index_select(1, index.flatten()).unflatten(1, index.shape)
-
-
-@cached_geometry
-def _distances(h: int, w: int, device: torch.device) -> Tensor:
-    """Return |dy| * w + |dx| of every offset class, [R]."""
-    dy, dx = Grid(h, w).offsets(device=device).abs().unbind(-1)
-    return dy * w + dx
 
 
 @cached_geometry
@@ -164,7 +157,7 @@ def _offset_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
 
 @cached_geometry
 def _distance_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
-    return _distances(h, w, device=device)[_offset_index(h, w, stride, device=device)]
+    return absolute_offsets(h, w, False, device=device)[_offset_index(h, w, stride, device=device)]
 
 
 def token_embedding(embedding: Tensor, source: Size, target: Size, prefix: int = 0) -> Tensor:

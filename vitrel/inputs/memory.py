@@ -60,7 +60,7 @@ def forward_memory(
     Raises:
         TypeError: the memory is of another type.
         ValueError: a block has windows, the tile does not continue the strip, or height is missing for encodings that add to
-            tokens (absolute, sincos), since every tile would have the positions of the first.
+            tokens (absolute, sincos, ...), since every tile would have the positions of the first.
     """
     _check(model, memory, length, height)
     x = model.embed_patches(image if memory is None else _filled(model, image))  # [B, h, w, C]

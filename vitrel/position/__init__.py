@@ -11,6 +11,8 @@ import torch
 from vitrel.common.names import nearest
 from vitrel.grid import Grid
 from vitrel.position.absolute import Absolute
+from vitrel.position.absolute_factorized import AbsoluteFactorized
+from vitrel.position.absolute_windowed import AbsoluteWindowed
 from vitrel.position.alibi import Alibi
 from vitrel.position.clipped import Clipped
 from vitrel.position.cpb import CPB
@@ -18,6 +20,8 @@ from vitrel.position.deberta import DeBERTa
 from vitrel.position.decomposed import Decomposed
 from vitrel.position.factorized import Factorized
 from vitrel.position.fire import FIRE
+from vitrel.position.fourier import Fourier
+from vitrel.position.levit import LeViT
 from vitrel.position.log_decay import LogDecay
 from vitrel.position.lookhere import LookHere
 from vitrel.position.none import NoPosition
@@ -50,8 +54,12 @@ __all__ = [
 POSITIONS: dict[str, type[PositionEncoding]] = {
     "none": NoPosition,
     "absolute": Absolute,
+    "absolute_factorized": AbsoluteFactorized,
+    "absolute_windowed": AbsoluteWindowed,
     "sincos": SinCos,
+    "fourier": Fourier,
     "table": OffsetTable,
+    "levit": LeViT,
     "factorized": Factorized,
     "clipped": Clipped,
     "t5": T5,

@@ -175,8 +175,11 @@ def resampled_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int)
 
 def resample_embedding(embedding: Tensor, target: Grid) -> Tensor:
     """Resample an absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
-    image = upcast(embedding.permute(2, 0, 1)[None])  # [1, C, h, w]
-    image = F.interpolate(image, size=(target.h, target.w), mode="bicubic", antialias=True, align_corners=False)
+    image, size = upcast(embedding.permute(2, 0, 1)[None]), (target.h, target.w)  # [1, C, h, w]
+    if is_known(target.w) and target.w == 1:  # torch 2.14 resamples the rows of a map of one column wrongly on a CPU
+        image = F.interpolate(image.mT, size=size[::-1], mode="bicubic", antialias=True, align_corners=False).mT
+    else:
+        image = F.interpolate(image, size=size, mode="bicubic", antialias=True, align_corners=False)
     return image[0].flatten(1).mT.to(embedding.dtype)
 
 
