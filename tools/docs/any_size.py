@@ -69,8 +69,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 }
 
 
-# Graphs for any size, recorded from --graphs and held by tests/any_size/test_graphs.py: the number of graphs that torch.compile
-# makes for SIZES, and "yes" or "no" for an exported program and ONNX with dynamic batch, height and width; "" where not tried.
+# Graphs for any size, recorded from --graphs; tests/any_size/test_graphs.py holds one variant per mechanism: the number of graphs
+# that torch.compile makes for SIZES, and "yes" or "no" for an exported program and ONNX with dynamic batch, height and width; ""
+# where not tried.
 GRAPHS: dict[str, tuple[int | str, str, str]] = {
     "vit_tiny_r_s16_p8_224": (2, "no", ""),  # timm's padding calls math.ceil, which torch.export.save does not take
     "vitamin_small_224": (2, "yes", ""),
@@ -162,9 +163,19 @@ def written(name: str, format: str, folder: Path) -> float:
     return max(check.error for check in checks)
 
 
-def try_graphs(names: list[str]) -> None:
-    """Print for each variant the number of graphs, and the largest errors of the exported program and of ONNX, or an error."""
+def recorded(name: str, found: tuple[int | str, str, str]) -> bool:
+    """Return whether what was found of a variant is what GRAPHS records, where it records anything."""
+    return all(known in ("", new) for known, new in zip(GRAPHS.get(name, ("", "", "")), found, strict=True))
+
+
+def try_graphs(names: list[str]) -> bool:
+    """Print for each variant the number of graphs, and the largest errors of the exported program and of ONNX, or an error.
+
+    Return whether all are as recorded in GRAPHS.
+    """
+    kept = True
     for name in names:
+        found: list[Any] = []
         with tempfile.TemporaryDirectory() as folder:
             tries = {
                 "compile": lambda: graphs(name),  # noqa: B023
@@ -173,9 +184,16 @@ def try_graphs(names: list[str]) -> None:
             }
             for what, tried in tries.items():
                 try:
-                    print(f"{name}: {what} {tried():.2g}", flush=True)
+                    value = tried()
+                    found.append(value if what == "compile" else "yes")
+                    print(f"{name}: {what} {value:.2g}", flush=True)
                 except Exception as error:
+                    found.append("no")
                     print(f"{name}: {what} {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
+        if not recorded(name, (found[0], found[1], found[2])):
+            kept = False
+            print(f"{name}: GRAPHS records {GRAPHS[name]}, found {tuple(found)}", flush=True)
+    return kept
 
 
 def taken(model: nn.Module) -> str:
@@ -229,7 +247,8 @@ def main() -> None:
     parser.add_argument("--graphs", nargs="*", metavar="NAME", help="compile and export these variants, default all: an hour")
     args = parser.parse_args()
     if args.graphs is not None:
-        try_graphs(args.graphs or [*VARIANTS])
+        if not try_graphs(args.graphs or [*VARIANTS]):
+            raise SystemExit("not as recorded, see above")
         return
     if not args.names:
         print(table())
