@@ -69,9 +69,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 }
 
 
-# Graphs for any size, recorded from --graphs; tests/any_size/test_graphs.py holds one variant per mechanism: the number of graphs
-# that torch.compile makes for SIZES, and "yes" or "no" for an exported program and ONNX with dynamic batch, height and width; ""
-# where not tried.
+# Graphs for any size, recorded from --graphs; tests/any_size/test_graphs.py holds one variant per mechanism: the number of
+# graphs that torch.compile makes for SIZES, and "yes" or "no" for an exported program and ONNX with dynamic batch, height and
+# width; "" where not tried.
 GRAPHS: dict[str, tuple[int | str, str, str]] = {
     "vit_tiny_r_s16_p8_224": (2, "no", ""),  # timm's padding calls math.ceil, which torch.export.save does not take
     "vitamin_small_224": (2, "yes", ""),
