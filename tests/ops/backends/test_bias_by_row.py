@@ -237,8 +237,12 @@ def test_memory_at_64x64():
     tensors = [torch.randn(1, 4, grid.tokens, 32, requires_grad=True) for _ in range(3)]
     terms = Terms(tables=(Table(bias=torch.randn(4, grid.classes(), requires_grad=True)),))
     for trains, limit in ((False, whole / 3), (True, whole)):
-        with torch.set_grad_enabled(trains), extra_bytes(torch.device("cpu")) as found:
-            out = bias_by_row.attention(*tensors, terms, grid)
-            if trains:
-                out.sum().backward()
-        assert 0 < found[0] < limit
+        taken = []
+        for _ in range(2):  # the first call may load libraries and start threads too
+            with torch.set_grad_enabled(trains), extra_bytes(torch.device("cpu")) as found:
+                out = bias_by_row.attention(*tensors, terms, grid)
+                if trains:
+                    out.sum().backward()
+            del out
+            taken.append(found[0])
+        assert 0 < min(taken) < limit
