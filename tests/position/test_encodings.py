@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
+import timm
 import torch
+from timm.models.levit import Attention
+from timm.models.xcit import PositionalEncodingFourier
+from torch import nn
 
 import oracles
 from helpers import each, golden
@@ -126,3 +130,43 @@ def live_rows(key, options, grid, name, count):
             rows = used["hw".index(name[-1])]
             alive = rows if len(rows) == count else alive
     return alive
+
+
+def test_tokens_are_those_of_the_modules_of_released_weights():
+    """XCiT's Fourier encoding, Hiera's windowed embedding at its own size, NaFlexViT's factorized one at its own size."""
+    own, timms = make("fourier", Grid(4, 5), 2, 8), PositionalEncodingFourier(4, 16)
+    with torch.no_grad():
+        own.token_projection.weight.copy_(timms.token_projection.weight.flatten(1))
+        own.token_projection.bias.copy_(timms.token_projection.bias)
+    for h, w in ((4, 5), (7, 3)):
+        torch.testing.assert_close(own(Grid(h, w)).tokens, timms(1, h, w)[0].flatten(1).mT)
+    hiera = timm.create_model("hiera_small_abswin_256", stages=(1, 1, 1, 1), embed_dim=16, num_heads=1)
+    perturbed(hiera)
+    windowed = make("absolute_windowed", Grid(*hiera.tokens_spatial_shape), 2, 8, period=tuple(hiera.mask_unit_size))
+    with torch.no_grad():
+        windowed.coarse = tuple(hiera.pos_embed.shape[-2:])  # of a model that was trained at a smaller size
+        windowed.pos_embed = nn.Parameter(hiera.pos_embed.flatten(2).mT)
+        windowed.pos_embed_win.copy_(hiera.pos_embed_win.flatten(2).mT)
+    grid = Grid(*hiera.tokens_spatial_shape)
+    expected = hiera._pos_embed(torch.zeros(1, grid.tokens, 16))
+    torch.testing.assert_close(windowed(grid).tokens, expected[0])
+    naflex = timm.create_model("naflexvit_base_patch16_parfac_gap", depth=1, embed_dim=16, num_heads=1)
+    embed = naflex.embeds
+    side = embed.pos_embed_y.shape[1]
+    factorized = make("absolute_factorized", Grid(side, side), 2, 8)
+    with torch.no_grad():
+        factorized.pos_embed_h.copy_(embed.pos_embed_y.normal_())
+        factorized.pos_embed_w.copy_(embed.pos_embed_x.normal_())
+    x = torch.zeros(1, side * side, 16)
+    embed._apply_factorized_pos_embed(x, grid_size=(side, side))
+    torch.testing.assert_close(factorized(Grid(side, side)).tokens, x[0])
+
+
+def test_biases_are_those_of_levit():
+    theirs = Attention(32, 8, num_heads=3, resolution=(4, 4))
+    own = make("levit", Grid(4, 4), 3)
+    with torch.no_grad():
+        own.attention_biases.copy_(theirs.attention_biases.normal_())
+        expected = theirs.get_attention_biases(torch.device("cpu"))
+    grid = Grid(4, 4)
+    torch.testing.assert_close(own(grid).tables[0].bias[:, grid.index()], expected)

@@ -32,15 +32,16 @@ class SinCos(PositionEncoding):
         super().__init__()
         self.grid, self.base = grid, base
         self.axes, self.bands = split_axes("sincos", "width", num_heads * head_dim, grid)
-        self.mark_device(factory.get("device"))
+        self.mark_device(factory.get("device"), factory.get("dtype"))
 
     def terms(self, grid: Grid) -> Terms:
-        return Terms(tokens=_rows(*grid, self.axes, self.bands, float(self.base), device=self.device_marker.device))
+        options = self.axes, self.bands, float(self.base), self.precision
+        return Terms(tokens=_rows(*grid, *options, device=self.device_marker.device))
 
 
 @cached_geometry
-def _rows(h: int, w: int, prefix: int, axes: str, bands: int, base: float, device: torch.device) -> Tensor:
-    frequency = base ** (-torch.arange(bands, device=device).float() / bands)  # [T]
+def _rows(h: int, w: int, prefix: int, axes: str, bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
+    frequency = base ** (-torch.arange(bands, device=device).to(getattr(torch, dtype)) / bands)  # [T]
     angle = of_axes(axes, Grid(h, w).coordinates(device), 1)[..., None] * frequency  # [h*w, 1|2, T]
     rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]
     return torch.cat((rows.new_zeros(prefix, rows.shape[1]), rows))

@@ -57,7 +57,7 @@ class XPos(PositionEncoding):
         self.scale_base = max(grid.h, grid.w) / 2 if scale_base is None else scale_base
         self.num_heads = num_heads
         self.axes, self.bands = split_axes("xpos", "head width", head_dim, grid)
-        self.mark_device(factory.get("device"))
+        self.mark_device(factory.get("device"), factory.get("dtype"))
 
     @property
     def refers_to_grid(self) -> bool:
@@ -66,8 +66,8 @@ class XPos(PositionEncoding):
     def terms(self, grid: Grid) -> Terms:
         heads, device = self.num_heads, self.device_marker.device
         options = (heads, self.axes, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
-        rotations = _rotations(*grid, self.grid[:2], *options, device=device)
-        bias = _one_sided(*grid, heads, device=device)
+        rotations = _rotations(*grid, self.grid[:2], *options, self.precision, device=device)
+        bias = _one_sided(*grid, heads, self.precision, device=device)
         return Terms(rotary=rotations[:2], key_rotary=rotations[2:], tables=(Table("hw", bias=bias),))
 
 
@@ -83,24 +83,25 @@ class _Rotations(NamedTuple):
 @cached_geometry
 def _rotations(
     h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
-    gamma: float, scale_base: float, device: torch.device,
+    gamma: float, scale_base: float, dtype: str, device: torch.device,
 ) -> _Rotations:  # fmt: skip
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
-    at = grid.coordinates(device).float()  # [h*w, 2]
-    cos, sin = rotary_terms(at[..., None] * axial_frequencies(band, base), axes, grid)  # [1, N, D/2]
+    at = grid.coordinates(device).to(getattr(torch, dtype))  # [h*w, 2]
+    cos, sin = rotary_terms(at[..., None] * axial_frequencies(band, base, dtype), axes, grid)  # [1, N, D/2]
     # Positions are centered to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
     along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
     grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
     excess = grown.index_select(0, torch.arange(num_heads, device=device) % 4 // 2)[:, None].expand(-1, prefix)  # [H, P]
-    rate = ((band.float() / bands + gamma) / (1 + gamma)).log() / scale_base  # [T]
+    rate = ((band.to(at.dtype) / bands + gamma) / (1 + gamma)).log() / scale_base  # [T]
     q, k = ((torch.cat((excess, p), 1)[..., None] * rate.repeat(len(axes))).exp() for p in (along, -along))  # [H, N, D/2]
     return _Rotations(cos * q, sin * q, cos * k, sin * k)
 
 
 @cached_geometry
-def _one_sided(h: int, w: int, prefix: int, num_heads: int, device: torch.device) -> Tensor:
+def _one_sided(h: int, w: int, prefix: int, num_heads: int, dtype: str, device: torch.device) -> Tensor:
     hidden = _along(Grid(h, w).offsets(device=device).float(), num_heads) < 0  # [H, R]
-    return pad_prefix(torch.zeros((), device=device).masked_fill(hidden, float("-inf")), Grid(h, w, prefix))
+    bias = torch.zeros((), dtype=getattr(torch, dtype), device=device).masked_fill(hidden, float("-inf"))
+    return pad_prefix(bias, Grid(h, w, prefix))
 
 
 def _along(at: Tensor, num_heads: int) -> Tensor:
