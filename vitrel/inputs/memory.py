@@ -50,8 +50,8 @@ def forward_memory(
         length: number of tiles whose keys and values are cached.
         height: pixels of the whole strip, if known; positions are then those of the whole strip. Otherwise positions are those
             of the grid of the cached rows and the tile. For encodings that depend on offsets only, both are equal. Encodings
-            that depend on the grid differ (table, factorized, decomposed, fire, rope_normalized, RoPE with a policy, log_n), as
-            do rotations with prefix tokens, which are not rotated.
+            that depend on the grid differ (table, levit, factorized, decomposed, fire, rope_normalized, RoPE with a policy,
+            log_n), as do rotations with prefix tokens, which are not rotated.
         detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
 
     Returns:

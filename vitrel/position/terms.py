@@ -196,8 +196,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     def unseen(self, grid: Grid) -> float:
         """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
-        0 for absolute and rope_normalized, without a training grid, and with policy="renormalize", the policy "linear" of
-        rope_axial and rope_mixed, or a reference grid (rope_axial).
+        0 for absolute, absolute_factorized, absolute_windowed, fourier and rope_normalized, without a training grid, and with
+        policy="renormalize", the policy "linear" of rope_axial and rope_mixed, or a reference grid (rope_axial).
         """
         return 0.0 if self.grid is None or self.policy == "renormalize" else unseen_share(self.grid, grid)
 
