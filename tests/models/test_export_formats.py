@@ -47,9 +47,9 @@ def test_onnx_of_a_swin(tmp_path):
 
 
 TOGETHER = [  # several in one model, each of which moves the logits; a model rotates once
-    "absolute+table+factorized+fire+rope_axial",
-    "sincos+clipped+t5+lookhere+rope_mixed",
-    "cpb+alibi+shaw+decomposed+rope_normalized",
+    "absolute+absolute_windowed+table+factorized+fire+rope_axial",
+    "sincos+fourier+clipped+t5+lookhere+rope_mixed",
+    "absolute_factorized+cpb+alibi+levit+shaw+decomposed+rope_normalized",
     "log_decay+transformer_xl+deberta+pape+xpos",
 ]
 TOGETHER += [key for key in POSITIONS if key != "none" and all(key not in position.split("+") for position in TOGETHER)]

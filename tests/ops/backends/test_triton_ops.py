@@ -24,7 +24,7 @@ runs = pytest.mark.skipif(
 )
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 SERVED = {  # keys that the kernels take under global attention; the others meet keys or values, or tables of both axes
-    "none", "table", "factorized", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "decomposed", "rope_axial",
+    "none", "table", "levit", "factorized", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "decomposed", "rope_axial",
     "rope_mixed", "rope_normalized", "lookhere",
 }  # fmt: skip
 MODELS = {
@@ -89,7 +89,7 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
 
 
 @runs
-@each("key", ["table", "factorized", "rope_mixed", "lookhere"])
+@each("key", ["table", "levit", "factorized", "rope_mixed", "lookhere"])
 def test_windows(key):
     heads, batch = heads_of(key), 2 if key == "table" else 1
     encoding = perturbed(make(key, Grid(3, 4), heads, dim=16).to(DEVICE))
