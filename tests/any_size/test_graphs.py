@@ -14,13 +14,14 @@ def variants(fast, *slow):
     return pytest.mark.parametrize("name", [*fast, *marked])
 
 
-# A resampled embedding of tokens and of a map, a Fourier encoding, a table of offsets with factors, timm's own resampling.
+# Resampled embeddings of tokens and of a map, a Fourier encoding, timm's own resampling.
 @variants(["vit_dpwee_patch16_reg1_gap_256"], "pit_xs_224", "xcit_nano_12_p16_224", "naflexvit_base_patch16_gap")
 def test_compiled_for_eight_sizes_in_two_graphs(name):
     assert graphs(name) <= 2
 
 
-# As above, and tables per axis, a function of the offset, units of windows, tables over distances in windows, convolutions.
+# Embeddings of tokens and of a map, tables per axis, a function of the offset, units of windows, tables over distances in
+# windows, convolutions.
 @variants(
     ["cait_xxs24_224", "pit_xs_224"], "samvit_base_patch16", "convit_tiny", "hiera_tiny_224", "tiny_vit_5m_224", "pvt_v2_b0"
 )

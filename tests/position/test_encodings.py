@@ -14,12 +14,8 @@ from helpers.variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make,
 from vitrel import Grid, create_position
 
 GRIDS = [Grid(1, 1), Grid(4, 3), Grid(2, 7, 1), Grid(3, 5, 3)]
-STRETCHED = (
-    "absolute",
-    "table",
-    "levit",
-    "factorized",
-)  # their oracles hold at the training grid, see test_resample.py
+# Their oracles hold at the training grid; the rest is in test_resample.py.
+STRETCHED = ("absolute", "table", "levit", "factorized")
 double = torch.float64
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from vitrel.grid import Grid, same_size
 from vitrel.position.resample import resample_embedding, sample_embedding
-from vitrel.position.terms import Factory, PositionEncoding, Terms
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_prefix
 
 
 class Absolute(PositionEncoding):
@@ -54,8 +54,7 @@ class Absolute(PositionEncoding):
         self.reset_parameters()
 
     def terms(self, grid: Grid) -> Terms:
-        if grid.prefix != self.grid.prefix:
-            raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, but the grid has {grid.prefix}")
+        check_prefix("absolute", self.grid, grid, row_each=True)
         rows = self.pos_embed[0]  # [P + h*w, C]
         if self.perturbs or not same_size(grid, self.grid):
             prefix, rows = rows[: grid.prefix], resample_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)

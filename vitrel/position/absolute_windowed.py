@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.resample import resample_embedding
-from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, upcast
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_prefix, check_sides, upcast
 
 
 class AbsoluteWindowed(PositionEncoding):
@@ -57,14 +57,12 @@ class AbsoluteWindowed(PositionEncoding):
         self.reset_parameters()
 
     def terms(self, grid: Grid) -> Terms:
-        prefix = self.grid.prefix  # type: ignore[union-attr]
-        if grid.prefix != prefix:
-            raise ValueError(f"absolute_windowed was built for {prefix} prefix tokens, but the grid has {grid.prefix}")
+        check_prefix("absolute_windowed", self.grid, grid, row_each=True)
         rows = upcast(self.pos_embed[0])  # [P + windows, C]
-        whole = resample_embedding(rows[prefix:].unflatten(0, self.coarse), grid)  # [h*w, C]
+        whole = resample_embedding(rows[grid.prefix :].unflatten(0, self.coarse), grid)  # [h*w, C]
         place = _place_in_window(grid.h, grid.w, self.period, device=rows.device)
         tokens = whole + upcast(self.pos_embed_win[0]).index_select(0, place)
-        return Terms(tokens=torch.cat((rows[:prefix], tokens)).to(self.pos_embed.dtype))
+        return Terms(tokens=torch.cat((rows[: grid.prefix], tokens)).to(self.pos_embed.dtype))
 
     def resampled(self, grid: Grid) -> dict[str, int]:
         if grid[:2] == self.grid[:2]:  # type: ignore[index]

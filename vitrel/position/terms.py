@@ -362,9 +362,16 @@ def of_axes(axes: str, values: Tensor, dim: int) -> Tensor:
     return values.narrow(dim, "hw".index(axes[0]), len(axes))
 
 
-def check_prefix(key: str, trained: Grid, grid: Grid) -> None:
-    """Raise ValueError unless both grids have prefix tokens or both have none; for encodings with learned prefix rows."""
-    if bool(grid.prefix) != bool(trained.prefix):
+def check_prefix(key: str, trained: Grid, grid: Grid, row_each: bool = False) -> None:
+    """Raise ValueError unless both grids have prefix tokens or both have none; for encodings with learned prefix rows.
+
+    Args:
+        key: name of the encoding, for the error.
+        trained: the training grid.
+        grid: the grid that is evaluated.
+        row_each: every prefix token has a row of its own, so their number must be the same.
+    """
+    if grid.prefix != trained.prefix and (row_each or not (grid.prefix and trained.prefix)):
         raise ValueError(f"{key} was built for {trained.prefix} prefix tokens, but the grid has {grid.prefix}")
 
 
