@@ -186,6 +186,17 @@ def test_described_arguments_exist():
     assert wrong == {}
 
 
+def test_arguments_are_described_in_a_section():
+    """One a line under "Args:", and not "name: text. other, third: text." in a sentence."""
+    found = []
+    for name, tree in trees().items():
+        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef) and name.startswith("vitrel/")):
+            text = (ast.get_docstring(node) or "").partition("Args:")[0]
+            if any(re.search(rf"(^|[.;] |\n){a}((,| and) \w+)*: ", text) for a in parameters(node)):
+                found.append(f"{name}: {node.name}")
+    assert found == []
+
+
 @each("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda p: p.name)
 def test_configs_have_their_header(path: Path):
     header = [line.lower() for line in path.read_text().splitlines() if line.startswith("#")]

@@ -115,7 +115,11 @@ def _profile(device: str) -> str:
 
 
 def _serves(device: str, mode: str) -> list[str]:
-    """The lines of `vitrel.ops.why` for global and window attention with a bias table; mode: "inference" or "training"."""
+    """The lines of `vitrel.ops.why` for global and window attention with a bias table.
+
+    Args:
+        mode: "inference" or "training".
+    """
     import torch
 
     from vitrel.grid import Grid

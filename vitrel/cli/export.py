@@ -60,7 +60,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serves(args: argparse.Namespace, out: Path, multiple: int) -> str:
-    """How to load the output, or the batch and image sizes that it takes; multiple: that of a side, 0 for a vitrel model."""
+    """How to load the output, or the batch and image sizes that it takes.
+
+    Args:
+        multiple: that of a side, 0 for a vitrel model.
+    """
     if args.format == "safetensors":
         return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True) after `import vitrel`, any size"
     whole = f"any image size of whole {multiple} pixels" if multiple > 1 else "any image size of two tokens or more"

@@ -27,9 +27,12 @@ class Step(NamedTuple):
 def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any]) -> tuple[Path, list[str]]:
     """Run all steps that `folder` does not have yet; return the path of an archive of the results, and what is unfinished.
 
-    device: "cuda", "cuda:1", ...; "cpu" with `quick`, which runs a small form of every step. information: as of
-    `vitrel.cli.doctor.examine`. A step that fails or takes too long is reported in the summary, and is a line of the returned
-    list; the next call runs it again.
+    A step that fails or takes too long is reported in the summary, and is a line of the returned list; the next call runs it
+    again.
+
+    Args:
+        device: "cuda", "cuda:1", ...; "cpu" with `quick`, which runs a small form of every step.
+        information: as of `vitrel.cli.doctor.examine`.
     """
     folder = folder.resolve()  # the benchmark runs in another directory
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,11 @@ def steps_of(folder: Path, device: str, quick: bool) -> list[Step]:
 
 
 def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str, Any]:
-    """Return the quickstart's configuration with another name, device and precision; quick: two models, ten updates."""
+    """Return the quickstart's configuration with another name, device and precision.
+
+    Args:
+        quick: two models, ten updates.
+    """
     from vitrel.cli.options import packaged
     from vitrel.common.plain_yaml import read_yaml
 

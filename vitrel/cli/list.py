@@ -68,7 +68,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
-    """Return the line of a model, built without memory for weights; sizes: (h, w) in pixels at which to report resampling."""
+    """Return the line of a model, built without memory for weights.
+
+    Args:
+        sizes: (h, w) in pixels at which to report resampling.
+    """
     import timm
 
     from vitrel.any_size import adapter_of

@@ -62,7 +62,9 @@ size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget 
 def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
     """Add the positional argument MODEL, or with `many` several, and the options of `add_weights`.
 
-    random: see `add_weights`. needed: with `many`, require at least one.
+    Args:
+        random: see `add_weights`.
+        needed: with `many`, require at least one.
     """
     number: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {}
     parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **number)
@@ -78,7 +80,9 @@ def add_margin(parser: argparse.ArgumentParser) -> None:
 def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
     """Add the options for a model given by name: weights, arguments, training size.
 
-    many: several files of weights are possible. random: without any option the weights are random, with a fixed seed.
+    Args:
+        many: several files of weights are possible.
+        random: without any option the weights are random, with a fixed seed.
     """
     add = parser.add_argument_group("models by name").add_argument
     files = "a file for each model by name, in their order" if many else "a file"
@@ -93,9 +97,12 @@ def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: boo
 def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["TrainedModel"]:
     """Load the models of the command line (`add_models`), in eval mode on the CPU.
 
-    random: as for `add_weights`. about: arguments of `vitrel.evaluate.checkpoint.trained_model` for models by name; `restrict`
-    is for all. ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a
-    name without weights.
+    ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name without
+    weights.
+
+    Args:
+        random: as for `add_weights`.
+        about: arguments of `vitrel.evaluate.checkpoint.trained_model` for models by name; `restrict` is for all.
     """
     check_models(args, random)
     from vitrel.evaluate.checkpoint import load_checkpoint, load_model, random_model
@@ -193,7 +200,8 @@ def add_sizes(
 ) -> None:
     """Add --size: a size in pixels, 224 or 160x224 (height x width), with `many` several, with `budgets` also 196t (tokens).
 
-    what: the beginning of the help text.
+    Args:
+        what: the beginning of the help text.
     """
     tokens = ", or a maximum number of patch tokens as 196t" if budgets else ""
     parser.add_argument("--size", type=size_or_budget if budgets else size, nargs="+" if many else None, required=required,
@@ -208,14 +216,19 @@ def mapping(text: str) -> dict[str, Any]:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --json FILE, which `write_json` writes; what: the beginning of the help text."""
+    """Add --json FILE, which `write_json` writes.
+
+    Args:
+        what: the beginning of the help text.
+    """
     parser.add_argument("--json", metavar="FILE", help=f'{what} as JSON; "-" prints only that')
 
 
 def check_files(*files: Path | None, fix: str = "") -> None:
     """Raise FileNotFoundError, before any work, for an input file that does not exist; None passes.
 
-    fix: what to give instead, as the end of the message.
+    Args:
+        fix: what to give instead, as the end of the message.
     """
     for file in files:
         if file is not None and not file.is_file():

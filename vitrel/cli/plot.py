@@ -80,7 +80,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, recorded: list["Layer"], layer: int) -> None:
-    """ValueError for layers, heads or a query patch that the model does not have. recorded: its layers; layer: of the query."""
+    """ValueError for layers, heads or a query patch that the model does not have.
+
+    Args:
+        recorded: its layers.
+        layer: of the query.
+    """
     from vitrel.inspect.plot.common import chosen
     from vitrel.inspect.plot.on_image import slot_of
 

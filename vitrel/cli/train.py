@@ -170,7 +170,11 @@ def _with_budget(keys: list[str]) -> list[str]:
 
 
 def _size_list(arg: str, before: str) -> str:
-    """The argument, with HEIGHTxWIDTH of --data.size as a YAML list; before: the argument before it."""
+    """The argument, with HEIGHTxWIDTH of --data.size as a YAML list.
+
+    Args:
+        before: the argument before it.
+    """
     name, equals, value = arg.partition("=") if arg.startswith("--data.size=") else ("", "", arg)
     if (equals or before == "--data.size") and re.fullmatch(r"\d+x\d+", value):
         return f"{name}{equals}[{value.replace('x', ', ')}]"
@@ -178,7 +182,11 @@ def _size_list(arg: str, before: str) -> str:
 
 
 def _config_file(arg: str, before: str) -> str:
-    """The argument, with the name of a configuration of the package as its path; before: the argument before it."""
+    """The argument, with the name of a configuration of the package as its path.
+
+    Args:
+        before: the argument before it.
+    """
     name, equals, value = arg.partition("=") if arg.startswith(("--config=", "-c=")) else ("", "", arg)
     if (equals or before in ("--config", "-c")) and not Path(value).is_file():
         return f"{name}{equals}{packaged('train').get(value, value)}"

@@ -85,9 +85,11 @@ def joined() -> Iterator[None]:
 def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iterator[None]:
     """Context that runs its block as process 0 beside `others` new processes, each of which runs `work(*arguments)` and ends.
 
-    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each. work: a module-level
-    function whose arguments can be pickled. With others = 0 no process is started. OtherProcessError where a process dies
-    before all are connected.
+    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each. OtherProcessError
+    where a process dies before all are connected.
+
+    Args:
+        work: a module-level function whose arguments can be pickled. With others = 0 no process is started.
     """
     if others == 0:
         yield

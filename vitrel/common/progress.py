@@ -21,11 +21,12 @@ class Advance(Protocol):
 def progress(total: int, unit: str, every: float = EVERY, work: float | None = None) -> Iterator[Advance]:
     """Context manager that gives advance(share, what), which adds `share` (may be a fraction) to the units done of `total`.
 
-    work: sum of the costs of all units, in any measure that is proportional to time, for units that differ; by default each
-    costs 1. The time left is that of the work left, at the mean speed so far; a unit that is done already costs 0.
-
     On stderr: a tqdm bar on a terminal. Elsewhere, a line whenever `every` seconds have passed since the last one, and one at
     the end if the work took longer than that.
+
+    Args:
+        work: sum of the costs of all units, in any measure that is proportional to time, for units that differ; by default each
+            costs 1. The time left is that of the work left, at the mean speed so far; a unit that is done already costs 0.
     """
     work = float(total) if work is None else work
     done = worked = 0.0

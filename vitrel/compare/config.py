@@ -44,11 +44,14 @@ DECIDED = {
 class Entry:
     """A model of a comparison.
 
-    name: timm name. label: name in tables and folders. model_args: keywords of `timm.create_model`; of an entry with
-    `weights_of` only those that differ from its source. weights_of: label of the entry whose trained weights it uses; None: it
-    is trained. tuned_from: label of the entry whose trained weights its training starts from. seeds: those that it is trained
-    or evaluated with; None in a file: those of its source, or of the comparison. train: training configuration that updates
-    the comparison's.
+    Args:
+        name: timm name.
+        label: name in tables and folders.
+        model_args: keywords of `timm.create_model`; of an entry with `weights_of` only those that differ from its source.
+        weights_of: label of the entry whose trained weights it uses; None: it is trained.
+        tuned_from: label of the entry whose trained weights its training starts from.
+        seeds: those that it is trained or evaluated with; None in a file: those of its source, or of the comparison.
+        train: training configuration that updates the comparison's.
     """
 
     name: str
@@ -69,10 +72,13 @@ class Entry:
 class Comparison:
     """A checked configuration of a comparison on one data set.
 
-    data: path or built-in name of the data set that models are trained on; `sweep.data` is the one they are evaluated on.
-    seeds: of the comparison; the seeds of every entry are among them. train: the sections trainer, data and model of a training
-    configuration, without the model's name, the data set, the seed and the output folder. checkpoint: which checkpoint of a run
-    is evaluated, "last", or "best", chosen on the evaluation images of `data` and so too optimiztic on these.
+    Args:
+        data: path or built-in name of the data set that models are trained on; `sweep.data` is the one they are evaluated on.
+        seeds: of the comparison; the seeds of every entry are among them.
+        train: the sections trainer, data and model of a training configuration, without the model's name, the data set, the
+            seed and the output folder.
+        checkpoint: which checkpoint of a run is evaluated, "last", or "best", chosen on the evaluation images of `data` and so
+            too optimistic on these.
     """
 
     name: str
@@ -120,15 +126,21 @@ class Comparison:
     def checkpoint_of(self, label: str, seed: int, folder: Path) -> Path:
         """Return the path of the checkpoint of a run, from which it is evaluated or another run is fine-tuned.
 
-        It is the last or the best one, as the field `checkpoint` says, and need not exist. label, seed: those of the run.
-        folder: the folder of the comparison.
+        It is the last or the best one, as the field `checkpoint` says, and need not exist.
+
+        Args:
+            label: of the run's model.
+            seed: of the run.
+            folder: the folder of the comparison.
         """
         return folder / f"{label}-seed{seed}" / "checkpoints" / f"{self.checkpoint}.ckpt"
 
     def training(self, entry: Entry, seed: int, folder: Path) -> dict[str, Any]:
         """Return the configuration of one training run as `vitrel train --config` reads it.
 
-        folder: of the run; its parent is the comparison's, where an entry with `tuned_from` finds the checkpoint to start from.
+        Args:
+            folder: of the run; its parent is the comparison's, where an entry with `tuned_from` finds the checkpoint to start
+                from.
         """
         train = _merged(self.train, entry.train)
         common = train.get("model") or {}
@@ -153,10 +165,12 @@ def load_comparison(path: str | Path, data: str | None = None) -> list[Compariso
     trained on, or on that of the key evaluate.data. A relative data folder is searched in the working directory, then in the
     folder of the file.
 
-    data: use only the data set of this name (the last part of its path). With a path, such as /data/flowers256 or ./flowers256,
-    that folder replaces the one in the file; if the file has only one data set, the names may differ. It does not replace
-    evaluate.data.
     Raises FileNotFoundError for a missing file or data folder, ValueError for unknown, missing or invalid settings.
+
+    Args:
+        data: use only the data set of this name (the last part of its path). With a path, such as /data/flowers256 or
+            ./flowers256, that folder replaces the one in the file; if the file has only one data set, the names may differ. It
+            does not replace evaluate.data.
     """
     path = Path(path)
     config = _read_comparison(path)
@@ -199,8 +213,10 @@ def trained_models(comparison: Comparison, folder: Path) -> list[TrainedModel]:
 def variant(source: nn.Module, name: str, entry: Entry) -> nn.Module:
     """Build the model of an entry with `weights_of`: the model `source` with other arguments and the same weights.
 
-    name: timm name of `source`, whose arguments are updated by those of the entry, nested ones such as position_args too.
     ValueError where no such model can be built, or the weights do not fit it.
+
+    Args:
+        name: timm name of `source`, whose arguments are updated by those of the entry, nested ones such as position_args too.
     """
     backbone = source.backbone if isinstance(source, Segmenter) else source
     try:

@@ -78,7 +78,11 @@ def _windows(found: Located) -> dict[str, Any]:
 
 
 def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tuple[str, dict[str, Any]]:
-    """Kind and details of a rotation; others: the same layer's at other sizes, for the unit of its positions."""
+    """Kind and details of a rotation.
+
+    Args:
+        others: the same layer's at other sizes, for the unit of its positions.
+    """
     if not turn.pairs:
         return "rotation of no pairs", {}
     steps = turn.steps[0]  # [H, 2, P]

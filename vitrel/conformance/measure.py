@@ -41,7 +41,11 @@ class Bias(NamedTuple):
 
 
 def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
-    """The rotation of an attention; None if its queries are the same at all patches. order: as for `maps`."""
+    """The rotation of an attention; None if its queries are the same at all patches.
+
+    Args:
+        order: as for `maps`.
+    """
     shape = _window(found)
     if shape is None:
         return None
@@ -82,7 +86,8 @@ def _places(y: Tensor, x: Tensor, grid: Size) -> Tensor:
 def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
     """Values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of the first full window where there are several.
 
-    order: [h, w] index of the token at each place, if not row-major.
+    Args:
+        order: [h, w] index of the token at each place, if not row-major.
     """
     if found.windows > 1:
         full = (found.tokens >= 0).all(1).nonzero().flatten()
@@ -189,7 +194,11 @@ def _prefix(found: Located, pairs: str) -> float:
 
 
 def bias(found: Located, order: Tensor | None = None) -> Bias | None:
-    """The bias of an attention, masks left out; None if it is zero. order: as for `maps`, for global attention."""
+    """The bias of an attention, masks left out; None if it is zero.
+
+    Args:
+        order: as for `maps`, for global attention.
+    """
     h, w = found.grid
     visible, places = found.visible, found.places
     if order is not None:
@@ -255,7 +264,11 @@ def resampling_rules(to_smaller: bool) -> dict[str, dict]:
 
 
 def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
-    """An embedding [h0, w0, C] at another grid by F.interpolate, [h, w, C]; offset: added to the grid for its scale factor."""
+    """An embedding [h0, w0, C] at another grid by F.interpolate, [h, w, C].
+
+    Args:
+        offset: added to the grid for its scale factor.
+    """
     image = native.permute(2, 0, 1)[None].float()
     if offset:
         factors = [(n + offset) / m for n, m in zip(grid, image.shape[-2:], strict=True)]

@@ -81,7 +81,10 @@ def record(
 ) -> Pass:
     """Run `call(images)`, which runs `model`, and return what its attention did. Raises what the model raises.
 
-    images: [B, C, height, width]. replace: by default nothing. last: number of the attention after which the pass ends.
+    Args:
+        images: [B, C, height, width].
+        replace: by default nothing.
+        last: number of the attention after which the pass ends.
     """
     stack: list[str] = [""]
     hooks = _named(model, stack)
@@ -103,7 +106,11 @@ def record(
 
 
 def constant(plain: Pass, content: int) -> Replace:
-    """The replacements of a `constant` pass, from a plain pass of the same model at the same size; content: a seed."""
+    """The replacements of a `constant` pass, from a plain pass of the same model at the same size.
+
+    Args:
+        content: a seed.
+    """
     products = frozenset(attention.product for attention in plain.attentions)
     return Replace(products, frozenset(number for attention in plain.attentions for number in attention.linears), content)
 
@@ -212,7 +219,10 @@ class _Recorder(TorchDispatchMode):
         """The nearest ancestors of an operand whose rows [..., D] are the same for every token, as distinct rows [1, H, D].
 
         One of them is what a rotation is applied to, after norms of queries and keys; queries and keys that are rotated
-        together have the ancestors of both. shape: of the operand, [..., N, D], for keys before they are transposed.
+        together have the ancestors of both.
+
+        Args:
+            shape: of the operand, [..., N, D], for keys before they are transposed.
         """
         seen, level = set(), [operand]
         while level:
@@ -252,7 +262,8 @@ def _same_rows(out: Tensor, seed: int, channels: int) -> Tensor:
 def _distinct(value: Tensor, batch: int, shape: torch.Size) -> Tensor | None:
     """[B, H, D]: the rows of `value` if they are the same for all tokens, and differ along one dimension (of heads) at most.
 
-    shape: of queries or keys, [..., N, D]; tokens may be fewer than N, without prefix tokens.
+    Args:
+        shape: of queries or keys, [..., N, D]; tokens may be fewer than N, without prefix tokens.
     """
     if value.shape[0] % batch:
         return None

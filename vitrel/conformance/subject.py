@@ -89,10 +89,12 @@ class Subject:
 def load(name: str, **options: Any) -> nn.Module:
     """Build a model from a name of timm or a Python import path.
 
-    name: of timm.create_model, which gives random weights, or "package.module:thing" (also with a dot), where thing is a
-    module or a function or class that returns one. options: arguments of timm.create_model, or of the function.
-
     Raises ValueError for a name that is neither, TypeError for options that the model does not take.
+
+    Args:
+        name: of timm.create_model, which gives random weights, or "package.module:thing" (also with a dot), where thing is a
+            module or a function or class that returns one.
+        options: arguments of timm.create_model, or of the function.
     """
     if ":" not in name or name.startswith("hf"):
         import timm

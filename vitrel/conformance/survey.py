@@ -84,7 +84,8 @@ class Survey:
 def survey(call: Callable[[Tensor], Any], model: nn.Module, size: Size, channels: int = 3) -> Survey:
     """Examine position in `model` at images of `size`. Raises what the model raises for the size.
 
-    call: runs the model on images [B, channels, height, width].
+    Args:
+        call: runs the model on images [B, channels, height, width].
     """
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
 

@@ -142,7 +142,11 @@ class DenseShapes(Drawn):
 
 
 def _with_room(center: np.ndarray) -> np.ndarray:
-    """Which pairs [B, T] are placed: in order, each that is clear of all placed before; center: [B, T, 2, 2] of the objects."""
+    """Which pairs [B, T] are placed: in order, each that is clear of all placed before.
+
+    Args:
+        center: [B, T, 2, 2] of the objects.
+    """
     apart = np.full((*center.shape[:2], center.shape[1]), np.inf)
     for i in range(2):
         for j in range(2):

@@ -285,7 +285,8 @@ def _direction(u: np.ndarray) -> np.ndarray:
 def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Index into PLACES [B]; and the side of the center along y and x [B, 2], -1 above or left, 1 below or right.
 
-    u: uniform random numbers [B, 2] for y and x.
+    Args:
+        u: uniform random numbers [B, 2] for y and x.
     """
     return 2 * (u[:, 0] >= 0.5) + (u[:, 1] >= 0.5), np.where(u >= 0.5, 1.0, -1.0)
 
@@ -293,7 +294,10 @@ def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Label [B]; centers [B, 2, 2] (y, x) and radii [B, 2] of the cool and warm object, units; from random numbers u [B, 7].
 
-    low, high: corners (y, x) of the region that holds both objects, [2] each. label_is_place: the label is the pair's quarter.
+    Args:
+        low: corners (y, x) of the region that holds both objects, [2] each.
+        high: corners (y, x) of the region that holds both objects, [2] each.
+        label_is_place: the label is the pair's quarter.
     """
     label = _direction(u[:, 0])
     radius = OBJECT_RADIUS[0] + (OBJECT_RADIUS[1] - OBJECT_RADIUS[0]) * u[:, 1:3]
@@ -332,7 +336,8 @@ def hsv(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarra
 def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
     """Pixel indices [B, K] along one axis of `side` pixels around every center [B], shifted to lie inside the image.
 
-    radius: largest radius of the batch in pixels, which K covers on both sides.
+    Args:
+        radius: largest radius of the batch in pixels, which K covers on both sides.
     """
     k = min(int(2 * radius) + 4, side)
     start = np.clip(np.floor(center - k / 2).astype(np.int64), 0, side - k)

@@ -112,10 +112,13 @@ class SlidingWindow(nn.Module):
 class Runner:
     """Forward passes on batches of any length, in chunks of at most `batch_size`, which is halved when memory runs out.
 
-    model: a model for one size, or `AtSizes`, which prepares it for the size of each batch. compile: run through torch.compile;
-    short batches are then padded, because another batch size would be compiled again. prepare: a function applied to the pixels
-    of each chunk. Attributes: `oom` counts the halvings; `passes` has (images, seconds) of every successful forward pass,
-    without a first warm-up pass.
+    Attributes: `oom` counts the halvings; `passes` has (images, seconds) of every successful forward pass, without a first
+    warm-up pass.
+
+    Args:
+        model: a model for one size, or `AtSizes`, which prepares it for the size of each batch.
+        compile: run through torch.compile; short batches are then padded, because another batch size would be compiled again.
+        prepare: a function applied to the pixels of each chunk.
     """
 
     def __init__(

@@ -447,7 +447,11 @@ def _line(trial: Trial, costs: Row, is_done: bool) -> list[Any]:
 
 
 def _as_trained(model: nn.Module | TrainedModel | str | Path, options: Mapping[str, Any]) -> TrainedModel:
-    """`model` as TrainedModel; options: arguments of `trained_model`, of which checkpoints take only label and restrict."""
+    """`model` as TrainedModel.
+
+    Args:
+        options: arguments of `trained_model`, of which checkpoints take only label and restrict.
+    """
     if isinstance(model, nn.Module):
         return trained_model(model, **options)
     trained = model if isinstance(model, TrainedModel) else load_checkpoint(model)

@@ -215,8 +215,11 @@ def _terms(
 def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> Iterator[tuple[str, Tensor]]:
     """(name, logits broadcastable to [H, M, N]) of each term inside attention; their sum plus scale q.k are the logits.
 
-    q and k include what position adds to tokens. scale: Terms.scale D^-1/2, without the temperature, which is a term itself.
-    The logits are without a mask. Two tables of one axis give terms with equal names.
+    q and k include what position adds to tokens. The logits are without a mask. Two tables of one axis give terms with equal
+    names.
+
+    Args:
+        scale: Terms.scale D^-1/2, without the temperature, which is a term itself.
     """
 
     def product(q: Tensor, field: str, tables: Sequence[Table]) -> Tensor | None:

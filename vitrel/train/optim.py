@@ -211,7 +211,9 @@ def check_optimizer(settings: Optimization) -> None:
 def check_clipping(settings: Optimization, value: float | None, algorithm: Enum | None) -> None:
     """Raise ValueError if `clip_mode` is set but gradient_clip_val is not, or if gradient_clip_algorithm is another mode.
 
-    value, algorithm: the trainer's gradient_clip_val and gradient_clip_algorithm.
+    Args:
+        value: the trainer's gradient_clip_val.
+        algorithm: the trainer's gradient_clip_algorithm.
     """
     mode = settings.clip_mode
     if mode is not None and not value:

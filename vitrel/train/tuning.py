@@ -275,8 +275,10 @@ class Tuning:
     ) -> Backbone:
         """The model `base` rebuilt for this image size and these classes, with the encoding `position` added.
 
-        name: of the model. The rebuilt model gets the weights of `base` if there are any, and for other classes a new head;
-        otherwise see `_new`.
+        The rebuilt model gets the weights of `base` if there are any, and for other classes a new head; otherwise see `_new`.
+
+        Args:
+            name: timm name of the model.
         """
         has_weights = self.has_weights(name)
         changes = {"img_size": img_size, **{name: value for name, value in model_args.items() if name != "pretrained"}}

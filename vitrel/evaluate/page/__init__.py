@@ -109,8 +109,12 @@ def write_html(folder: Path, title: str = "", images: bool = True, margin: float
     """Write report.html and report.json into an evaluation folder, and return the path of report.html.
 
     They are made from results.csv, and from claims.md, predictions.npz, translation.csv and pictures.json.gz where these exist.
-    title: default the folder's name. images: whether the page may contain photographs of the data. margin: of `judge`, points.
     FileNotFoundError without results.csv, ValueError where it has no rows or lacks columns.
+
+    Args:
+        title: default the folder's name.
+        images: whether the page may contain photographs of the data.
+        margin: of `judge`, points.
     """
     folder = Path(folder)
     if not (folder / "results.csv").is_file():
@@ -140,8 +144,13 @@ def contents(
 ) -> dict[str, Any]:
     """Return what the template shows, without missing numbers (None) and with shares as percentages.
 
-    rows, folder: of the evaluation. pictures: of `read_pictures`. margin: of `judge`. "figures" are the numbers of charts and
-    tables that the page's script draws, which report.json has too.
+    "figures" are the numbers of charts and tables that the page's script draws, which report.json has too.
+
+    Args:
+        rows: of the evaluation.
+        folder: of the evaluation.
+        pictures: of `read_pictures`.
+        margin: of `judge`.
     """
     predictions, protocol_of = read_predictions(folder), protocol_names(rows)
     judged = judge(rows, NO_SCORES if predictions is None else Scores(predictions.rows), margin)
@@ -266,8 +275,10 @@ def number(value: Any) -> str:
 def class_words(names: Iterable[str], described: Mapping[str, str]) -> dict[str, str]:
     """Return {class name: readable name}, such as 011_snapdragon: snapdragon, or the WordNet ID n01440764: tench.
 
-    described: readable names that are known. Classes whose readable name is the same as their own, or another class's, are left
-    out.
+    Classes whose readable name is the same as their own, or another class's, are left out.
+
+    Args:
+        described: readable names that are known.
     """
     readable = {}
     info = None

@@ -17,7 +17,8 @@ PLACE = ("label", "protocol", "policy", "img_size")
 def place_of(line: Row, protocol_of: Callable[[Row], str]) -> Place:
     """Return the columns PLACE of a row, or line of translation.csv, as the table of `aggregate` has them.
 
-    protocol_of: the result of `protocol_names` for all rows.
+    Args:
+        protocol_of: the result of `protocol_names` for all rows.
     """
     return line["label"], protocol_of(line), line["policy"], line["img_size"]
 

@@ -67,7 +67,9 @@ def shape_of(size: str) -> str:
 def points_of(curves: Sequence[Item], rows: Sequence[Item]) -> list[Item]:
     """Return a point per row of every curve: its place, every metric, and <metric>_low and <metric>_high, its 95 % interval.
 
-    curves: {name, rows (indices)}. rows: aggregated rows with `intervals`, shares in percent, missing values None.
+    Args:
+        curves: {name, rows (indices)}.
+        rows: aggregated rows with `intervals`, shares in percent, missing values None.
     """
     points = []
     for curve in curves:

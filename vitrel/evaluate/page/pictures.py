@@ -67,8 +67,11 @@ def collect_pictures(
     recorded. Each is recorded for every policy of the sweep, attention only for the first. For the first model also a sample
     image at every size and protocol, and thumbnails of images whose prediction changes with size (by predictions.npz).
 
-    rows: the rows of the folder. An existing file keeps its pictures of rows that are not recorded now; at least a quarter of
-    the budget is for new ones. Photographs of the data are written with `sweep.photographs`.
+    An existing file keeps its pictures of rows that are not recorded now; at least a quarter of the budget is for new ones.
+    Photographs of the data are written with `sweep.photographs`.
+
+    Args:
+        rows: the rows of the folder.
     """
     images = sweep.photographs
     firsts = list({trained.label: trained for trained in reversed(models)}.values())[::-1]
@@ -154,11 +157,12 @@ def encode_lattice(values: Tensor, reach: int = REACH) -> Item:
 def encode_map(layer: Layer, image: int, mean: bool = False, queries: int = QUERIES) -> Item:
     """Encode the attention of one image in a layer, for at most about `queries` query patches and all prefix tokens.
 
-    mean: averaged over heads.
-
     For query q, head g and slot k of its window, weights[q, g, k] / 255 * scale[q, g] is the attention weight of token
     tokens[windows[q], k]: prefix tokens come first, -1 is padding. Global layers have no `tokens`; slot k is token k. `content`
     has the weights without position, or None where position adds nothing in this layer.
+
+    Args:
+        mean: averaged over heads.
     """
     grid = layer.grid
     slots = layer.tokens.cpu().flatten()
@@ -373,7 +377,9 @@ def _record_model(
 def _record_trial(trial: Trial, sweep: Sweep, pixels: Tensor, maps: bool, room: int) -> tuple[_Recorded | None, Tensor | None]:
     """Run a trial's model on sample images; return maps of its layers (None above LARGEST tokens) and its position embedding.
 
-    maps: record attention maps too, not only maps by offset. room: bytes for this trial.
+    Args:
+        maps: record attention maps too, not only maps by offset.
+        room: bytes for this trial.
     """
     encoded: list[tuple[str, Item]] = []
     names, acts, shares = [], [], []

@@ -82,7 +82,10 @@ def legend(images: ImageList) -> list[dict[str, str]]:
 def draw_scenes(pictures: Mapping[str, Any], folder: Path) -> Path | None:
     """Write scenes.png into `folder`: for every protocol the image of the largest size, its mask, and what each model predicts.
 
-    pictures: of `read_pictures`. Return the path, or None where there are no scenes.
+    Return the path, or None where there are no scenes.
+
+    Args:
+        pictures: of `read_pictures`.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -75,10 +75,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Judged:
-    """The aggregated rows of an evaluation with the columns COLUMNS, and the advice on every model; margin: in points.
+    """The aggregated rows of an evaluation with the columns COLUMNS, and the advice on every model.
 
-    headline: one sentence, which model is the best at which size; "" with one model. metric: the column by which models are
-    compared. title: the metric in words.
+    Args:
+        margin: in points.
+        headline: one sentence, which model is the best at which size; "" with one model.
+        metric: the column by which models are compared.
+        title: the metric in words.
     """
 
     rows: list[Row]
@@ -124,8 +127,11 @@ Used = dict[str, Place]  # {size: place under the policy that it is judged by}
 def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGIN) -> Judged:
     """Return every aggregated row with its verdict, and the advice on every model.
 
-    scores: of the predictions of these rows, where stored. margin: the loss that does not matter, in points. ValueError for a
-    margin that is not above 0.
+    ValueError for a margin that is not above 0.
+
+    Args:
+        scores: of the predictions of these rows, where stored.
+        margin: the loss that does not matter, in points.
     """
     if not margin > 0:
         raise ValueError(f"the margin is a loss in points and must be above 0, got {margin:g}")

@@ -25,11 +25,15 @@ METRICS = tuple(metric for task in TASKS for metric in task_named(task).metrics)
 class Claim:
     """A claim that each model of `better` is more accurate than each of `than`, at `img_size` and `protocol`.
 
-    text: the claim in words. better, than: "label/policy", or "label" for the first policy in the rows; `than` may be an
-    accuracy in percent. img_size: such as "128x128", pixels. translation: with the images' content translated by this number of
-    pixels (translation.csv); None: without. learned: less accurate models than this at the training size, percent, are left out
-    and listed. metric: one of the task's (`Task.metrics`), by default the first: "top1_among", top-1 among the data's classes,
-    for models that have more classes; "pixel_accuracy".
+    Args:
+        text: the claim in words.
+        better: "label/policy", or "label" for the first policy in the rows.
+        than: written as `better`, or an accuracy in percent.
+        img_size: such as "128x128", pixels.
+        translation: with the images' content translated by this number of pixels (translation.csv); None: without.
+        learned: less accurate models than this at the training size, percent, are left out and listed.
+        metric: one of the task's (`Task.metrics`), by default the first: "top1_among", top-1 among the data's classes, for
+            models that have more classes; "pixel_accuracy".
     """
 
     text: str
@@ -73,8 +77,11 @@ def judge_claims(
 ) -> list[str]:
     """Return a Markdown paragraph per claim: the verdict, and the difference in points of every pair with its interval.
 
-    Differences are better minus than. translated: lines of translation.csv, which have no scores. scores: of the predictions of
-    the rows. ValueError for a label without rows.
+    Differences are better minus than. ValueError for a label without rows.
+
+    Args:
+        translated: lines of translation.csv, which have no scores.
+        scores: of the predictions of the rows.
     """
     return [_judged(claim, rows, translated, scores) for claim in claims]
 

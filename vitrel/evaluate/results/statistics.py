@@ -41,10 +41,15 @@ class Estimate:
 
     Fields may be arrays, for many estimates at once.
 
-    mean: the estimate. center: the middle of its intervals, with the four added images. seeds, images: their numbers. between:
-    variance of a single seed's mean; 0 with one seed, where it is not known. shared: variance that all seeds have in common,
-    because they score the same images. noise: the part of `between` that more images would reduce. freedom: degrees of freedom
-    of `between`, None: seeds - 1.
+    Args:
+        mean: the estimate.
+        center: the middle of its intervals, with the four added images.
+        seeds: number of seeds.
+        images: number of images.
+        between: variance of a single seed's mean; 0 with one seed, where it is not known.
+        shared: variance that all seeds have in common, because they score the same images.
+        noise: the part of `between` that more images would reduce.
+        freedom: degrees of freedom of `between`, None: seeds - 1.
     """
 
     mean: Number
@@ -62,7 +67,11 @@ class Estimate:
         return self.between / self.seeds + self.shared
 
     def half(self, tail: Number = TAIL) -> Number:
-        """Return the distance of an interval's end from its center, in points; tail: probability of error beyond this end."""
+        """Return the distance of an interval's end from its center, in points.
+
+        Args:
+            tail: probability of error beyond this end.
+        """
         return self._critical(tail) * np.sqrt(self.variance)
 
     def _critical(self, tail: Number) -> Number:
@@ -182,7 +191,10 @@ def wilson(share: float, n: float, critical: float = Z95) -> tuple[float, float]
 def holm(p: Number, tail: float = TAIL) -> np.ndarray:
     """Return the level at which Holm's (1979) procedure tests each hypothesis of a family, which it rejects if p <= level.
 
-    The probability of any false rejection in the family is at most `tail`. p: p-values [..., hypotheses].
+    The probability of any false rejection in the family is at most `tail`.
+
+    Args:
+        p: p-values [..., hypotheses].
     """
     p = np.asarray(p, float)
     if not p.size:
@@ -241,7 +253,11 @@ def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 
 
 
 def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = None) -> Number:
-    """Cochran's critical value; weight: the share of the variance that is known from the seeds alone, with `freedom`."""
+    """Cochran's critical value.
+
+    Args:
+        weight: the share of the variance that is known from the seeds alone, with `freedom`.
+    """
     normal = -ndtri(tail)
     return normal if seeds == 1 else normal + weight * (-stdtrit(freedom or seeds - 1, tail) - normal)
 

@@ -208,7 +208,9 @@ def settings_columns(trial: Trial, sweep: Sweep) -> Row:
 def environment(data: str, custom: bool = False) -> Row:
     """Return the columns that describe the software: decoder, resizing, versions, and vitrel's commit.
 
-    data: path or built-in name of the data. custom: the data set is an object from Python, which reads its images itself.
+    Args:
+        data: path or built-in name of the data.
+        custom: the data set is an object from Python, which reads its images itself.
     """
     generated, by_user = data in SHAPES, "the data set's own" if custom else ""
     return {
@@ -247,8 +249,10 @@ def line_key(row: Row) -> tuple[str, ...]:
 def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> str:
     """Return why `rows` may not share a table with the rows of `keys`, "" where they may.
 
-    rows: rows of a folder. keys: the columns known before an evaluation (`settings_columns`, `environment`, state_hash_before,
-    class_map, images). The text lists at most `most` differences.
+    Args:
+        rows: rows of a folder.
+        keys: the columns known before an evaluation (`settings_columns`, `environment`, state_hash_before, class_map, images).
+            The text lists at most `most` differences.
     """
     differences = [*dict.fromkeys(text for row in rows for text in _differences(row, keys))]
     return "; ".join(differences[:most]) + (f"; and {len(differences) - most} more" if len(differences) > most else "")
@@ -269,7 +273,9 @@ def complete(evaluated: Evaluated | None, trial: Trial, sweep: Sweep) -> bool:
 class Tables:
     """The results of an evaluation by `line_key`, and the files of its folder, which are written as results are added.
 
-    rows: results that the folder has already. names: names of images that they could not read.
+    Args:
+        rows: results that the folder has already.
+        names: names of images that they could not read.
     """
 
     def __init__(self, folder: Path, rows: Iterable[Evaluated] = (), names: Iterable[str] = ()) -> None:
@@ -299,7 +305,8 @@ class Tables:
     def write(self, rows: Sequence[Row] | None = None) -> None:
         """Write results.csv, predictions.npz, translation.csv and bad_images.csv, which is removed where no image is bad.
 
-        rows: replace the rows of all results first, in the same order.
+        Args:
+            rows: replace the rows of all results first, in the same order.
         """
         if rows is not None:
             pairs = zip(self.rows.items(), rows, strict=True)
@@ -434,7 +441,8 @@ def read_csv(path: Path) -> list[Row]:
 class Scores:
     """Scores of single images, 0 or 1 for top-1, of the rows of an evaluation whose predictions are stored.
 
-    predictions: by `line_key`, all of the same images; {} where none are stored.
+    Args:
+        predictions: by `line_key`, all of the same images; {} where none are stored.
     """
 
     def __init__(self, predictions: Mapping[Key, Predicted]) -> None:
@@ -444,7 +452,8 @@ class Scores:
     def of(self, rows: Sequence[Row], metric: str) -> np.ndarray | None:
         """Return the scores [rows, images], NaN for unreadable images; None where a row has no predictions.
 
-        metric: one of `Task.metrics`.
+        Args:
+            metric: one of `Task.metrics`.
         """
         if not self._predictions:
             return None
@@ -480,8 +489,12 @@ def main_metric(row: Row) -> float:
 class Sample(NamedTuple):
     """The accuracy of a model at one size under one policy, for `contrast`.
 
-    name: model, size and policy, for errors. seeds: as text. means: of each seed, percent. images: their number. scores:
-    [seeds, images], None without predictions.
+    Args:
+        name: model, size and policy, for errors.
+        seeds: as text.
+        means: of each seed, percent.
+        images: their number.
+        scores: [seeds, images], None without predictions.
     """
 
     name: str
@@ -500,7 +513,11 @@ class Sample(NamedTuple):
 
 
 def sample_of(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "") -> Sample:
-    """Return the sample of rows of one model, size and policy, one row per seed; metric: of `Task.metrics`, "" the first."""
+    """Return the sample of rows of one model, size and policy, one row per seed.
+
+    Args:
+        metric: of `Task.metrics`, "" the first.
+    """
     metric = metric or task_of(rows[0]).metric
     by_seed = {as_text(row["seed"]): row for row in rows}
     first, kept = rows[0], [*by_seed.values()]
@@ -630,7 +647,10 @@ def by_area(size: str) -> tuple[int, int]:
 def mean_interval(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "") -> tuple[float, float, str]:
     """95 % interval of a model's mean metric over seeds and images: (low, high, what it is over), in percent.
 
-    rows: one per seed, all on the same images. With one seed it is Wilson's interval over images.
+    With one seed it is Wilson's interval over images.
+
+    Args:
+        rows: one per seed, all on the same images.
     """
     found = contrast([sample_of(rows, scores, metric)])
     over = f"{found.images:,} images"

@@ -130,7 +130,8 @@ def resampled_text(row: Row) -> str:
 def accuracy_tables(table: Sequence[Row]) -> str:
     """Return a Markdown table per protocol: accuracy of every model and policy by size, ± half its 95 % interval.
 
-    table: of `aggregate`.
+    Args:
+        table: of `aggregate`.
     """
     sizes = sorted({row["img_size"] for row in table}, key=by_area)
     parts = []

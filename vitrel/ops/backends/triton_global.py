@@ -253,8 +253,10 @@ def _prefix_line(head, sizes):
 def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     """Return row y, column x and token of each lane of a tile of patch keys, and whether the key exists.
 
-    Tokens are counted with the prefix tokens. ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers
-    the tiles, and chunk is ignored. Lanes without a key have values out of range.
+    Tokens are counted with the prefix tokens. Lanes without a key have values out of range.
+
+    Args:
+        ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored.
     """
     lane = tl.arange(0, LANES)
     if ALIGNED:

@@ -27,7 +27,9 @@ _SHOWN = 3  # names of files in a message
 class Listing(NamedTuple):
     """The lines of `ImageSet.contents`, each with a tab and its `ImageSet.versions`, in order.
 
-    digest: their SHA-256. lines: compressed by zlib, uint8 [bytes].
+    Args:
+        digest: their SHA-256.
+        lines: compressed by zlib, uint8 [bytes].
     """
 
     digest: str
