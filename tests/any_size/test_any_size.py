@@ -14,6 +14,7 @@ from vitrel.models.backbone import Backbone
 TWO = ((96, 160), (160, 64))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @each("name", VARIANTS)
 def test_same_function_and_other_sizes(name):
@@ -38,6 +39,7 @@ ROUNDED = {"swinv2_cr_tiny_ns_224", "maxvit_rmlp_pico_rw_256", "coatnet_rmlp_nan
 FINITE = {"levit_128s", "efficientformer_l1"}
 
 
+@pytest.mark.slow
 @each("name", VARIANTS)
 def test_float64_logits_and_all_gradients_are_those_of_timm(name):
     theirs = variant(name).double()
@@ -57,6 +59,7 @@ def test_float64_logits_and_all_gradients_are_those_of_timm(name):
         assert difference < (1e-8 if name in ROUNDED else 1e-13) * largest, key
 
 
+@pytest.mark.slow
 def test_every_adapter_has_a_variant_and_exchanges_what_it_lists():
     taken = {}
     for name, options in VARIANTS.items():

@@ -58,6 +58,7 @@ def again(finished, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_comparison_from_training_to_plots(finished):
     folder = finished / "trial"
     frame = pd.read_csv(folder / "results.csv")
@@ -103,6 +104,7 @@ def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys
     assert set(pd.read_csv(aside / "results.csv")["n"]) == {16} and (aside / "table.md").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsys, monkeypatch):
     """By SIGTERM; ctrl-c is asked of `vitrel evaluate`."""
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *given: os.kill(os.getpid(), signal.SIGTERM))

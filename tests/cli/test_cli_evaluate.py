@@ -79,6 +79,7 @@ def test_table_verdicts_and_files(checkpoint, tmp_path, capsys, whole_evaluation
     assert (out / "plots" / "accuracy.png").exists() and (out / "plots" / "throughput.png").exists()
 
 
+@pytest.mark.slow
 def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), checkpoint("vitrel_vit_n8_none", "b.ckpt")]
     arguments = [

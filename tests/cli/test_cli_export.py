@@ -65,15 +65,16 @@ def test_a_program_serves_any_size(checkpoint, capsys):
 @pytest.mark.slow
 def test_a_model_that_keeps_timms_trunk(tmp_path, capsys):
     """By its name in timm: from_timm is applied, and sides stay multiples of what its trunk needs."""
-    model = timm.create_model("hiera_tiny_224", num_classes=3, stages=(1, 1, 1, 1), img_size=64).eval()
-    torch.save(model.state_dict(), tmp_path / "hiera.pth")
-    options = ["--model-args", "{stages: [1, 1, 1, 1]}", "--img-size", "64", "--format", "exported", "--dynamic"]
-    tool.main(["hiera_tiny_224", "--weights", str(tmp_path / "hiera.pth"), *options])
-    run = torch.export.load(tmp_path / "hiera.pt2").module()
+    name = "naflexvit_base_patch16_gap"
+    model = timm.create_model(name, num_classes=3, depth=1, embed_dim=48, num_heads=3).eval()
+    torch.save(model.state_dict(), tmp_path / "naflex.pth")
+    options = ["--model-args", "{depth: 1, embed_dim: 48, num_heads: 3}", "--size", "64", "--format", "exported", "--dynamic"]
+    tool.main([name, "--weights", str(tmp_path / "naflex.pth"), *options])
+    run = torch.export.load(tmp_path / "naflex.pt2").module()
     assert_serves(run, vitrel.from_timm(model), [(1, (64, 96)), (3, (128, 64))])
     with pytest.raises((AssertionError, RuntimeError)):
         run(torch.randn(1, 3, 70, 64))
-    assert "any image size of whole 32 pixels" in capsys.readouterr().out
+    assert "any image size of whole 16 pixels" in capsys.readouterr().out
 
 
 @pytest.mark.slow

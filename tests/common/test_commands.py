@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from helpers import each, printed_commands
 from vitrel.common.commands import command_line, evaluate_line
 
 
+@pytest.mark.slow
 @each(
     ("size", "expected"),
     [((224, 224), [(112, 112), (224, 224), (336, 336), (448, 448)]), ((1, 3), [(1, 2), (1, 3), (2, 4), (2, 6)])],

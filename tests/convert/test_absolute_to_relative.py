@@ -61,6 +61,7 @@ def copy_with(block, key, **options):
     return fresh
 
 
+@pytest.mark.slow
 @each("key", FITTED)
 def test_attention_of_a_known_encoding_is_found_again(key):
     """Planted in one block, fitted in a copy that starts without it: its attention comes back, of any kind of encoding."""
@@ -80,6 +81,7 @@ def test_attention_of_a_known_encoding_is_found_again(key):
     assert all(p.requires_grad and p.grad is None for p in fitted.parameters())
 
 
+@pytest.mark.slow
 @each("key", ["cpb", "rope_mixed", "shaw"])
 @each("size", [(8, 8), (5, 6)])
 def test_in_windows_the_table_that_is_there_is_followed(key, size):

@@ -173,6 +173,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @each("change", CHANGES)
 @each("name", [VIT, EVA, BEIT, SWIN])
 def test_changed_after_construction(name, change):
@@ -272,6 +273,7 @@ REFUSED = {  # {name: (builder, words of the reason)}
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @each("name", REFUSED)
 def test_refusals(name):
@@ -303,6 +305,7 @@ def test_with_an_encoding_in_one_call():
         vitrel.from_timm(theirs, absolute="drop")
 
 
+@pytest.mark.slow
 @each(
     ("name", "reason"),
     [

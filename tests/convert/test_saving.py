@@ -74,6 +74,7 @@ def test_every_row(name, tmp_path):
     assert again.pretrained_cfg["architecture"] == name
 
 
+@pytest.mark.slow
 @each(("key", "options", "trunk"), [(*case, ViT) for case in OPTIONS] + [(*case, Swin) for case in OPTIONS[::6]])
 def test_every_encoding(key, options, trunk, tmp_path):
     position_args = FEW.get(key, {}) | options

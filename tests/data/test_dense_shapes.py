@@ -36,6 +36,7 @@ def test_items_depend_on_seed_and_index_alone(how):
     assert not torch.equal(image, DenseShapes(40, seed=2, **how)[39][0])
 
 
+@pytest.mark.slow
 def test_it_has_what_other_data_sets_have(drawn):
     data = create_dataset("shapes-dense", "train", (64, 64), task="segmentation", seed=2, n=300, **HALF)
     assert isinstance(data, DenseShapes) and data.seed == 5 and data.classes == list(CLASSES)
@@ -144,6 +145,7 @@ def guesses(features, labels):
     return float((net(features[half:]).argmax(1) == labels[half:]).float().mean())
 
 
+@pytest.mark.slow
 def test_patches_without_their_places_do_not_tell_the_direction(drawn):
     """A warm patch with the bag of all patches leaves the direction to chance, its place tells little, relative places all.
 

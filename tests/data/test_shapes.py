@@ -130,6 +130,7 @@ def many():
     return torch.stack(images), torch.tensor(labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "low", "high"), [(8, 0.2, 0.3), (32, 0.4, 1.0)])
 def test_bag_of_patches_does_not_tell_the_label(many, side, low, high):
     """A ridge classifier on order-free statistics of 8-px patches is at chance on unseen images; of 32-px patches it is not."""

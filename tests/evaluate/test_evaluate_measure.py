@@ -236,6 +236,7 @@ def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, noise):
     assert (one.row["window"], one.row["backend"], one.row["resampled"]) == ("", "", "nothing")
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_row_from_batches_of_one_size(trained, noise, monkeypatch):
     model, graphs = trained("vitrel_vit_n8_rope_axial"), []
     [plain] = evaluate_rows([model], sweep(**ONE))

@@ -101,6 +101,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
     model = MODELS[kind](trained)

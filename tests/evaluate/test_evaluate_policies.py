@@ -245,6 +245,7 @@ def test_the_report_of_a_size_knows_the_window_trained_on():
     assert all("resampled by table geometric" in e.effect for e in report.encodings)
 
 
+@pytest.mark.slow
 def test_gflops_are_timms_gmacs():
     """4.6 for ViT-S/16 and 4.5 for Swin-T at 224 px (the papers; timm's result tables), however position enters."""
     for name, expected in (("vitrel_vit_s16_absolute", 4.60), ("vitrel_swin_t", 4.49), ("resnet18", 1.81)):

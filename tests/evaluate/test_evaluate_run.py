@@ -311,6 +311,7 @@ def test_labels_that_a_spreadsheet_would_run_come_back(model, noise, tmp_path, m
     assert set(read_predictions(tmp_path).images.classes) == set("=-@")
 
 
+@pytest.mark.slow
 def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monkeypatch):
     bad = b"caf\xe9".decode("utf-8", "surrogateescape")
     names = [bad, "b", "c"]

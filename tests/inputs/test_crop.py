@@ -58,6 +58,7 @@ def check(encoding, crop: Crop) -> None:
                 torch.testing.assert_close(f, w, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.slow
 @each("prefix", [0, 2])
 @each(("key", "options"), ALL, ids=IDS)
 def test_logits_of_the_whole(key, options, prefix):

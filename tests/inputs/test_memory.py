@@ -88,6 +88,7 @@ def assert_same(found, wanted, atol=1e-9):
         torch.testing.assert_close(own, other, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @each(("key", "options", "prefix"), spread(VARIANTS, (0, 2)))
 def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
     model, image = model_of(key, options, prefix), strip()

@@ -53,11 +53,13 @@ def check(model, sizes=SIZES):
         assert (gradients[0][name] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, name
 
 
+@pytest.mark.slow
 @each("key", KEYS)
 def test_every_encoding_in_a_vit(key):
     check(build("vitrel_vit_n8_none", position=key), SIZES[1:3])
 
 
+@pytest.mark.slow
 @each("key", [*IN_ATTENTION, "absolute+rope_mixed"])
 def test_every_encoding_in_a_swin(key):
     check(build("vitrel_swin_n", position=key, depths=(2, 1), num_heads=(1, 2)), SIZES[1:3])

@@ -56,6 +56,7 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.slow
 @each(
     ("name", "extra"),
     [*((name, (13, 29)) for name in MODELS), *(("v1", extra) for extra in ((0, 0), (1, 2)))],

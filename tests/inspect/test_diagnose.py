@@ -212,6 +212,7 @@ def test_plain_values(dynamic):
     assert "windows that never shift at 256x256: stage 4" in text
 
 
+@pytest.mark.slow
 def test_a_leak_is_one_number():
     model = swin(dynamic_img_size=True)
     with torch.inference_mode():

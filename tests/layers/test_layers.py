@@ -37,8 +37,8 @@ class Layer(torch.nn.Module):
         return self.layer(tokens, (x.shape[1], x.shape[2], self.token.shape[1]))
 
 
-TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+lookhere+rope_mixed"]  # several in one layer; it rotates once
-TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalized", "log_decay+transformer_xl+pape+xpos"]
+TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+lookhere+levit+rope_mixed"]  # several in one; it rotates once
+TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalized", "log_decay+transformer_xl+deberta+pape+xpos"]
 TOGETHER += [key for key in IN_ATTENTION if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
 CONFIGS += [dict(position="cpb", window=(4, 3), shift=(2, 1))]
@@ -46,19 +46,8 @@ CONFIGS += [dict(position="rope_mixed+shaw+lookhere", cosine=True, window=(4, 3)
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(policy="clip", temperature="log_n"))]
 
 
-# Global and in windows; the others are slow.
-QUICK = {"global": ("deberta",), "windows": ("cpb",)}
-
-
-def some(config):
-    return config["position"] in QUICK["windows" if "window" in config else "global"] and "cosine" not in config
-
-
-def marked(configs):
-    return [pytest.param(config, marks=() if some(config) else pytest.mark.slow, id=str(config)) for config in configs]
-
-
-@pytest.mark.parametrize("keywords", marked(CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("keywords", CONFIGS, ids=str)
 def test_compiled_for_every_grid(keywords):
     layer, counter = Layer(**keywords), CompileCounter()
     torch._dynamo.reset()
@@ -170,6 +159,7 @@ def test_cosine_of_a_token_without_a_direction():
     assert out.isfinite().all() and x.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @each(("h", "w"), [(4, 6), (5, 6), (6, 3), (1, 1), (7, 5)])
 @each("version", [1, 2])
 def test_patch_merging_equals_timm(h, w, version):

@@ -27,6 +27,7 @@ TRIO = [*PAIR, "vitrel_swinv2_n"]
 KINDS = [*TRIO, "vitrel_vit_n8_absolute_rope_mixed", "vitrel_vit_n8_deberta", "vitrel_swin_n_shaw", "vitrel_swin_n_cpb"]
 
 
+@pytest.mark.slow
 @each("name", MODELS)
 def test_intermediates_equal_features(name):
     model, image = build(name), torch.randn(2, 3, 96, 72)
@@ -263,6 +264,7 @@ def test_feature_classes():
         assert [f.shape[1:3] for f in model(image)] == [(32, 32), (16, 16), (8, 8)]
 
 
+@pytest.mark.slow
 @each("name", KINDS)
 def test_trace(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2,), "num_heads": (1,)}

@@ -152,6 +152,7 @@ def hub(request, tmp_path):
     return model, [f"local-dir:{folder}" for folder in folders]
 
 
+@pytest.mark.slow
 def test_hub_round_trip(hub):
     model, sources = hub
     image = torch.randn(2, 3, 72, 88)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -35,6 +36,7 @@ def assert_close(found, expected):
         )
 
 
+@pytest.mark.slow
 @each("name", NAMES)
 def test_an_ensemble_and_gradients_per_image(name):
     """On a grid that is not the training grid and, in a Swin, is no multiple of the shifted windows."""

@@ -97,6 +97,7 @@ def test_what_reads_back_is_found():
 KINDS = ["vit_n8_factorized", "vit_n8_deberta", "vit_n8_shaw", "swin_n_rope_mixed", "swinv2_n"]
 
 
+@pytest.mark.slow
 @each("name", [*KINDS, "vit_n8_absolute_rope_mixed"])
 def test_forward_on_a_device_that_holds_no_values(name):
     """With whatever backend "auto" takes on a GPU. That no model makes a tensor on the CPU is in test_export_formats.py."""

@@ -57,6 +57,7 @@ EVERY = [*dict.fromkeys([*SMALL, *(name for name in NAMES if re.fullmatch(PUBLIS
 EACH_SIZE = [name for name in NAMES if re.fullmatch(r"vitrel_(vit_[a-z0-9]+_table|swin_[a-z]|swinv2_[a-z])", name)]
 
 
+@pytest.mark.slow
 @each("name", EVERY)
 def test_config_and_construction_on_meta(name):
     stages = 3 if re.match(r"vitrel_swin(v2)?_n", name) else 4

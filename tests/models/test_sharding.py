@@ -21,6 +21,7 @@ def one_process(tmp_path_factory):
 NAMES = {"vit": "vitrel_vit_n8_none", "swin": "vitrel_swin_n"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trunk", "key"), [*(("vit", key) for key in IN_ATTENTION), ("swin", "table"), ("swin", "rope_mixed")])
 def test_every_block_a_shard_of_its_own(one_process, trunk, key):
     torch.manual_seed(0)

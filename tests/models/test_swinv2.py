@@ -88,6 +88,7 @@ def test_tiny_equals_timm_at_256():
     assert_same(ours, theirs, torch.randn(1, 3, 256, 256), 2e-5)
 
 
+@pytest.mark.slow
 @each(("name", "peer"), [("t", "tiny"), ("s", "small"), ("b", "base")])
 def test_shapes_of_the_published_models(name, peer):
     ours = timm.create_model(f"vitrel_swinv2_{name}", device="meta")
@@ -130,6 +131,7 @@ def test_no_weight_decay():
     assert len(scales) == 6 and model.no_weight_decay() == scales | model.position_parameters()
 
 
+@pytest.mark.slow
 @each("position", ["none", "table", "factorized", "rope_axial", "rope_mixed", "absolute+rope_mixed+table"])
 def test_any_position_at_any_size(position):
     model = perturb(timm.create_model("vitrel_swinv2_n", position=position, num_classes=5))

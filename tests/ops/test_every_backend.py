@@ -104,6 +104,7 @@ def assert_near(found, expected):
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow
 @each(("entry", "name", "axis"), CASES)
 def test_one_tensor_alone_requires_a_gradient(entry, name, axis):
     """Its gradient is the reference's. Backends without a backward pass refuse; no other backend refuses for a gradient."""
@@ -218,6 +219,7 @@ def out_of_range(kind, size):
     return bias, Terms(tables=tuple(tables))
 
 
+@pytest.mark.slow
 @each(("dtype", "cast"), HALVES)
 @each("kind", RANGES)
 @each("entry", ENTRIES)

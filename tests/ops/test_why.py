@@ -85,6 +85,7 @@ def test_a_layers_own_backend_comes_first():
     assert "reference (given by name)" in text
 
 
+@pytest.mark.slow
 def test_a_compiled_model_follows():
     model, called = small("table"), []
     torch._dynamo.reset()

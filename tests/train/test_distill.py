@@ -202,6 +202,7 @@ def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(wei
         resnet(weights, sizes=[0])
 
 
+@pytest.mark.slow
 def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_changed(tmp_path):
     torch.manual_seed(4)
     model = timm.create_model("vitrel_vit_n8_absolute", num_classes=7, img_size=32, **SMALL)
@@ -264,6 +265,7 @@ def test_weights_whose_position_cannot_be_fitted_are_said(tmp_path, capsys):
         fit(Classifier("vitrel_vit_n8_none", 4, (32, 32), tuning=Tuning(**tuning, fit=8)), Tensors(), max_epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absolute", ["drop", "fade"])
 def test_an_encoding_is_fitted_before_training(tmp_path, capsys, absolute):
     torch.manual_seed(4)

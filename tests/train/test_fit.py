@@ -142,6 +142,7 @@ def test_another_model_cannot_resume(command, whole):
         run(command("other", f"--ckpt_path={last}", "--model.model=vitrel_vit_n8_none"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
     with pytest.raises(
         FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped\. .* Lower model.optim.lr"

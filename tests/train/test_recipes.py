@@ -69,6 +69,7 @@ def weights(tmp_path_factory):
 LENGTHS = {"--epochs=1": 1, "--epochs=5": 5, "--trainer.max_steps=2": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "length"), [*(("scratch", length) for length in LENGTHS), ("finetune", "--epochs=5"), ("distill", "--epochs=1")]
 )
@@ -87,6 +88,7 @@ def test_no_default_is_refused_on_a_small_folder(folder, weights, tmp_path, kind
     assert updates == (per_epoch * LENGTHS[length] or min(2, per_epoch))
 
 
+@pytest.mark.slow
 def test_a_model_without_position_is_trained_and_read_again(folder, tmp_path):
     options = ["--model=resnet18", f"--data={folder}", "--size=32", "--epochs=1", f"--out={tmp_path}"]
     small = ["--data.n_train=16", "--data.n_val=8", "--data.workers=0", "--data.augment=null", "--trainer.logger=false"]

@@ -129,6 +129,7 @@ def test_mixup_is_refused(segment):
         run(segment("run", "--model.mixing={mixup: 0.2}"))
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_its_checkpoint_is_the_model(segment, tmp_path, town):
     cli = run(segment("run", epochs=8))
     log = [row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/loss"]]
@@ -143,6 +144,7 @@ def test_a_run_learns_and_its_checkpoint_is_the_model(segment, tmp_path, town):
     assert math.isclose(float(cli.trainer.checkpoint_callbacks[0].best_model_score), best, abs_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(segment, tmp_path):
     extra = "--data.train_sizes=[24, 32]", "--model.ema={decay: 0.9}"
     args = segment("cut", *extra, "--run.save_every=1")
@@ -170,6 +172,7 @@ def test_masks_beyond_the_classes_end_the_run_before_it_begins(segment, town, tm
         (town / "classes.txt").write_text("\n".join(CLASSES) + "\n")
 
 
+@pytest.mark.slow
 def test_an_encoding_is_fitted_to_the_attention_of_pretrained_weights(segment, tmp_path, capsys):
     """As in classification: from images alone, and the head of segmentation stays new."""
     weights = tmp_path / "weights.safetensors"

@@ -80,6 +80,7 @@ def pretrained(tmp_path_factory):
     return model, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absolute", ["keep", "drop", "fade"])
 def test_a_timm_model_with_an_encoding_added(pretrained, absolute, tmp_path, capsys):
     theirs, path = pretrained

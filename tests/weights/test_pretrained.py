@@ -198,6 +198,7 @@ def test_averaged_weights_go_before_others(layout, pair):
     takes(*pair, layout(state, other_than(state)))
 
 
+@pytest.mark.slow
 def test_what_timms_loader_takes_is_taken(tmp_path, pair):
     """Of all keys it knows, with and without averaged weights."""
     states = [{name: value + i for name, value in pair[0].state_dict().items()} for i in range(4)]

@@ -262,6 +262,7 @@ def website(tmp_path):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_folder_a_csv_and_tars_of_a_website(website, flowers):
     pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp, which is not installed")
     address, folder = website

@@ -59,6 +59,7 @@ def lines(folder, name, columns, label="vitrel_swin_n", policy="none", size="64x
     pd.concat([*before, frame[list(columns)]]).to_csv(path, index=False)
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_asks_for_nothing(folder):
     path = write_html(folder, "a title")
     page = path.read_text("utf-8")
@@ -69,6 +70,7 @@ def test_the_page_is_whole_and_asks_for_nothing(folder):
     assert sorted(p.name for p in folder.iterdir()) == ["report.html", "report.json", "results.csv"]
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_results(folder):
     rows = read_csv(folder / "results.csv")
     data, table = contents(rows, folder, "t"), aggregate(rows)
@@ -109,6 +111,7 @@ def test_metrics_without_values_are_not_offered(folder):
     assert "ece" in contents(read_csv(folder / "results.csv"), folder, "")["metrics"]
 
 
+@pytest.mark.slow
 def test_names_from_files_are_text(folder):
     edit(folder, lambda frame: frame.assign(label=frame["label"].replace("vitrel_swin_n", EVIL)))
     row = next(row for row in read_csv(folder / "results.csv") if row["label"] == EVIL)
@@ -145,6 +148,7 @@ def test_translation_is_averaged_over_seeds(folder):
     assert (found["low"], found["high"]) == pytest.approx((low, high)) and low < 50
 
 
+@pytest.mark.slow
 def test_pictures_lie_in_the_page_with_images_or_without(folder):
     lattice = {"values": "abc", "size": "64x64", "policy": "none"}
     model = {"maps": [{"pictures": ["0"], "size": "64x64"}], "lattices": [lattice], "similar": []}
@@ -165,11 +169,13 @@ def test_pictures_lie_in_the_page_with_images_or_without(folder):
     assert "data:image" not in json.dumps(bare) and bare["models"][0]["maps"][0]["pictures"] == bare["seen"] == []
 
 
+@pytest.mark.slow
 def test_pictures_of_another_version_are_left_out(folder):
     (folder / "pictures.json.gz").write_bytes(gzip.compress(b'{"format": 1, "models": []}'))
     assert 'id="pictures"></script>' in write_html(folder).read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_figures_are_written_beside_the_page(folder):
     home = next(row for row in read_csv(folder / "results.csv") if row["img_size"] == row["train_size"])
     write_predictions({line_key(home): predicted(["a", "b"], [9, 2])}, folder)
@@ -222,12 +228,14 @@ def test_folders_without_results_are_refused(tmp_path, folder, capsys):
         command("report").main([str(folder)])
 
 
+@pytest.mark.slow
 def test_the_tool_writes_the_page(folder, capsys):
     command("report").main([str(folder), "--title", "mine"])
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     assert "<h1>mine</h1>" in (folder / "report.html").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_claims_stand_on_the_page_with_their_verdicts(folder):
     assert contents(read_csv(folder / "results.csv"), folder, "t")["claims"] == []
     first = "- **It is <b>better</b>.** This holds (1 of 1 pairs; 64x64 scale).\n  Ahead: a +2.0 ±1.0.\n"

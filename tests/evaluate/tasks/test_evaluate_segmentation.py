@@ -167,6 +167,7 @@ def test_on_a_canvas_every_pixel_is_compared_with_its_own(folder, size):
     assert row["miou"] > 99.0 and (row["outside"] > 0) == (shown < 1)
 
 
+@pytest.mark.slow
 def test_scale_and_native_show_whole_images_and_masks_stay_as_they_are(folder):
     rows = rows_of([vitrel_segmenter()], folder, ((64, 96), (8, 8)), ("scale", "native"), policies=("clip", "geometric"))
     assert {row["protocol"] for row in rows} == {"scale", "native"} and all(row["outside"] == 0 for row in rows)
@@ -279,6 +280,7 @@ def test_a_whole_evaluation_says_miou_and_shows_predictions(folder, tmp_path, ca
     assert json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metric"] == "miou"
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_rows_and_predictions_of_one(folder, pretend_world):
     """Five images, so that the shares differ; in every protocol, also where images come grouped by shape."""
     sweep = Sweep(str(folder), ((32, 48), (48, 48)), ("scale", "canvas", "sliding", "native"), batch_size=2, **HOW)

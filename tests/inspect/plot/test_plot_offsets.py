@@ -242,6 +242,7 @@ def test_an_encoding_of_nan_is_not_drawn_as_hidden():
         offset_maps(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "gray"), [(5e-4, True), (0.3, False)])
 def test_layers_with_a_negligible_share_of_the_logits_are_gray(scale, gray):
     model, images = vit("table"), torch.randn(2, 3, 32, 32)

@@ -63,6 +63,7 @@ def test_only_the_window_of_the_query_in_its_place():
         assert np.nansum(shown) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_image_is_shown_as_it_was():
     model, shown = timm.create_model("vitrel_vit_n8_table", **TINY), torch.rand(3, 32, 24)
     image = (shown - 0.5) / 0.5

@@ -46,6 +46,7 @@ def right(evaluated, label, seed, size):
     return [int(x) for x in evaluated.scores.of([row], "top1")[0]]
 
 
+@pytest.mark.slow
 def test_differences_and_losses_are_those_of_plain_loops(evaluated):
     a, b = ("a", "bicubic"), ("b", "none")
     ahead, kept, sides = [], [], []
@@ -66,6 +67,7 @@ def test_differences_and_losses_are_those_of_plain_loops(evaluated):
     assert "32×48" in table and "64 (trained)" in table and table.count("±") == 4
 
 
+@pytest.mark.slow
 def test_the_prepared_photographs_leave_out_what_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "APART", {"imagenette": 2, "flowers": 1})
     monkeypatch.setattr(study, "FITTED", 2)

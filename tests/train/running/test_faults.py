@@ -88,6 +88,7 @@ def damage(path):
     path.write_bytes(path.read_bytes()[:200])
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_replaced_and_listed(command, own, tmp_path):
     bad = [own / "train" / "red" / "3.png", own / "train" / "blue" / "11.png"]
     for path in bad:
@@ -100,6 +101,7 @@ def test_unreadable_images_are_replaced_and_listed(command, own, tmp_path):
     assert len([row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/top1"]]) == 2
 
 
+@pytest.mark.slow
 def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_asked(command, own, tmp_path, capfd):
     odd, red = os.fsdecode(b"caf\xe9"), own / "train" / "red"
     (red / f"{odd}.png").write_bytes(b"<html>")

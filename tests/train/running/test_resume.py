@@ -53,6 +53,7 @@ def test_a_finished_run_leaves_no_handler(command):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+@pytest.mark.slow
 def test_sigterm_to_loader_processes_too(command, tmp_path):
     """As SLURM and `timeout` send it; a run without its loader could not save."""
 

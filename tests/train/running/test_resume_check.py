@@ -144,6 +144,7 @@ def grow(data):
     return ["5 changed ('gray/0.png', 'gray/1.png', 'gray/2.png', ...)"]
 
 
+@pytest.mark.slow
 def test_other_files_are_counted_and_named(command_in, whole, folder, data):
     done = whole(epochs=1)
     args = [*command_in(done.parent)(done.name, epochs=1), f"--data.data={data}"]
@@ -155,6 +156,7 @@ def test_other_files_are_counted_and_named(command_in, whole, folder, data):
         shutil.copytree(folder, data)
 
 
+@pytest.mark.slow
 def test_images_of_the_same_size_that_changed_are_named_and_copies_may_be_declared(command, data, tmp_path):
     """By their times, which some ways of copying do not keep."""
     args = [*command("run", epochs=1), f"--data.data={data}"]
@@ -188,6 +190,7 @@ def test_a_comparison_may_declare_copies_too(whole, tmp_path):
     assert "--ckpt_path" in begin(config | {"data": {"data": "x", "check_times": False}}, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_other_tars_are_named(command, folder, data, tmp_path):
     write_tars(folder, tmp_path / "tars", 32)
     args = [*command("run", epochs=1), f"--data.data={tmp_path}/tars"]
