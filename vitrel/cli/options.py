@@ -133,9 +133,15 @@ def arguments_given(option: str, given: Mapping[str, Any] | None) -> Iterator[No
 
 
 def check_models(args: argparse.Namespace, random: bool = False) -> None:
-    """Raise the errors of `open_models` that need neither torch nor timm: files that do not exist, --weights that do not match.
+    """Check the models of the command line before torch and timm are imported.
 
-    A command calls it before slow imports.
+    Args:
+        random: a model given by name may have no weights, and then gets random ones.
+
+    Raises:
+        FileNotFoundError: a checkpoint, folder or file of weights does not exist.
+        ValueError: --weights is combined with --pretrained, their number is not that of the models given by name, or such a
+            model has no weights.
     """
     named = []
     for model in _models(args):

@@ -78,10 +78,15 @@ def _windows(found: Located) -> dict[str, Any]:
 
 
 def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tuple[str, dict[str, Any]]:
-    """Kind and details of a rotation.
+    """Name a rotation and list its details.
 
     Args:
-        others: the same layer's at other sizes, for the unit of its positions.
+        turn: the rotation at one size.
+        others: the same layer's at other sizes, from which the unit of positions follows; without them it is patches.
+
+    Returns:
+        The kind ("rope_axial", "rope_normalized", "rope_mixed", "rope over the number of the token", "rotation of no pairs" or
+        "none") and its details: pairs, and by kind heads, first, base, unit.
     """
     if not turn.pairs:
         return "rotation of no pairs", {}

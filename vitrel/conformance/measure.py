@@ -194,10 +194,16 @@ def _prefix(found: Located, pairs: str) -> float:
 
 
 def bias(found: Located, order: Tensor | None = None) -> Bias | None:
-    """The bias of an attention, masks left out; None if it is zero.
+    """Measure the bias of an attention by offset: the middle between the largest and the smallest logit of an offset.
+
+    In windows, pairs whose offset in the image is not that in the window are left out.
 
     Args:
-        order: as for `maps`, for global attention.
+        found: the attention, with logits without content.
+        order: [h, w] index of the token at each place, for global attention; None: row by row.
+
+    Returns:
+        The bias, or None if all visible logits are equal.
     """
     h, w = found.grid
     visible, places = found.visible, found.places

@@ -46,12 +46,13 @@ def from_timm(
             resized by timm's code (vitrel.any_size.timm_policy). None: vitrel's, as above.
         absolute: as in `vitrel.relativize`: "keep", "drop" or "fade" over fade_steps.
         fade_steps: as in `vitrel.relativize`.
-        rope: as in `vitrel.relativize`.
+        rope: "keep" or "drop" the model's own rotation, as in `vitrel.relativize`.
         arguments: for a name: of timm.create_model (num_classes, img_size, checkpoint_path, ...).
 
     Raises:
-        ValueError: the model has no counterpart, for a reason in the message, or `position` is for a model that keeps timm's
-            trunk. For a name also the errors of `vitrel.create_model`.
+        ValueError: the model has no counterpart, for a reason in the message; `position` is for a model that keeps timm's
+            trunk; options of `position` are given without it, or `pretrained` for a model that is built. For a name also the
+            errors of `vitrel.create_model`.
     """
     built_here = isinstance(model, str)
     if isinstance(model, str):

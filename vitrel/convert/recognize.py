@@ -124,7 +124,7 @@ def as_vitrel(model: nn.Module) -> Backbone:
     """Return a timm model converted to a new vitrel model, in its dtype, device and training mode, or a vitrel model itself.
 
     Raises:
-        ValueError: the model has no counterpart; the message gives the reason.
+        ValueError: the model has no counterpart, for a reason in the message, or keeps timm's trunk in `from_timm`.
         TypeError: it is no module, but for example a name.
     """
     if isinstance(model, Backbone):

@@ -60,16 +60,19 @@ class Scene(NamedTuple):
 
 
 class Drawn(Dataset, ABC):
-    """Abstract data set of n drawn images, each a function of (seed, index) and the size; items are (image, target).
+    """Abstract data set of n drawn images, each a function of (seed, index) and the size.
+
+    An item is (image, target): a normalized float32 image [3, H, W], and what the subclass defines.
 
     Args:
         n: number of images.
         size: side or (H, W) of the images, pixels.
         seed: seed of the scenes; different seeds give different scenes.
-        protocol: "scale" or "canvas".
-        base: side or (H, W) in pixels for `canvas`.
-        mean, std: per-channel normalization of values from 0 to 1.
-        settings: other arguments of the subclass.
+        protocol: "scale": objects grow with the shorter side of the image. "canvas": they have their size at `base`.
+        base: side or (H, W) in pixels, for "canvas".
+        mean: per-channel mean that normalizes values from 0 to 1.
+        std: as mean.
+        settings: arguments of the subclass, kept to draw the same set at another size.
     """
 
     classes: list[str]

@@ -187,14 +187,18 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
 
 def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
-    """`model` adapted to images of `size` pixels, an int or (h, w), as timm does it; the argument itself is not changed.
+    """Adapt a model to images of another size as its library does, trace it there, and return both.
 
-    Models with `set_input_size` are copied, and it is called on the copy. The model itself is returned if it is vitrel's, has
-    `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway. Raises
-    ValueError for a model that cannot take the size.
+    A model with `set_input_size` is copied, and it is called on the copy. The result's model is the argument itself if it is
+    vitrel's, has `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway.
 
     Args:
+        model: a vitrel or timm model, which is not changed.
+        size: pixels, an int or (h, w).
         share_weights: the copy shares the parameters that do not change, so it must not be trained or moved.
+
+    Raises:
+        ValueError: the model cannot take the size.
     """
     size = to_2tuple(size)
     after = model_at_size(model, size, share_weights)

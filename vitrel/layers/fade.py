@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class Fade(nn.Module):
     """Multiply x by max(0, 1 - steps / fade_steps), where `steps` counts the forward passes in training mode so far.
 
-    Forward passes without gradients are not counted; with gradient accumulation every micro-batch is. Evaluation uses the scale
-    that training has reached.
+    The first pass has scale 1. Forward passes without gradients are not counted; with gradient accumulation every micro-batch
+    is. Evaluation uses the scale that training has reached.
 
     Args:
         fade_steps: number of forward passes until the scale is 0, a whole number of 1 or more.

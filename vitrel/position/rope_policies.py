@@ -28,12 +28,19 @@ POLICIES = ("keep", "linear", "ntk", "yarn")
 
 
 class RotaryPolicy(NamedTuple):
-    """A policy for rotary frequencies on larger grids."""
+    """A policy for rotary frequencies on larger grids.
 
-    name: str  # one of POLICIES
-    trained: Grid  # the training grid
-    turns: tuple[float, float]  # yarn divides bands below the first number of turns and keeps those above the second
-    strength: float = 1.0  # the power of s
+    Args:
+        name: one of POLICIES.
+        trained: the training grid.
+        turns: yarn divides bands below the first number of turns, and keeps those above the second.
+        strength: the power of s, the growth of a side.
+    """
+
+    name: str
+    trained: Grid
+    turns: tuple[float, float]
+    strength: float = 1.0
 
     def check(self, key: str) -> None:
         """Raise ValueError for an impossible number; `key` is the encoding's name, for errors."""

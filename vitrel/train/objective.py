@@ -65,13 +65,14 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup and cutmix as in timm; both, with DeiT's strengths (arXiv 2012.12877), if none of the two is set.
+    """Mixup and cutmix of images, as in timm.
+
+    If mixup, cutmix and cutmix_minmax are all null, their strengths are DeiT's (arXiv 2012.12877): mixup 0.8 and cutmix 1. If
+    one of them is given, also as 0, the others are off.
 
     Args:
-        mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup. Null: 0.8 if no cutmix is set either,
-            otherwise 0.
-        cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix. Null: 1 if no mixup is set either,
-            otherwise 0.
+        mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
+        cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix.
         prob: probability of mixing a batch (or pair, or element, see `mode`).
         switch_prob: probability of cutmix instead of mixup if both are on.
         mode: one random draw per "batch", "pair" or "elem" (element).

@@ -18,7 +18,13 @@ SECONDS = 5.0  # after which the hub counts as out of reach
 
 @contextmanager
 def downloads(name: str) -> Iterator[None]:
-    """Return a context in which timm loads pretrained weights of the model `name` from its cache or the network.
+    """Return a context in which timm, called in it, loads pretrained weights from its cache or the network.
+
+    The hub is asked for an answer first. Without one, huggingface_hub is offline in the context, so that timm reads its cache
+    and does not try again and again.
+
+    Args:
+        name: of the model, for the message.
 
     Raises:
         ConnectionError: the weights are not in the cache and cannot be downloaded; the message says what to do.

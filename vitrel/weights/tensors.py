@@ -26,12 +26,18 @@ class Item(NamedTuple):
 
 
 class FileTensors:
-    """{name: tensor} of a file, renamed and rearranged step by step; every step is recorded."""
+    """Hold the tensors of a file while they are renamed and rearranged step by step, and record every step.
+
+    Attributes:
+        items: {current name: Item}.
+        recomputed: rows of tensors that were left out, such as buffers that the model computes itself.
+        implied: keys of encodings that the file's layout shows it was trained with.
+    """
 
     def __init__(self, state: dict[str, Tensor]):
         self.items = {name: Item(value, (name,)) for name, value in state.items()}
-        self.recomputed: list[Row] = []  # buffers that the model computes itself
-        self.implied: set[str] = set()  # keys of encodings that the file's layout shows it was trained with
+        self.recomputed: list[Row] = []
+        self.implied: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.items

@@ -154,9 +154,15 @@ def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: s
 
 
 def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
-    """Open an image file, or its bytes, for reading; `BadImage`, with `name`, for a bad path, a pipe or a device.
+    """Open an image file, its bytes, or what is at its address, without decoding it; the caller closes the stream.
 
-    Errors of the machine, such as too many open files, stay OSErrors.
+    Args:
+        source: path, address or content of the file.
+        name: of the image, for messages.
+
+    Raises:
+        BadImage: the path is bad, or that of a pipe or a device.
+        OSError: the machine fails, such as by too many open files.
     """
     if isinstance(source, bytes):
         return BytesIO(source)

@@ -103,7 +103,14 @@ class Tars(ImageSet):
 
 
 def tar_members(root: str) -> tuple[list[Member], list[str]]:
-    """Return all images in the tar files of `root`, and the class names by label; several tars are read at once."""
+    """Read the headers of the tar files of `root`, several at once, and return all images and the class names.
+
+    If every label is a whole number, it is an index into the names: the lines of classes.txt, or without that file the numbers.
+    Otherwise the names are the labels in their order.
+
+    Raises:
+        ValueError: there is no tar file, or classes.txt has fewer names than the labels need.
+    """
     tars = tar_files(root)
     if not tars:
         raise ValueError(f"found no tar files at {root}")

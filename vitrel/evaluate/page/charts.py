@@ -65,11 +65,14 @@ def shape_of(size: str) -> str:
 
 
 def points_of(curves: Sequence[Item], rows: Sequence[Item]) -> list[Item]:
-    """Return a point per row of every curve: its place, every metric, and <metric>_low and <metric>_high, its 95 % interval.
+    """Return one point of a chart for each row of each curve.
+
+    A point holds curve, protocol, size, side, label, shape, n, seeds, resampled and the row's value of each of METRICS; with an
+    interval of 95 % also <metric>_low and <metric>_high. A metric that the row lacks is left out.
 
     Args:
-        curves: {name, rows (indices)}.
-        rows: aggregated rows with `intervals`, shares in percent, missing values None.
+        curves: each has `name` and `rows`, indices into the next argument.
+        rows: aggregated rows, shares in percent; `intervals` maps a metric to (low, high).
     """
     points = []
     for curve in curves:

@@ -60,17 +60,18 @@ def collect_pictures(
     budget: int = BUDGET,
     rows: Sequence[Row] = (),
 ) -> Path:
-    """Record the pictures of a report into `folder`/pictures.json.gz, of about `budget` bytes at most, and return its path.
+    """Record the pictures of a report into `folder`/pictures.json.gz, and return its path.
 
     For the first model of every label, at every size of the sweep: the mean logit that position adds by offset, the cosine
     similarity of the embeddings added to tokens, and the attention of sample images; or the reason why attention cannot be
-    recorded. Each is recorded for every policy of the sweep, attention only for the first. For the first model also a sample
-    image at every size and protocol, and thumbnails of images whose prediction changes with size (by predictions.npz).
+    recorded. They are recorded in the scale protocol (the first one without it) at the first crop, for every policy, attention
+    only for the first. For the first model also a sample image at every size and protocol, and thumbnails of images whose
+    prediction changes with size (by predictions.npz); for segmentation the maps of the first image.
 
-    An existing file keeps its pictures of rows that are not recorded now; at least a quarter of the budget is for new ones.
-    Photographs of the data are written with `sweep.photographs`.
+    Pictures of rows that are not evaluated now stay in the file. Photographs are left out if `sweep.photographs` is false.
 
     Args:
+        budget: bytes of the file. New pictures get what the others leave, at least a quarter, so the file may grow beyond it.
         rows: the rows of the folder.
     """
     images = sweep.photographs
@@ -200,9 +201,10 @@ def encode_similarity(embedding: Tensor) -> Item:
 
 @torch.no_grad()
 def token_embedding(model: nn.Module, size: Size) -> Tensor | None:
-    """Return the position embedding [h, w, C] that a model adds to the patches at `size` (h, w) pixels; None without one.
+    """Return the position embedding [rows, columns, C] that a model adds to the patches at `size`, (h, w) in pixels.
 
-    For timm's models this is `pos_embed`, resampled as timm does where it is stored for another grid.
+    For timm's models this is `pos_embed`, resampled as timm does where it is stored for another grid. None for a model without
+    one, or whose `pos_embed` has another layout.
     """
     model = backbone_of(model) or model
     stored = getattr(model, "pos_embed", None)

@@ -28,8 +28,8 @@ def similarity(source: nn.Module, size: int | Size | None = None, patches: Seque
     """Draw the cosine similarity of every patch's embedding to those of `patches`, one panel for each, that patch outlined.
 
     Args:
-        source: as for `lattices`; for timm's ViTs the stored embedding, without a size.
-        size: as for `lattices`.
+        source: a vitrel model, an encoding that adds to tokens, or a ViT of timm, whose stored embedding is drawn.
+        size: pixels for a vitrel model, patches for an encoding, one side or (h, w), default: of training; None for timm.
         patches: (row, column) pairs, by default the middle patch.
 
     Raises:
