@@ -8,6 +8,7 @@ import torch
 from timm.layers import DropPath, LayerNorm, Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrel
 from helpers import each
@@ -336,3 +337,28 @@ def test_a_wrapped_model_is_to_be_unwrapped():
     model = nn.DataParallel(timm.create_model("test_vit"))
     with pytest.raises(ValueError, match=r"it wraps another model: pass its \.module"):
         vitrel.from_timm(model)
+
+
+class RandomFills(TorchDispatchMode):
+    """How many random numbers are drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.name().partition("::")[2].startswith(("uniform_", "normal_")):
+            self.count += args[0].numel()
+        return operator(*args, **(kwargs or {}))
+
+
+@each("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_weights_that_are_replaced_are_not_drawn_first(name):
+    model = timm.create_model(name, **({"depth": 1} if name.startswith("vit") else {"depths": (1, 1), "num_heads": (1, 2)}))
+    with RandomFills() as drawn:
+        ours = vitrel.from_timm(model)
+    values = sum(parameter.numel() for parameter in ours.parameters())
+    assert drawn.count < 0.01 * values  # tables of a Swin
+    with RandomFills() as drawn:
+        type(ours)(depth=1) if isinstance(ours, ViT) else type(ours)()
+    assert drawn.count > values

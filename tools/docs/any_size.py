@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
     "davit_tiny": dict(depths=(1, 1, 1, 1)),
     "csatv2": {},
     "edgenext_xx_small": {},
-    "efficientvit_m0": {},
+    "efficientvit_m0": dict(depth=(1, 1, 1)),
     "naflexvit_base_patch16_gap": dict(depth=2, embed_dim=64, num_heads=2),
     "naflexvit_base_patch16_parfac_gap": dict(depth=2, embed_dim=64, num_heads=2),
 }

@@ -1,17 +1,22 @@
 """Models whose position is a convolution of the tokens (timm.models.coat, twins, davit
 and others), and models whose trunk evaluates or resamples its position for any grid by itself.
 
-CPE and PEG (arXiv 2102.10882) are depthwise convolutions, which see the zeros beyond the border. Nothing is resampled; only
-CoaT's fixed image size is lifted.
+CPE and PEG (arXiv 2102.10882) are depthwise convolutions, which see the zeros beyond the border. Nothing is resampled; CoaT's
+fixed image size is lifted, and windows and pooling are written so that one graph serves any size.
 """
 
 from typing import Any
 
+import torch
 from timm.models import coat, davit, edgenext, efficientvit_msra, naflexvit, pvt_v2, twins
 from timm.models.csatv2 import CSATv2
+from timm.models.csatv2 import SpatialAttention as TimmSpatialAttention
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
+from vitrel.any_size.parts import in_padded_windows
+from vitrel.geometry import cached_geometry, dtype_name, is_known
+from vitrel.layers.block import pad_to_even
 from vitrel.position.fourier import fourier_waves
 
 
@@ -53,12 +58,102 @@ class FourierTokens(edgenext.PositionalEncodingFourier):
         return self.token_projection(waves.to(weight.dtype)).expand(shape[0], -1, -1, -1)
 
 
+class Stem(davit.Stem):
+    """Patches of DaViT: what timm pads to whole strides, the convolution's own zeros cover."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+
+class Downsample(davit.Downsample):
+    """Patch merging of DaViT, odd sides padded with zeros where the kernel is even."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.conv(pad_to_even(pad_to_even(x, 2), 3) if self.even_k else x)
+
+
+class SpatialBlock(davit.SpatialBlock):
+    """Block of DaViT with attention in windows of any map [B, C, h, w], which attend to their padding as in timm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cpe1(x).permute(0, 2, 3, 1)
+        attended = in_padded_windows(
+            self.norm1(x), self.window_size, lambda tokens: self.attn(tokens.flatten(1, 2)).unflatten(1, self.window_size)
+        )
+        x = self.cpe2((x + self.drop_path1(attended)).permute(0, 3, 1, 2))
+        if self.mlp is None:
+            return x
+        x = x.permute(0, 2, 3, 1)
+        return (x + self.drop_path2(self.mlp(self.norm2(x)))).permute(0, 3, 1, 2)
+
+
+class LocalWindowAttention(efficientvit_msra.LocalWindowAttention):
+    """Attention of EfficientViT in windows of any map [B, C, h, w], which attend to their padding as in timm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        window = (self.attn.resolution, self.attn.resolution)
+        x = in_padded_windows(
+            x.permute(0, 2, 3, 1), window, lambda tokens: self.attn(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        )
+        return x.permute(0, 3, 1, 2)
+
+
+class CascadedGroupAttention(efficientvit_msra.CascadedGroupAttention):
+    """Attention of EfficientViT whose biases are read from the table in every pass: a graph keeps no cache."""
+
+    def get_attention_biases(self, device: torch.device) -> Tensor:
+        return self.attention_biases[:, self.attention_bias_idxs]
+
+
+class SpatialAttention(TimmSpatialAttention):
+    """Attention of CSATv2 over a map of 7 x 7 means. Graphs for any size pool by two products of matrices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_known(*x.shape[-2:]):
+            return super().forward(x)
+        x = torch.cat((x.mean(1, keepdim=True), x.amax(1, keepdim=True)), 1)
+        rows, columns = (
+            adaptive_means(n, to, dtype_name(x.dtype), device=x.device)
+            for n, to in zip(x.shape[-2:], self.avgpool.output_size, strict=True)
+        )
+        return self.attn(self.conv(rows @ x @ columns.mT))
+
+
+@cached_geometry
+def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tensor:
+    """Return the matrix of adaptive average pooling, [bins, n]: bin i is the mean of positions floor(i n / bins) to
+    ceil((i + 1) n / bins) - 1.
+
+    Args:
+        n: number of positions.
+        bins: number of means.
+        dtype: name of the type.
+        device: of the result.
+    """
+    bin, place = torch.arange(bins, device=device)[:, None], torch.arange(n, device=device)
+    first, last = bin * n // bins, ((bin + 1) * n + bins - 1) // bins
+    inside = ((place >= first) & (place < last)).to(getattr(torch, dtype))
+    return inside / (last - first)
+
+
 _NOTHING = "nothing"
 COAT = Adapter((coat.CoaT,), {coat.CoaT: CoaT}, "convolutions of the tokens (CPE) and of the values", _NOTHING, multiple=32)
 TWINS = Adapter((twins.Twins,), {}, "convolutions of the tokens (PEG)", _NOTHING, multiple=32)
 PVT_V2 = Adapter((pvt_v2.PyramidVisionTransformerV2,), {}, "none: its convolutions see the border", _NOTHING)
-DAVIT = Adapter((davit.DaVit,), {}, "convolutions of the tokens (CPE)", _NOTHING)
-CSATV2 = Adapter((CSATv2,), {}, "convolutions of the tokens", _NOTHING, multiple=32)
+DAVIT = Adapter(
+    (davit.DaVit,),
+    {davit.Stem: Stem, davit.Downsample: Downsample, davit.SpatialBlock: SpatialBlock},
+    "convolutions of the tokens (CPE)",
+    _NOTHING,
+)
+CSATV2 = Adapter(
+    (CSATv2,),
+    {TimmSpatialAttention: SpatialAttention},
+    "convolutions of the tokens",
+    _NOTHING,
+    multiple=32,
+)
 EDGENEXT = Adapter(
     (edgenext.EdgeNeXt,),
     {edgenext.PositionalEncodingFourier: FourierTokens},
@@ -68,7 +163,10 @@ EDGENEXT = Adapter(
 )
 EFFICIENTVIT = Adapter(
     (efficientvit_msra.EfficientVitMsra,),
-    {},
+    {
+        efficientvit_msra.LocalWindowAttention: LocalWindowAttention,
+        efficientvit_msra.CascadedGroupAttention: CascadedGroupAttention,
+    },
     "table over |row offset| and |column offset| in windows",
     "nothing resampled; padding attended to, as in timm",
 )

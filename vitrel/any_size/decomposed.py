@@ -91,12 +91,8 @@ class SamBlock(vision_transformer_sam.Block):
     """Block of SAM's encoder over any map [B, h, w, C]; windows attend to padding, as the weights were trained."""
 
     def forward(self, x: Tensor) -> Tensor:
-        (h, w), n = x.shape[1:3], self.window_size
-        y = self.norm1(x)
-        if n > 0:
-            y = in_padded_windows(y, (n, n), self.attn)[:, :h, :w]
-        else:
-            y = self.attn(y)
+        (h, w), n, y = x.shape[1:3], self.window_size, self.norm1(x)
+        y = in_padded_windows(y, (n, n), self.attn) if n > 0 else self.attn(y)
         x = (x + self.drop_path1(self.ls1(y))).flatten(1, 2)
         return (x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))).unflatten(1, (h, w))
 

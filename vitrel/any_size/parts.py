@@ -51,34 +51,37 @@ def in_windows(
     return x.unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
 
 
-def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply attention in windows that attend to their padding, as the weights of SAM and SAM 2 were trained.
+def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
+    """Apply attention in windows whose padding is zero and takes part, as when SAM and SAM 2 were trained, [B, h, w, C'].
 
     Args:
-        x: tokens [B, h, w, C]; zeros pad the sides on the right and below to whole windows.
-        window: (h, w) in tokens.
-        attend: a function of windows [B*L, y, z, C] -> [B*L, y', z', C'].
-
-    Returns:
-        The map of all windows with their padding, [B, h' >= h * y' / y, w' >= w * z' / z, C'].
+        x: tokens [B, h, w, C], padded on the right and below to whole windows.
+        window: (y, z), rows and columns of a window.
+        attend: a function of windows [B*L, y, z, C] -> [B*L, y / stride, z / stride, C'].
+        stride: factor by which `attend` reduces both sides of a window, and so of the map; h and w are multiples of it.
     """
-    (h, w), (y, z) = x.shape[1:3], window
-    down, across = (h + y - 1) // y, (w + z - 1) // z
-    x = F.pad(x, (0, 0, 0, across * z - w, 0, down * y - h))
-    x = x.unflatten(2, (across, z)).unflatten(1, (down, y)).transpose(2, 3)  # [B, windows down, across, y, z, C]
-    x = attend(x.flatten(0, 2)).unflatten(0, (-1, down, across)).transpose(2, 3)
-    return x.flatten(3, 4).flatten(1, 2)
+    b, h, w, _ = x.shape
+    layout = windows(h, w, window, (0, 0), x.device)
+    x = x.flatten(1, 2).index_select(1, layout.source)
+    if not is_known(h, w) or h % window[0] or w % window[1]:
+        slots = torch.arange(x.shape[1], device=x.device)
+        x = x * (layout.inverse[layout.source] == slots).to(x.dtype)[:, None]  # padded slots repeat a token
+    x = attend(x.unflatten(1, (-1, *window)).flatten(0, 1))
+    if stride > 1:
+        h, w = h // stride, w // stride
+        layout = windows(h, w, (window[0] // stride, window[1] // stride), (0, 0), x.device)
+    return x.flatten(1, 2).unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
 
 
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, drop: nn.Dropout | None = None
 ) -> Tensor:
-    """Return softmax(q k^T * D**-0.5 + bias + mask) v of tokens in windows, [B*L, H, N, D].
+    """Return softmax(q k^T * D**-0.5 + bias + mask) v of tokens in windows, [B*L, H, N, E].
 
     Args:
         q: [B*L, H, N, D].
         k: as q.
-        v: as q, with any width.
+        v: [B*L, H, N, E].
         bias: [H, N, N], or None.
         mask: additive, [L, N, N], or None.
         drop: the dropout layer of attention weights, or None.

@@ -82,8 +82,16 @@ class SwinTransformerV2CrBlock(swin_transformer_v2_cr.SwinTransformerV2CrBlock):
         return in_windows(x, self.window_size, self.attn, shift)
 
 
+class PatchEmbedCr(swin_transformer_v2_cr.PatchEmbed):
+    """Patches of Swin V2-CR that cover any image, [B, 3, H, W] -> [B, C, h, w]; timm's would leave out the last pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, right = (-n % p for n, p in zip(x.shape[-2:], self.patch_size, strict=True))
+        return super().forward(F.pad(x, (0, right, 0, down)))
+
+
 class SwinTransformerV2Cr(_AnyImage, swin_transformer_v2_cr.SwinTransformerV2Cr):
-    """Swin V2-CR of any image whose sides are whole patches."""
+    """Swin V2-CR of any image."""
 
 
 ADAPTER = Adapter(
@@ -97,6 +105,7 @@ ADAPTER = Adapter(
         swin_transformer_v2_cr.SwinTransformerV2CrBlock: SwinTransformerV2CrBlock,
         swin_transformer_v2_cr.WindowMultiHeadAttention: WindowMultiHeadAttention,
         swin_transformer_v2_cr.PatchMerging: PatchMergingCr,
+        swin_transformer_v2_cr.PatchEmbed: PatchEmbedCr,
     },
     position="table, or MLP of log offsets, in windows",
     elsewhere="nothing resampled; windows padded, then shifted, padding masked (timm: shifted first, padding attended to)",

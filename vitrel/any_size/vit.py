@@ -8,12 +8,15 @@ the trained one, a rotation is computed for the grid of the image.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from timm import layers
 from timm.layers import Format, PatchEmbed, build_rotary_pos_embed
+from timm.layers.pool2d_same import MaxPool2dSame as TimmMaxPool2dSame
 from timm.models import eva, vision_transformer
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import token_embedding
+from vitrel.any_size.parts import Size, token_embedding
 from vitrel.geometry import is_known
 
 
@@ -82,9 +85,41 @@ def _rotation(rope: Any, size: tuple[int, int]) -> Tensor | None:
     return torch.cat(sines_cosines, -1)
 
 
+class StdConv2dSame(AnySize, layers.StdConv2dSame):
+    """Convolution of a hybrid's stem with padding in whole numbers: timm rounds a quotient, which is no size in a graph."""
+
+    def adopted(self, model: Any) -> None:
+        self.pads, self.same_pad = self.same_pad, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_pad_same(x, self.kernel_size, self.stride, self.dilation) if self.pads else x)
+
+
+class MaxPool2dSame(TimmMaxPool2dSame):
+    """Pooling of a hybrid's stem, padded so too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _pad_same(x, self.kernel_size, self.stride, self.dilation, -float("inf"))
+        return F.max_pool2d(x, self.kernel_size, self.stride, 0, self.dilation, self.ceil_mode)
+
+
+def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size, value: float = 0.0) -> Tensor:
+    """Pad a map as TensorFlow's SAME: ceil(n / stride) results along every axis of n pixels, the larger half at the end."""
+    pads: list[Any] = []
+    for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True):
+        pad = torch.sym_max(((n + s - 1) // s - 1) * s + (k - 1) * d + 1 - n, 0)
+        pads = [pad // 2, pad - pad // 2, *pads]
+    return F.pad(x, pads, value=value)
+
+
 ADAPTER = Adapter(
     models=(vision_transformer.VisionTransformer, eva.Eva),
-    exchanged={vision_transformer.VisionTransformer: VisionTransformer, eva.Eva: Eva},
+    exchanged={
+        vision_transformer.VisionTransformer: VisionTransformer,
+        eva.Eva: Eva,
+        layers.StdConv2dSame: StdConv2dSame,
+        TimmMaxPool2dSame: MaxPool2dSame,
+    },
     position="absolute; PE: a rotation too",
     elsewhere="absolute bicubic, as timm's dynamic_img_size; rotation evaluated",
 )

@@ -92,9 +92,8 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
             shortcut = self.proj(x)
             if self.pool is not None:
                 shortcut = self.pool(shortcut.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        h, w = shortcut.shape[1:3]
         if self.is_windowed:
-            x = in_padded_windows(x, self.window_size, self.attn)[:, :h, :w]
+            x = in_padded_windows(x, self.window_size, self.attn, self.q_stride[0] if self.q_stride else 1)
         else:
             x = self.attn(x)
         x = shortcut + self.drop_path1(self.ls1(x))

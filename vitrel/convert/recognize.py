@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import Config, preparation_of
+from vitrel.models.create import uninitialized
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.rotate import Rotation
 
@@ -138,7 +139,8 @@ def as_vitrel(model: nn.Module) -> Backbone:
     preparation = preparation_of(getattr(model, "pretrained_cfg", None) or {})
     preparation["input_size"] = (recognized.arguments["in_chans"], *recognized.arguments["img_size"])
     config = Config(recognized.architecture, recognized.arguments, recognized.arguments["img_size"], preparation)
-    converted = config.build(weight.device, weight.dtype)
+    with uninitialized():
+        converted = config.build(weight.device, weight.dtype)
     try:
         apply_plan(converted, plan_weights(converted, recognized.state, rotation=recognized.rotation))
     except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantized

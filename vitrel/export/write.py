@@ -212,7 +212,8 @@ def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch
 
 
 def _free_sizes(program: torch.export.ExportedProgram) -> None:
-    """Remove the conditions on the batch size alone, and those that some size differs from another, such as "not 1".
+    """Remove the conditions on the batch size alone, that some size differs from another, such as "not 1", and that the batch
+    size times a number of windows is above 1.
 
     PyTorch compares sizes where it derives memory layouts, as of a convolution, and records each outcome as a condition on the
     image. The layout that was recorded serves the excluded sizes too; where it does not, an operator of the program fails, as
@@ -222,7 +223,12 @@ def _free_sizes(program: torch.export.ExportedProgram) -> None:
     batch = image.meta["val"].shape[0].node.expr
     program.range_constraints[batch] = ValueRanges(1, program.range_constraints[batch].upper)
     conditions = program._guards_code
-    conditions[:] = [code for code in conditions if " != " not in code and {*re.findall(r"size\(\)\[(\d)\]", code)} != {"0"}]
+    several = re.compile(r".*size\(\)\[0\].* > 1\)?")
+    conditions[:] = [
+        code
+        for code in conditions
+        if not (" != " in code or {*re.findall(r"size\(\)\[(\d)\]", code)} == {"0"} or several.fullmatch(code))
+    ]
 
 
 def _write_program(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:

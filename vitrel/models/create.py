@@ -18,6 +18,7 @@ from vitrel.weights.read import check_file
 # arguments of timm.create_model that name a source of weights; refused where a checkpoint brings its own weights
 WEIGHT_ARGUMENTS = frozenset({"pretrained", "checkpoint_path", "cache_dir"})
 _FILLS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"}  # of torch.nn.init and of Tensor
+_FILLS |= {"kaiming_uniform_", "kaiming_normal_"}  # which are seen as one call
 _TRANSFORMERS = ("vit", "deit", "dinov2", "swin", "swinv2")  # types of transformers whose weights `vitrel.weights` reads
 _WEIGHTS = (".safetensors", ".pth", ".bin", ".tar")  # suffixes of the files of which timm reads one
 
@@ -54,13 +55,20 @@ def on_meta() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def uninitialized() -> Iterator[None]:
+    """Return a context in which models are built with parameters of no particular values, for weights that set all of them."""
+    with _Unfilled():
+        yield
+
+
 class _Unfilled(TorchFunctionMode):
-    """Leaves out functions that fill tensors in place, where a tensor has no values. PyTorch takes long to do nothing there."""
+    """Leaves out functions that fill parameters in place, or tensors without values, where PyTorch takes long to do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if getattr(func, "__name__", "") in _FILLS:
             tensor = args[0] if args else (kwargs or {})["tensor"]
-            if tensor.is_meta:
+            if tensor.is_meta or isinstance(tensor, nn.Parameter):
                 return tensor
         return func(*args, **(kwargs or {}))
 
