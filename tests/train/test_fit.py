@@ -29,6 +29,20 @@ def interrupt(monkeypatch):
         yield patch
 
 
+def denormals():
+    return bool((torch.tensor(1e-39) * 1).any())
+
+
+@pytest.mark.slow
+def test_a_run_flushes_denormal_numbers_and_leaves_the_process_as_it_was(command, monkeypatch):
+    """On a CPU: training with pape takes twice the time with them on Intel's."""
+    seen = []
+    monkeypatch.setattr(Classifier, "on_train_batch_start", lambda *args: seen.append(denormals()))
+    assert denormals()
+    run(command("run", epochs=1))
+    assert seen and not any(seen) and denormals()
+
+
 @pytest.mark.slow
 def test_a_run_lowers_the_loss_and_leaves_its_folder(command, tmp_path):
     cli = run(command("run", epochs=6))

@@ -9,7 +9,8 @@ import logging
 import shlex
 import sys
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -239,6 +240,21 @@ class TrainCLI(LightningCLI):
             raise
 
 
+@contextmanager
+def _denormals_flushed() -> Iterator[None]:
+    """Context in which a CPU takes denormal numbers as 0, also in threads that start in it.
+
+    With `pape` the weights of far tokens underflow, and Intel's processors take twice the time for a step. Gradients stay the
+    same to 1e-7.
+    """
+    before = not (torch.tensor(1e-39) * 1).any()
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
 def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     """Train with the command-line arguments `args`, e.g. ["fit", "--config", "my_run.yaml"].
 
@@ -262,7 +278,11 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
-    with warnings.catch_warnings(), optional_import():  # loggers import what they need only when they are built
+    with (
+        warnings.catch_warnings(),
+        optional_import(),
+        _denormals_flushed(),
+    ):  # loggers import what they need only when they are built
         # passing `args` is intended here, and small data sets need no loader processes
         warnings.filterwarnings("ignore", message=".*args parameter is intended to run from within Python.*")
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
