@@ -129,6 +129,13 @@ def test_numbers_are_those_of_timm_where_timm_takes_the_size(name):
     assert apart(ours(image), theirs(image)) < 3e-6
 
 
+def test_a_model_that_is_taken_already_is_returned_itself():
+    ours = vitrel.from_timm(variant("vit_tiny_r_s16_p8_224"))
+    assert vitrel.from_timm(ours) is ours
+    with pytest.raises(ValueError, match="has no vitrel model"):
+        vitrel.from_timm(ours, position="table")
+
+
 @torch.no_grad()
 def test_patches_cover_every_pixel_of_a_swin_v2_cr():
     model, image = vitrel.from_timm(variant("swinv2_cr_tiny_ns_224")), torch.randn(1, 3, 81, 145)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from vitrel.any_size import adapter_of, any_size, takes
+from vitrel.any_size import adapter_of, any_size, side_multiple, takes
 from vitrel.any_size.timm_policy import timm_sizes
 from vitrel.convert.recognize import as_vitrel, refusal
 from vitrel.convert.relativize import relativize
@@ -38,7 +38,8 @@ def from_timm(
     windows (Swin's shift before padding, unmasked padding) are not reproduced.
 
     Args:
-        model: a timm model, not changed, or its name; a vitrel model is returned itself if `position` is None.
+        model: a timm model, not changed, or its name; a vitrel model, or a result of this function, is returned itself if
+            `position` is None.
         pretrained: for a name: load pretrained weights.
         position: an encoding to add in attention, as in `vitrel.relativize`; None: none.
         position_args: as in `vitrel.relativize`.
@@ -72,6 +73,8 @@ def from_timm(
                 f"policy is 'timm', without an encoding to add, or None, not {policy!r} with position={position!r}"
             )
         return timm_sizes(model if built_here else copy.deepcopy(model))
+    if position is None and side_multiple(model):  # it has no position, or was taken before
+        return model
     try:
         converted = as_vitrel(model)
     except ValueError:
