@@ -20,7 +20,7 @@ SECONDS = 5.0  # after which the hub counts as out of reach
 def downloads(name: str) -> Iterator[None]:
     """Return a context in which timm, called in it, loads pretrained weights from its cache or the network.
 
-    The hub is asked for an answer first. Without one, huggingface_hub is offline in the context, so that timm reads its cache
+    A request first tries whether the hub answers. If not, huggingface_hub is offline in the context, so that timm reads its cache
     and does not try again and again.
 
     Args:
