@@ -20,8 +20,8 @@ SECONDS = 5.0  # after which the hub counts as out of reach
 def downloads(name: str) -> Iterator[None]:
     """Return a context in which timm, called in it, loads pretrained weights from its cache or the network.
 
-    A request first tries whether the hub answers. If not, huggingface_hub is offline in the context, so that timm reads its cache
-    and does not try again and again.
+    A request first tries whether the hub answers. If not, huggingface_hub is offline in the context, so that timm reads its
+    cache and does not try again and again.
 
     Args:
         name: of the model, for the message.
