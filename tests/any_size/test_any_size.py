@@ -9,6 +9,7 @@ from helpers import ROOT, each
 from helpers.launches import Launches
 from tools.docs.any_size import VARIANTS, apart, native, table, variant
 from vitrel.any_size import ADAPTERS, adapter_of, any_size, side_multiple
+from vitrel.any_size.convolved import adaptive_means
 from vitrel.models.backbone import Backbone
 
 TWO = ((96, 160), (160, 64))
@@ -127,6 +128,13 @@ def test_numbers_are_those_of_timm_where_timm_takes_the_size(name):
     theirs = variant(name, **options)
     ours, image = vitrel.from_timm(theirs), torch.randn(1, 3, *size)
     assert apart(ours(image), theirs(image)) < 3e-6
+
+
+@each("size", [(7, 7), (5, 9), (16, 23), (1, 14)])
+def test_means_of_a_graph_are_those_of_adaptive_pooling(size):
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    rows, columns = (adaptive_means(n, 7, "float64", device=x.device) for n in size)
+    torch.testing.assert_close(rows @ x @ columns.mT, torch.nn.functional.adaptive_avg_pool2d(x, 7))
 
 
 def test_a_model_that_is_taken_already_is_returned_itself():

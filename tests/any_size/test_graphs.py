@@ -1,11 +1,14 @@
-"""Families that keep timm's trunk in graphs for any size: torch.compile, torch.export and ONNX of one variant per mechanism.
+"""Families that keep timm's trunk in graphs for any size: torch.compile, torch.export and ONNX of few variants.
 
 All variants take a quarter of an hour: `python -m tools.docs.any_size --graphs` compares each with the record, GRAPHS.
 """
 
 import pytest
+import torch
+from timm.layers.pool2d_same import MaxPool2dSame as TimmMaxPool2dSame
 
 from tools.docs.any_size import GRAPHS, graphs, recorded, written
+from vitrel.any_size.vit import MaxPool2dSame
 from vitrel.export import TOLERANCE
 
 
@@ -16,9 +19,20 @@ def test_compiled_for_eight_sizes_in_two_graphs(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["convit_tiny", "samvit_base_patch16"])  # a function of the offset, tables in windows
+@pytest.mark.parametrize("name", ["convit_tiny", "samvit_base_patch16"])
 def test_an_exported_program_serves_any_batch_height_and_width(name, tmp_path):
+    """A function of the offset, tables in padded windows."""
     assert written(name, "exported", tmp_path) <= TOLERANCE
+
+
+def test_a_hybrids_padding_is_saved_for_any_size(tmp_path):
+    dynamic = torch.export.Dim.DYNAMIC
+    program = torch.export.export(MaxPool2dSame(3, 2), (torch.randn(1, 2, 16, 24),), dynamic_shapes=({2: dynamic, 3: dynamic},))
+    torch.export.save(program, tmp_path / "pool.pt2")
+    run = torch.export.load(tmp_path / "pool.pt2").module()
+    for size in ((16, 24), (9, 14), (33, 7)):
+        x = torch.randn(1, 2, *size)
+        assert torch.equal(run(x), TimmMaxPool2dSame(3, 2)(x))
 
 
 @pytest.mark.slow

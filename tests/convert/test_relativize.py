@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental import _config as fx_config
 
 from helpers import each
 from helpers.relativize_models import MODELS, TINY, build, image, position_parameters, randomize
@@ -243,6 +244,15 @@ def test_compile():
     model.train().set_grad_checkpointing()
     torch.compile(model, backend="aot_eager", fullgraph=True)(image()).sum().backward()
     assert model.absolute_fade.steps == 1 and all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_export():
+    model, dynamic = randomize(relativize(build("map", depth=1))), torch.export.Dim.DYNAMIC
+    with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
+        program = torch.export.export(model, (image(40, 56),), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
+    for size in [(40, 56), (32, 32), (24, 61)]:
+        torch.testing.assert_close(program.module()(image(*size)), model(image(*size)), atol=1e-4, rtol=1e-4)
 
 
 REFUSED = [

@@ -355,6 +355,7 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
     ("work", "arguments", "reported"),
     [
         (fail, (), "process 1 of 2: ValueError: no images"),
+        (os._exit, (1,), "another process ended before its work was done"),
         (tell, (Exits(),), "a process of the evaluation ended"),
     ],
 )

@@ -39,16 +39,10 @@ def in_windows(
         stride: factor by which `attend` reduces both sides of a window; h and w are multiples of it. The result has h / stride
             rows and w / stride columns.
     """
-    b, h, w, _ = x.shape
-    n = window[0] * window[1]
-    layout = windows(h, w, window, shift, x.device, strided)
+    h, w = x.shape[1:3]
     mask = window_mask(h, w, window, shift, x.dtype, x.device, strided)
-    x = x.flatten(1, 2).index_select(1, layout.source).unflatten(1, (-1, n)).flatten(0, 1)
-    x = attend(x, None if mask is None else mask.unflatten(0, (-1, n)))
-    if stride > 1:
-        h, w, window = h // stride, w // stride, (window[0] // stride, window[1] // stride)
-        layout = windows(h, w, window, shift, x.device, strided)
-    return x.unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
+    visible = None if mask is None else mask.unflatten(0, (-1, window[0] * window[1]))
+    return _over_windows(x, window, lambda tokens: attend(tokens, visible), shift, strided, stride)
 
 
 def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
@@ -60,17 +54,30 @@ def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor
         attend: a function of windows [B*L, y, z, C] -> [B*L, y / stride, z / stride, C'].
         stride: factor by which `attend` reduces both sides of a window, and so of the map; h and w are multiples of it.
     """
+    return _over_windows(x, window, lambda tokens: attend(tokens.unflatten(1, window)).flatten(1, 2), stride=stride, zeros=True)
+
+
+def _over_windows(
+    x: Tensor,
+    window: Size,
+    attend: Callable[[Tensor], Tensor],
+    shift: Size = (0, 0),
+    strided: bool = False,
+    stride: int = 1,
+    zeros: bool = False,
+) -> Tensor:
+    """Apply `attend` to the tokens of all windows [B*L, N, C]; padding is zero with `zeros`, otherwise it repeats a token."""
     b, h, w, _ = x.shape
-    layout = windows(h, w, window, (0, 0), x.device)
+    layout = windows(h, w, window, shift, x.device, strided)
     x = x.flatten(1, 2).index_select(1, layout.source)
-    if not is_known(h, w) or h % window[0] or w % window[1]:
+    if zeros and not (is_known(h, w) and h % window[0] == w % window[1] == 0):
         slots = torch.arange(x.shape[1], device=x.device)
-        x = x * (layout.inverse[layout.source] == slots).to(x.dtype)[:, None]  # padded slots repeat a token
-    x = attend(x.unflatten(1, (-1, *window)).flatten(0, 1))
+        x = x * (layout.inverse[layout.source] == slots).to(x.dtype)[:, None]
+    x = attend(x.unflatten(1, (-1, window[0] * window[1])).flatten(0, 1))
     if stride > 1:
-        h, w = h // stride, w // stride
-        layout = windows(h, w, (window[0] // stride, window[1] // stride), (0, 0), x.device)
-    return x.flatten(1, 2).unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
+        h, w, window = h // stride, w // stride, (window[0] // stride, window[1] // stride)
+        layout = windows(h, w, window, shift, x.device, strided)
+    return x.unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
 
 
 def masked_attention(

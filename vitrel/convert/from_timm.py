@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from vitrel.any_size import adapter_of, any_size, side_multiple, takes
+from vitrel.any_size import adapter_of, any_size, side_multiple
 from vitrel.any_size.timm_policy import timm_sizes
 from vitrel.convert.recognize import as_vitrel, refusal
 from vitrel.convert.relativize import relativize
@@ -78,11 +78,11 @@ def from_timm(
     try:
         converted = as_vitrel(model)
     except ValueError:
-        if position is not None or not takes(model):
+        if position is not None or adapter_of(model) is None:
             raise
     else:
         return converted if position is None else relativize(converted, position, **options)
     try:
-        return any_size(model if built_here or adapter_of(model) is None else copy.deepcopy(model))
+        return any_size(model if built_here else copy.deepcopy(model))
     except ValueError as error:
         raise refusal(model, str(error)) from error

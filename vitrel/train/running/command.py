@@ -278,11 +278,8 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
-    with (
-        warnings.catch_warnings(),
-        optional_import(),
-        _denormals_flushed(),
-    ):  # loggers import what they need only when they are built
+    # loggers import what they need only when they are built
+    with warnings.catch_warnings(), optional_import(), _denormals_flushed():
         # passing `args` is intended here, and small data sets need no loader processes
         warnings.filterwarnings("ignore", message=".*args parameter is intended to run from within Python.*")
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
