@@ -1,9 +1,12 @@
 """Images are decoded once, shared between processes, and loaded in smaller batches where memory lacks."""
 
+import gc
 import os
 import signal
+import weakref
 
 import pytest
+from torch.utils.data import DataLoader
 
 from vitrel.data import Reading
 from vitrel.evaluate import prepare
@@ -64,6 +67,27 @@ def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, 
     # other images may fit again
     rows = rows_of(models[:1], sweep(sizes=((48, 48),), protocols=("scale",), batch_size=4))
     assert [(row["batch_size"], row["oom"]) for row in rows] == [(2, 1)] * 2
+
+
+def test_a_loader_that_failed_is_gone_before_the_next_begins(trained, noise, monkeypatch, rows_of):
+    """Its end in a fork of this process would wait for locks that were held at the fork."""
+    failed = []
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            assert not any(loader() for loader in failed)
+            loader = super().__iter__()
+            failed.append(weakref.ref(loader))
+            return loader
+
+    monkeypatch.setattr("vitrel.evaluate.prepare.DataLoader", Loader)
+    collated(monkeypatch, noise, 2, MemoryError())
+    gc.disable()
+    try:
+        rows_of([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",), workers=1))
+    finally:
+        gc.enable()
+    assert len(failed) > 1
 
 
 def test_memory_for_images_that_are_kept_is_given_back_first(trained, noise, monkeypatch, rows_of):

@@ -1,5 +1,6 @@
 """Loading of evaluation images: decoded and preprocessed once per size and protocol, and shared by the models."""
 
+import gc
 import hashlib
 import json
 import math
@@ -194,6 +195,7 @@ class Images:
             # outside the handler, whose traceback would keep the batch alive; dropping the cache frees memory too
             self._growing, self._caches = None, False
             self._decoded.clear()
+            gc.collect()  # an error of a loader's process keeps the loader alive; a fork that ended it would wait for ever
             failed = f"loading image {start + 1} of {total} failed; use fewer --workers"
             self.batch_size = halved(min(self.batch_size, max(map(len, batches))), failed)
             self.halvings += 1
