@@ -81,7 +81,6 @@ MORE = {  # largest ratio of operators to timm's, where it is above 1.02 in so f
     "levit_conv_128s": 1.05,
     "efficientvit_m0": 1.04,  # so too
     "convit_tiny": 1.03,
-    "visformer_tiny": 1.06,  # images are padded to whole patches, also by nothing
 }
 
 

@@ -6,8 +6,10 @@ All variants take a quarter of an hour: `python -m tools.docs.any_size --graphs`
 import pytest
 import torch
 from timm.layers.pool2d_same import MaxPool2dSame as TimmMaxPool2dSame
+from torch._dynamo.testing import CompileCounter
 
 from tools.docs.any_size import GRAPHS, graphs, recorded, written
+from vitrel.any_size.parts import in_padded_windows, in_windows, masked_attention
 from vitrel.any_size.vit import MaxPool2dSame
 from vitrel.export import TOLERANCE
 
@@ -23,6 +25,31 @@ def test_compiled_for_eight_sizes_in_two_graphs(name):
 def test_an_exported_program_serves_any_batch_height_and_width(name, tmp_path):
     """A function of the offset, tables in padded windows."""
     assert written(name, "exported", tmp_path) <= TOLERANCE
+
+
+class Windows(torch.nn.Module):
+    """Two heads of attention in windows of 4 x 3 with a bias of their pairs, and in padded windows."""
+
+    def forward(self, x, bias):
+        def attend(tokens, mask):
+            heads = tokens.unflatten(2, (2, -1)).transpose(1, 2)
+            return masked_attention(heads, heads, heads, bias, mask).transpose(1, 2).flatten(2)
+
+        return in_windows(x, (4, 3), attend, (2, 1)) + in_padded_windows(
+            x, (4, 3), lambda window: window.sum(1, keepdim=True) - window
+        )
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_one_window_and_several_are_one_graph():
+    torch._dynamo.reset()
+    model, counter, bias = Windows(), CompileCounter(), torch.randn(2, 12, 12)
+    compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
+    for h, w in ((9, 7), (3, 2), (4, 7), (13, 3)):
+        x = torch.randn(5, h, w, 8)
+        torch.testing.assert_close(compiled(x, bias), model(x, bias))
+    assert counter.frame_count == 1
 
 
 def test_a_hybrids_padding_is_saved_for_any_size(tmp_path):

@@ -1,4 +1,4 @@
-"""RelativeAttention as a drop-in layer, and patch merging, in eager mode and compiled. The export to ONNX is of models."""
+"""RelativeAttention as a drop-in layer, patches and patch merging, eager and compiled. The export to ONNX is of models."""
 
 import copy
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import PatchEmbed as TimmPatchEmbed
 from timm.models.swin_transformer import PatchMerging as TimmPatchMerging
 from timm.models.swin_transformer_v2 import PatchMerging as TimmPatchMergingV2
 from torch._dynamo.testing import CompileCounter
@@ -14,7 +15,7 @@ import vitrel
 from helpers import each
 from helpers.variants import IN_ATTENTION
 from vitrel import Grid
-from vitrel.layers import Attention, PatchMerging
+from vitrel.layers import Attention, PatchEmbed, PatchMerging
 from vitrel.ops import attention
 from vitrel.position import Terms
 
@@ -44,6 +45,25 @@ CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
 CONFIGS += [dict(position="cpb", window=(4, 3), shift=(2, 1))]
 CONFIGS += [dict(position="rope_mixed+shaw+lookhere", cosine=True, window=(4, 3), shift=(2, 1))]
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(policy="clip", temperature="log_n"))]
+
+
+@torch.no_grad()
+@each("options", [{}, {"flatten": False}, {"flatten": False, "output_fmt": "NHWC"}], ids=str)
+def test_patches_are_those_of_timm_that_pads(options):
+    """Whole patches and others, and in one graph for all sizes."""
+    theirs = TimmPatchEmbed(8, (4, 3), 3, 6, torch.nn.LayerNorm, strict_img_size=False, dynamic_img_pad=True, **options)
+    if options == {"flatten": False}:
+        theirs.norm = torch.nn.Identity()
+    ours = PatchEmbed(8, (4, 3), 3, 6, torch.nn.LayerNorm, **options)
+    ours.norm = copy.deepcopy(theirs.norm)
+    ours.load_state_dict(theirs.state_dict())
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(ours, backend=counter, dynamic=True, fullgraph=True)
+    for size in ((8, 9), (13, 17), (5, 7), (16, 24)):
+        image = torch.randn(2, 3, *size)
+        assert torch.equal(ours(image), theirs(image)) and torch.equal(compiled(image), theirs(image))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm import layers
 from timm.models import cait, convit, crossvit, nest, pit, tnt, visformer, volo, xcit
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from vitrel.any_size.exchange import Adapter, AnySize
 from vitrel.any_size.parts import in_windows, map_embedding, masked_attention, pair_bias, token_embedding
 from vitrel.geometry import cached_geometry, dtype_name
 from vitrel.grid import Grid
+from vitrel.layers.patches import PatchEmbed
 
 
 class _Patches(AnySize):
@@ -175,13 +177,8 @@ class TransformerInTransformer(tnt.TNT):
         return self.norm(patches)
 
 
-class Visformer(AnySize, visformer.Visformer):
+class Visformer(visformer.Visformer):
     """Visformer of any image."""
-
-    def adopted(self, model: Any) -> None:
-        for name in ("patch_embed1", "patch_embed2", "patch_embed3"):
-            if (embed := getattr(self, name)) is not None:
-                embed.strict_img_size, embed.dynamic_img_pad = False, True
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = x if self.stem is None else self.stem(x)
@@ -221,10 +218,11 @@ class OutlookAttention(volo.OutlookAttention):
 
 
 _BICUBIC = "absolute bicubic"
-CAIT = Adapter((cait.Cait,), {cait.Cait: Cait}, "absolute", _BICUBIC)
+_PATCHES = {layers.PatchEmbed: PatchEmbed}
+CAIT = Adapter((cait.Cait,), {cait.Cait: Cait} | _PATCHES, "absolute", _BICUBIC)
 CONVIT = Adapter(
     (convit.ConVit,),
-    {convit.ConVit: ConVit, convit.GPSA: GPSA},
+    {convit.ConVit: ConVit, convit.GPSA: GPSA} | _PATCHES,
     "absolute; in gated layers a linear function of offset and squared distance",
     f"{_BICUBIC}; function evaluated",
 )
@@ -236,7 +234,7 @@ CROSSVIT = Adapter(
 )
 NEST = Adapter(
     (nest.Nest,),
-    {nest.Nest: Nest, nest.NestLevel: NestLevel, nest.Attention: NestAttention},
+    {nest.Nest: Nest, nest.NestLevel: NestLevel, nest.Attention: NestAttention} | _PATCHES,
     "absolute, at each level",
     _BICUBIC,
     multiple=16,
@@ -248,7 +246,7 @@ TNT = Adapter(
     "absolute, of patches and of pixels in a patch",
     _BICUBIC,
 )
-VISFORMER = Adapter((visformer.Visformer,), {visformer.Visformer: Visformer}, "absolute, at each stage", _BICUBIC)
+VISFORMER = Adapter((visformer.Visformer,), {visformer.Visformer: Visformer} | _PATCHES, "absolute, at each stage", _BICUBIC)
 VOLO = Adapter(
     (volo.VOLO,),
     {volo.VOLO: VisionOutlooker, volo.OutlookAttention: OutlookAttention},

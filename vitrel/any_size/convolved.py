@@ -13,27 +13,23 @@ from timm.models.csatv2 import CSATv2
 from timm.models.csatv2 import SpatialAttention as TimmSpatialAttention
 from torch import Tensor
 
-from vitrel.any_size.exchange import Adapter, AnySize
-from vitrel.any_size.parts import in_padded_windows
+from vitrel.any_size.exchange import Adapter
+from vitrel.any_size.parts import Size, in_padded_windows, masked_attention
 from vitrel.geometry import cached_geometry, dtype_name, is_known
 from vitrel.layers.block import pad_to_even
 from vitrel.position.fourier import fourier_waves
 
 
-class CoaT(AnySize, coat.CoaT):
+class CoaT(coat.CoaT):
     """CoaT of any image of whole patches of the last stage, 32 pixels."""
-
-    def adopted(self, model: Any) -> None:
-        for i in (1, 2, 3, 4):
-            embed = getattr(self, f"patch_embed{i}")
-            embed.strict_img_size = False
 
     def forward_features(self, x0: Tensor) -> Any:
         x, outputs, sizes = x0, [], []
         for i in (1, 2, 3, 4):
             embed = getattr(self, f"patch_embed{i}")
-            sizes.append(tuple(n // p for n, p in zip(x.shape[-2:], embed.patch_size, strict=True)))
-            x = coat.insert_cls(embed(x), getattr(self, f"cls_token{i}"))
+            x = embed.proj(x)
+            sizes.append(tuple(x.shape[-2:]))
+            x = coat.insert_cls(embed.norm(x.flatten(2).mT), getattr(self, f"cls_token{i}"))
             for block in getattr(self, f"serial_blocks{i}"):
                 x = block(x, size=sizes[-1])
             outputs.append(x)
@@ -45,6 +41,21 @@ class CoaT(AnySize, coat.CoaT):
             x2, x3, x4 = self.cpe2(x2, sizes[1]), self.cpe3(x3, sizes[2]), self.cpe4(x4, sizes[3])
             x1, x2, x3, x4 = block(x1, x2, x3, x4, sizes=sizes)
         return [self.norm2(x2), self.norm3(x3), self.norm4(x4)]
+
+
+class LocallyGroupedAttention(twins.LocallyGroupedAttn):
+    """Attention of Twins in windows of tokens [B, h*w, C], which attend to their padding as in timm."""
+
+    def forward(self, x: Tensor, size: Size) -> Tensor:
+        window = (self.ws, self.ws)
+
+        def attend(tokens: Tensor) -> Tensor:
+            qkv = self.qkv(tokens.flatten(1, 2)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv.unbind(0)
+            out = masked_attention(q, k, v, None, None, self.attn_drop)
+            return out.transpose(1, 2).flatten(2).unflatten(1, window)
+
+        return self.proj_drop(self.proj(in_padded_windows(x.unflatten(1, size), window, attend).flatten(1, 2)))
 
 
 class FourierTokens(edgenext.PositionalEncodingFourier):
@@ -139,7 +150,13 @@ def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tenso
 
 _NOTHING = "nothing"
 COAT = Adapter((coat.CoaT,), {coat.CoaT: CoaT}, "convolutions of the tokens (CPE) and of the values", _NOTHING, multiple=32)
-TWINS = Adapter((twins.Twins,), {}, "convolutions of the tokens (PEG)", _NOTHING, multiple=32)
+TWINS = Adapter(
+    (twins.Twins,),
+    {twins.LocallyGroupedAttn: LocallyGroupedAttention},
+    "convolutions of the tokens (PEG)",
+    _NOTHING,
+    multiple=32,
+)
 PVT_V2 = Adapter((pvt_v2.PyramidVisionTransformerV2,), {}, "none: its convolutions see the border", _NOTHING)
 DAVIT = Adapter(
     (davit.DaVit,),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm import layers
 from timm.layers import Format
 from timm.models import mvitv2, vision_transformer_sam
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from vitrel.any_size.exchange import Adapter, AnySize
 from vitrel.any_size.parts import in_padded_windows, token_embedding
 from vitrel.geometry import cached_geometry, is_known
+from vitrel.layers.patches import PatchEmbed
 from vitrel.position.resample import resample_axis
 
 
@@ -130,6 +132,7 @@ SAM = Adapter(
         vision_transformer_sam.VisionTransformerSAM: VisionTransformerSAM,
         vision_transformer_sam.Block: SamBlock,
         vision_transformer_sam.Attention: SamAttention,
+        layers.PatchEmbed: PatchEmbed,
     },
     "absolute; decomposed, in windows and global",
     "absolute bicubic; global tables linear along each axis that grows (timm: each axis that changes)",

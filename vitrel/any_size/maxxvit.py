@@ -35,7 +35,7 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
 
 
 class Attention2d(maxxvit.Attention2d):
-    """Attention over a map [B, C, h, w], global, or in windows with a mask [L, N, N]."""
+    """Attention over a map [B, C, h, w], global, or in windows with a mask [L*N, N]."""
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         h, w = x.shape[-2:]
@@ -50,7 +50,7 @@ class Attention2d(maxxvit.Attention2d):
 
 
 class AttentionCl(maxxvit.AttentionCl):
-    """Attention over windows [B*L, N, C] of `window` (h, w) tokens with a mask [L, N, N]."""
+    """Attention over windows [B*L, N, C] of `window` (h, w) tokens with a mask [L*N, N]."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if self.head_first:

@@ -32,7 +32,7 @@ def in_windows(
     Args:
         x: tokens. Sides that are not whole windows are padded on the right and below, and no token sees the padding.
         window: (h, w) in tokens.
-        attend: a function of tokens [B*L, N, C] and an additive mask [L, N, N], None if every token of a window sees all
+        attend: a function of tokens [B*L, N, C] and an additive mask [L*N, N], None if every token of a window sees all
             others, -> [B*L, N', C'].
         shift: of the windows, in tokens, as in vitrel.ops.window.
         strided: windows hold tokens at equal distances over the whole grid (MaxViT's grid attention).
@@ -41,8 +41,7 @@ def in_windows(
     """
     h, w = x.shape[1:3]
     mask = window_mask(h, w, window, shift, x.dtype, x.device, strided)
-    visible = None if mask is None else mask.unflatten(0, (-1, window[0] * window[1]))
-    return _over_windows(x, window, lambda tokens: attend(tokens, visible), shift, strided, stride)
+    return _over_windows(x, window, lambda tokens: attend(tokens, mask), shift, strided, stride)
 
 
 def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
@@ -73,11 +72,12 @@ def _over_windows(
     if zeros and not (is_known(h, w) and h % window[0] == w % window[1] == 0):
         slots = torch.arange(x.shape[1], device=x.device)
         x = x * (layout.inverse[layout.source] == slots).to(x.dtype)[:, None]
-    x = attend(x.unflatten(1, (-1, window[0] * window[1])).flatten(0, 1))
+    # no dimension of L: torch would compile another graph for any size if there is one window
+    x = attend(x.flatten().unflatten(0, (-1, window[0] * window[1], x.shape[-1])))
     if stride > 1:
         h, w, window = h // stride, w // stride, (window[0] // stride, window[1] // stride)
         layout = windows(h, w, window, shift, x.device, strided)
-    return x.unflatten(0, (b, -1)).flatten(1, 2).index_select(1, layout.inverse).unflatten(1, (h, w))
+    return x.flatten().unflatten(0, (b, -1, x.shape[-1])).index_select(1, layout.inverse).unflatten(1, (h, w))
 
 
 def masked_attention(
@@ -90,17 +90,30 @@ def masked_attention(
         k: as q.
         v: [B*L, H, N, E].
         bias: [H, N, N], or None.
-        mask: additive, [L, N, N], or None.
+        mask: additive, [L*N, N], or None.
         drop: the dropout layer of attention weights, or None.
     """
     p = drop.p if drop is not None and drop.training else 0.0
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, None if bias is None else bias[None], dropout_p=p)
-    logits = mask[:, None] if bias is None else mask[:, None] + bias  # [L, 1|H, N, N]
-    logits = logits.expand(-1, q.shape[1], -1, -1).flatten(0, 1)[None]  # windows as heads: one bias for all images
-    q, k, v = (t.unflatten(0, (-1, mask.shape[0])).flatten(1, 2) for t in (q, k, v))
+    heads, n = q.shape[1:3]
+    logits = _logits_of_windows(bias, mask, heads, n)[None]  # windows as heads: one bias for all images
+    q, k, v = (t.flatten().unflatten(0, (-1, logits.shape[1], *t.shape[2:])) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, logits, dropout_p=p)
-    return out.unflatten(1, (mask.shape[0], -1)).flatten(0, 1)
+    return out.flatten().unflatten(0, (-1, heads, *out.shape[2:]))
+
+
+def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) -> Tensor:
+    """Return the sum of a bias [H, N, N] and the mask of L windows [L*N, N], [L*H, N, N].
+
+    A graph for any size gets no dimension of L: torch would compile another one for a single window.
+    """
+    if is_known(mask.shape[0]):
+        logits = mask.unflatten(0, (-1, 1, n))
+        return (logits if bias is None else logits + bias).expand(-1, heads, -1, -1).flatten(0, 1)
+    row = torch.arange(mask.shape[0] * heads, device=mask.device)
+    logits = mask.index_select(0, row // (heads * n) * n + row % n).unflatten(0, (-1, n))
+    return logits if bias is None else logits + bias.repeat(mask.shape[0] // n, 1, 1)
 
 
 def table_bias(table: Tensor, source: Grid, target: Grid, policy: str = "geometric") -> Tensor:

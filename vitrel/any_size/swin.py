@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch.nn.functional as F
+from timm import layers
 from timm.models import swin_transformer, swin_transformer_v2_cr
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from vitrel.any_size.parts import in_windows, log_offsets, masked_attention, pai
 from vitrel.geometry import dtype_name
 from vitrel.grid import Grid
 from vitrel.layers.block import pad_to_even
+from vitrel.layers.patches import PatchEmbed, pad_to_whole
 
 
 class WindowAttention(swin_transformer.WindowAttention):
@@ -86,8 +88,7 @@ class PatchEmbedCr(swin_transformer_v2_cr.PatchEmbed):
     """Patches of Swin V2-CR that cover any image, [B, 3, H, W] -> [B, C, h, w]; timm's would leave out the last pixels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        down, right = (-n % p for n, p in zip(x.shape[-2:], self.patch_size, strict=True))
-        return super().forward(F.pad(x, (0, right, 0, down)))
+        return super().forward(pad_to_whole(x, self.patch_size))
 
 
 class SwinTransformerV2Cr(_AnyImage, swin_transformer_v2_cr.SwinTransformerV2Cr):
@@ -106,6 +107,7 @@ ADAPTER = Adapter(
         swin_transformer_v2_cr.WindowMultiHeadAttention: WindowMultiHeadAttention,
         swin_transformer_v2_cr.PatchMerging: PatchMergingCr,
         swin_transformer_v2_cr.PatchEmbed: PatchEmbedCr,
+        layers.PatchEmbed: PatchEmbed,
     },
     position="table, or MLP of log offsets, in windows",
     elsewhere="nothing resampled; windows padded, then shifted, padding masked (timm: shifted first, padding attended to)",

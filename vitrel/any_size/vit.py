@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm import layers
-from timm.layers import Format, PatchEmbed, build_rotary_pos_embed
+from timm.layers import Format, build_rotary_pos_embed
 from timm.layers.pool2d_same import MaxPool2dSame as TimmMaxPool2dSame
 from timm.models import eva, vision_transformer
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from vitrel.any_size.exchange import Adapter, AnySize
 from vitrel.any_size.parts import Size, token_embedding
 from vitrel.geometry import is_known
+from vitrel.layers.patches import PatchEmbed
 
 
 class _Embedding(AnySize):
@@ -26,9 +27,9 @@ class _Embedding(AnySize):
     def adopted(self, model: Any) -> None:
         embed = model.patch_embed
         embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False
-        embed.dynamic_img_pad = isinstance(embed, PatchEmbed)
+        embed.dynamic_img_pad = isinstance(embed, layers.PatchEmbed)
         whole = all(n % p == 0 for n, p in zip(embed.img_size, embed.patch_size, strict=True))
-        if isinstance(embed, PatchEmbed) and not whole:
+        if isinstance(embed, layers.PatchEmbed) and not whole:
             raise ValueError(f"its image size {embed.img_size} is no multiple of its patches of {embed.patch_size} pixels")
         if getattr(getattr(model, "patch_drop", None), "prob", 0):
             raise ValueError("it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0")
@@ -119,6 +120,7 @@ ADAPTER = Adapter(
         eva.Eva: Eva,
         layers.StdConv2dSame: StdConv2dSame,
         TimmMaxPool2dSame: MaxPool2dSame,
+        layers.PatchEmbed: PatchEmbed,
     },
     position="absolute; PE: a rotation too",
     elsewhere="absolute bicubic, as timm's dynamic_img_size; rotation evaluated",

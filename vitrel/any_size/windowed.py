@@ -4,15 +4,17 @@ The windowed absolute embedding (arXiv 2311.05613, eq. 3) is a small embedding t
 that is repeated.
 """
 
+import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from timm.models import gcvit, hiera, hieradet_sam2
 from torch import Tensor
 
 from vitrel.any_size.exchange import Adapter, AnySize
 from vitrel.any_size.parts import in_padded_windows, in_windows, map_embedding, masked_attention, table_bias, token_embedding
-from vitrel.geometry import is_known
+from vitrel.geometry import cached_geometry, is_known
 from vitrel.grid import Grid
 
 
@@ -20,11 +22,30 @@ class Unroll(hiera.Unroll):
     """Order of the tokens by mask unit, [B, h, w, C] -> [B, h*w, C]: tokens that are pooled together lie equally far apart."""
 
     def forward(self, x: Tensor) -> Tensor:
-        b = x.shape[0]
-        for y, z in self.schedule:
-            x = x.unflatten(2, (-1, z)).unflatten(1, (-1, y))  # [B', h/y, y, w/z, z, C]
-            x = x.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
-        return x.flatten(1, 2).unflatten(0, (b, -1)).flatten(1, 2)
+        rows, columns = zip(*self.schedule, strict=True)
+        order = unrolled(x.shape[1], x.shape[2], rows, columns, device=x.device)
+        return x.flatten(1, 2).index_select(1, order)
+
+
+@cached_geometry
+def unrolled(h: int, w: int, rows: tuple[int, ...], columns: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the tokens of a grid in the order of `Unroll`, [h*w]: by their place in a cell, then by cell.
+
+    Args:
+        h: rows of the grid.
+        w: columns of the grid.
+        rows: number of rows that each stage pools, the first one outermost in the order; a cell holds what all of them pool.
+        columns: number of columns that each stage pools.
+        device: of the result.
+    """
+    y, z = math.prod(rows), math.prod(columns)
+    place = torch.arange(y * z, device=device)
+    row, column = torch.zeros(2, y * z, dtype=torch.int64, device=device).unbind()
+    for m, n in zip(reversed(rows), reversed(columns), strict=True):
+        column, place = column * n + place % n, place // n
+        row, place = row * m + place % m, place // m
+    cell = torch.arange(h // y, device=device)[:, None] * (y * w) + torch.arange(w // z, device=device) * z
+    return ((row * w + column)[:, None] + cell.flatten()).flatten()
 
 
 class HieraPatchEmbed(hiera.PatchEmbed):

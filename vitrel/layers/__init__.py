@@ -1,4 +1,4 @@
-"""Layers: attention with position terms, the drop-in RelativeAttention, transformer blocks, patch merging, and Fade.
+"""Layers: patches, attention with position terms, the drop-in RelativeAttention, transformer blocks, patch merging, Fade.
 
 Layers receive tokens and a grid, and an encoding as an argument; none depends on a particular encoding.
 """
@@ -6,5 +6,6 @@ Layers receive tokens and a grid, and an encoding as an argument; none depends o
 from vitrel.layers.attention import Attention, RelativeAttention
 from vitrel.layers.block import ACTIVATIONS, Block, PatchMerging
 from vitrel.layers.fade import Fade
+from vitrel.layers.patches import PatchEmbed
 
-__all__ = ["ACTIVATIONS", "Attention", "Block", "Fade", "PatchMerging", "RelativeAttention"]
+__all__ = ["ACTIVATIONS", "Attention", "Block", "Fade", "PatchEmbed", "PatchMerging", "RelativeAttention"]

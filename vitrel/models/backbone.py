@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.fx
-from timm.layers import PatchEmbed, to_2tuple, trunc_normal_
+from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
+from vitrel.layers.patches import PatchEmbed
 from vitrel.position import PositionEncoding, split_position
 from vitrel.position.log_n import checked_power
 from vitrel.position.terms import sum_counts
@@ -47,7 +48,7 @@ class Backbone(nn.Module, abc.ABC):
     Attributes:
         layout: of the class: which names its parameters have, "vit" or "swin"; vitrel.weights renames those of other code to
             them.
-        patch_embed: timm's PatchEmbed, with output [B, h, w, C].
+        patch_embed: a PatchEmbed with output [B, h, w, C].
         pos_embed: the encoding added to the tokens, or None.
         num_prefix_tokens: number of class and register tokens.
         arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import ClassifierHead, PatchEmbed, calculate_drop_path_rates, to_2tuple
+from timm.layers import ClassifierHead, calculate_drop_path_rates, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.layers import Attention, Block, PatchMerging
+from vitrel.layers import Attention, Block, PatchEmbed, PatchMerging
 from vitrel.models.backbone import Backbone, check_pool, init_linear, records_arguments
 from vitrel.models.registry import COMPOSITIONS, Rows, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import AttentionPoolLatent, PatchEmbed, calculate_drop_path_rates, global_pool_nlc, to_2tuple
+from timm.layers import AttentionPoolLatent, calculate_drop_path_rates, global_pool_nlc, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.layers import ACTIVATIONS, Attention, Block, Fade
+from vitrel.layers import ACTIVATIONS, Attention, Block, Fade, PatchEmbed
 from vitrel.models.backbone import Backbone, check_pool, init_linear, records_arguments
 from vitrel.models.registry import COMPOSITIONS, Rows, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position

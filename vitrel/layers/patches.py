@@ -1,0 +1,36 @@
+"""Patches of an image of any size: timm's PatchEmbed, with padding that graphs for any size are quick to compile with."""
+
+import timm.layers
+import torch.nn.functional as F
+from timm.layers.format import nchw_to
+from torch import Tensor
+
+from vitrel.geometry import is_known
+
+
+class PatchEmbed(timm.layers.PatchEmbed):
+    """timm's PatchEmbed that pads every image to whole patches, as timm's own does with dynamic_img_pad=True.
+
+    The image may have any size, whatever `strict_img_size` says. Arguments, parameters and numbers are timm's.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the embedded patches of an image [B, C, H, W], in timm's `output_fmt`; [B, N, D] with `flatten`."""
+        x = self.proj(pad_to_whole(x, self.patch_size))
+        return self.norm(x.flatten(2).mT if self.flatten else nchw_to(x, self.output_fmt))
+
+
+def pad_to_whole(x: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Pad an image with zeros on the right and below, so that patches which are cut from its first pixel on cover all pixels.
+
+    A graph for any size pads by the patch less one pixel, which patches never reach beyond: the sizes that follow from exact
+    padding contain remainders, with which torch takes minutes to compile some models.
+
+    Args:
+        x: image [B, C, H, W].
+        patch: (h, w) of a patch in pixels; patches do not overlap.
+    """
+    h, w = x.shape[-2:]
+    if not (isinstance(h, int) and is_known(h, w)):  # torch.fx traces with proxies of numbers
+        return F.pad(x, (0, patch[1] - 1, 0, patch[0] - 1))
+    return F.pad(x, (0, -w % patch[1], 0, -h % patch[0])) if h % patch[0] or w % patch[1] else x
