@@ -5,7 +5,10 @@ attention reads a table of the whole grid, which is resampled, or an MLP over lo
 """
 
 import torch
+import torch.nn.functional as F
+from timm import layers
 from timm.layers import RelPosBias, RelPosBiasTf, RelPosMlp
+from timm.layers.pool2d_same import AvgPool2dSame as TimmAvgPool2dSame
 from timm.models import maxxvit
 from torch import Tensor
 
@@ -91,6 +94,32 @@ class PartitionAttention2d(maxxvit.PartitionAttention2d):
         return x.permute(0, 3, 1, 2)
 
 
+class Conv2dSame(layers.Conv2dSame):
+    """Convolution with TensorFlow's SAME padding of a map whose sides are multiples of the stride, which all maps here are.
+
+    What timm computes from the size of the map is then a constant, so a graph for any size compiles in seconds.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _pad_same(x, self.kernel_size, self.stride, self.dilation)
+        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class AvgPool2dSame(TimmAvgPool2dSame):
+    """Pooling with such padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super(TimmAvgPool2dSame, self).forward(_pad_same(x, self.kernel_size, self.stride))
+
+
+def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size = (1, 1)) -> Tensor:
+    pads: list[int] = []
+    for k, s, d in zip(kernel, stride, dilation, strict=True):
+        pad = max((k - 1) * d + 1 - s, 0)
+        pads = [pad // 2, pad - pad // 2, *pads]
+    return F.pad(x, pads) if any(pads) else x
+
+
 ADAPTER = Adapter(
     models=(maxxvit.MaxxVit,),
     exchanged={
@@ -99,6 +128,8 @@ ADAPTER = Adapter(
         maxxvit.PartitionAttentionCl: PartitionAttentionCl,
         maxxvit.PartitionAttention2d: PartitionAttention2d,
         maxxvit.ParallelPartitionAttention: ParallelPartitionAttention,
+        layers.Conv2dSame: Conv2dSame,
+        TimmAvgPool2dSame: AvgPool2dSame,
     },
     position="table, or MLP of log offsets, in windows and strided windows; CoAtNet's over the whole grid",
     elsewhere="windows: nothing; CoAtNet: table geometric, MLP evaluated",
