@@ -8,6 +8,7 @@ fixed image size is lifted, and windows and pooling are written so that one grap
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.models import coat, davit, edgenext, efficientvit_msra, naflexvit, pvt_v2, twins
 from timm.models.csatv2 import CSATv2
 from timm.models.csatv2 import SpatialAttention as TimmSpatialAttention
@@ -18,6 +19,7 @@ from vitrel.any_size.parts import Size, in_padded_windows, masked_attention
 from vitrel.geometry import cached_geometry, dtype_name, is_known
 from vitrel.layers.block import pad_to_even
 from vitrel.position.fourier import fourier_waves
+from vitrel.position.terms import upcast
 
 
 class CoaT(coat.CoaT):
@@ -148,6 +150,24 @@ def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tenso
     return inside / (last - first)
 
 
+class NaFlexEmbeds(naflexvit.NaFlexEmbeds):
+    """Patches of NaFlexViT, whose factorized embedding does not ask in a graph for any size which side is longer."""
+
+    def _apply_factorized_pos_embed(self, x: Tensor, grid_size: list[int]) -> None:
+        h, w = grid_size
+        lengths = (torch.sym_max(h, w),) * 2 if self.pos_embed_ar_preserving else (h, w)
+        rows = _interpolated(self.pos_embed_y, lengths[0], h).to(x.dtype)
+        columns = _interpolated(self.pos_embed_x, lengths[1], w).to(x.dtype)
+        x.add_((rows[:, :, None] + columns[:, None]).flatten(1, 2))
+
+
+def _interpolated(table: Tensor, length: int, count: int) -> Tensor:
+    """Return the first `count` rows of a table [1, n, C] interpolated linearly to `length`."""
+    if not is_known(length) or length != table.shape[1]:
+        table = F.interpolate(upcast(table).mT, size=length, mode="linear").mT
+    return table[:, :count] if is_known(length) else table.index_select(1, torch.arange(count, device=table.device))
+
+
 _NOTHING = "nothing"
 COAT = Adapter((coat.CoaT,), {coat.CoaT: CoaT}, "convolutions of the tokens (CPE) and of the values", _NOTHING, multiple=32)
 TWINS = Adapter(
@@ -189,7 +209,7 @@ EFFICIENTVIT = Adapter(
 )
 NAFLEXVIT = Adapter(
     (naflexvit.NaFlexVit,),
-    {},
+    {naflexvit.NaFlexEmbeds: NaFlexEmbeds},
     "absolute, or factorized: rows plus columns, added to tokens",
     "absolute bicubic, factorized linear, as in timm",
     multiple=16,

@@ -29,7 +29,7 @@ class Downsample(levit.Downsample):
     def forward(self, x: Tensor) -> Tensor:
         if self.pool is not None:
             return self.pool(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        return x[:, :: self.stride, :: self.stride]
+        return x[:, :: self.stride, :: self.stride].contiguous()  # a linear layer asks whether strides let it flatten the map
 
 
 def _bias(module: Any, size: Size, stride: int = 1) -> Tensor:
