@@ -1,6 +1,6 @@
 """Families that keep timm's trunk in graphs for any size: torch.compile, torch.export and ONNX of few variants.
 
-All variants take a quarter of an hour: `python -m tools.docs.any_size --graphs` compares each with the record, GRAPHS.
+All variants take half an hour: `python -m tools.docs.any_size --graphs` compares each with the record, GRAPHS.
 """
 
 import pytest

@@ -70,7 +70,7 @@ def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, 
 
 
 def test_a_loader_that_failed_is_gone_before_the_next_begins(trained, noise, monkeypatch, rows_of):
-    """Its end in a fork of this process would wait for locks that were held at the fork."""
+    """If a process of the next loader collected it, that process would wait for locks that this one held at the fork."""
     failed = []
 
     class Loader(DataLoader):

@@ -74,7 +74,7 @@ GAIN = {"efficientvit_m0": 0.7}
 
 # Graphs for any size, recorded from --graphs; tests/any_size/test_graphs.py holds one variant per mechanism: the number of
 # graphs that torch.compile makes for SIZES, and "yes" or "no" for an exported program and ONNX with dynamic batch, height and
-# width. On a CPU torch chooses the code of a convolution by the number of images, here windows of EfficientViT: 16 and less.
+# width. On a CPU torch has other code for convolutions of 16 images or more; EfficientViT's images are windows.
 GRAPHS: dict[str, tuple[int, str, str]] = dict.fromkeys(VARIANTS, (2, "yes", "yes")) | {"efficientvit_m0": (3, "yes", "yes")}
 
 # Image sizes (h, w) for which a model is compiled. No stage has a map of one row or column, for which torch compiles anew.
@@ -209,7 +209,7 @@ def main() -> None:
     """Print the table, or with --names the number of entry points by how they are taken, and the refusals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", action="store_true", help="count timm's entry points, some minutes")
-    parser.add_argument("--graphs", nargs="*", metavar="NAME", help="compile and export these variants, default all: an hour")
+    parser.add_argument("--graphs", nargs="*", metavar="NAME", help="compile and export variants, default all: half an hour")
     args = parser.parse_args()
     if args.graphs is not None:
         if not try_graphs(args.graphs or [*VARIANTS]):

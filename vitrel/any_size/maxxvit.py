@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from timm import layers
 from timm.layers import RelPosBias, RelPosBiasTf, RelPosMlp
+from timm.layers.padding import pad_same_arg
 from timm.layers.pool2d_same import AvgPool2dSame as TimmAvgPool2dSame
 from timm.models import maxxvit
 from torch import Tensor
@@ -113,10 +114,7 @@ class AvgPool2dSame(TimmAvgPool2dSame):
 
 
 def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size = (1, 1)) -> Tensor:
-    pads: list[int] = []
-    for k, s, d in zip(kernel, stride, dilation, strict=True):
-        pad = max((k - 1) * d + 1 - s, 0)
-        pads = [pad // 2, pad - pad // 2, *pads]
+    pads = pad_same_arg(stride, kernel, stride, dilation)  # a map of one stride is padded as all multiples of it
     return F.pad(x, pads) if any(pads) else x
 
 

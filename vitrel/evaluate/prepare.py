@@ -195,7 +195,8 @@ class Images:
             # outside the handler, whose traceback would keep the batch alive; dropping the cache frees memory too
             self._growing, self._caches = None, False
             self._decoded.clear()
-            gc.collect()  # an error of a loader's process keeps the loader alive; a fork that ended it would wait for ever
+            # The error holds the failed loader in a cycle. A process of the next loader that collected it would wait for ever.
+            gc.collect()
             failed = f"loading image {start + 1} of {total} failed; use fewer --workers"
             self.batch_size = halved(min(self.batch_size, max(map(len, batches))), failed)
             self.halvings += 1

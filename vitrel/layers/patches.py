@@ -21,16 +21,16 @@ class PatchEmbed(timm.layers.PatchEmbed):
 
 
 def pad_to_whole(x: Tensor, patch: tuple[int, int]) -> Tensor:
-    """Pad an image with zeros on the right and below, so that patches which are cut from its first pixel on cover all pixels.
+    """Pad an image with zeros on the right and below, so that whole patches cover all of its pixels.
 
-    A graph for any size pads by the patch less one pixel, which patches never reach beyond: the sizes that follow from exact
-    padding contain remainders, with which torch takes minutes to compile some models.
+    A graph for any size pads each axis by a patch less one pixel. That may be more than is needed, but the convolution reads
+    whole patches only. With exact padding the sizes contain remainders, and torch takes minutes to compile some models.
 
     Args:
         x: image [B, C, H, W].
         patch: (h, w) of a patch in pixels; patches do not overlap.
     """
     h, w = x.shape[-2:]
-    if not (isinstance(h, int) and is_known(h, w)):  # torch.fx traces with proxies of numbers
+    if not (isinstance(h, int) and is_known(h, w)):  # torch.fx gives sizes that are no numbers
         return F.pad(x, (0, patch[1] - 1, 0, patch[0] - 1))
     return F.pad(x, (0, -w % patch[1], 0, -h % patch[0])) if h % patch[0] or w % patch[1] else x
