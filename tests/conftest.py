@@ -1,5 +1,6 @@
 """Every test starts from the same seed, and parallel workers do not fight over cores."""
 
+import gc
 import os
 
 os.environ["VITREL_PROFILE"] = "off"  # no test depends on what was measured on this machine, in subprocesses neither
@@ -74,3 +75,9 @@ def pytest_collection_modifyitems(items):
     for module in modules:
         min(stretches, key=len).extend(module)
     items[:] = [item for stretch in stretches for item in stretch]
+
+
+def pytest_collection_finish():
+    """What is imported by now stays, so that the garbage collector need not look through it again (7 % of the time)."""
+    gc.collect()
+    gc.freeze()

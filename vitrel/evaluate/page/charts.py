@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,6 +203,7 @@ def draw_plots(metric: str, points: Sequence[Item], trained: Sequence[str], fold
     return paths
 
 
+@cache
 def library() -> str:
     """Return the JavaScript of Vega, Vega-Lite and vega-embed, which sets window.vegaEmbed."""
     return _convert("javascript_bundle", [{}])[0].decode()
