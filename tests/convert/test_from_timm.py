@@ -362,3 +362,36 @@ def test_weights_that_are_replaced_are_not_drawn_first(name):
     with RandomFills() as drawn:
         type(ours)()
     assert drawn.count > values
+
+
+BY_NAME = {
+    "vit_tiny_patch16_224": {"depth": 2},
+    "beit_base_patch16_224": {"depth": 2, "embed_dim": 64, "num_heads": 2},
+    "eva02_tiny_patch14_224": {"depth": 2},
+    "vit_relpos_small_patch16_224": {"depth": 2, "embed_dim": 64, "num_heads": 2},
+    "vit_small_patch16_rope_mixed_224": {"depth": 2, "embed_dim": 64, "num_heads": 2},
+    "swin_tiny_patch4_window7_224": {"depths": (1, 1), "num_heads": (1, 2)},
+    "swinv2_tiny_window8_256": {"depths": (1, 1), "num_heads": (1, 2)},
+}
+
+
+@each("name", BY_NAME)
+def test_a_model_built_from_a_name_has_the_weights_themselves_and_a_given_one_keeps_its_own(name, tmp_path):
+    torch.manual_seed(1)
+    theirs = timm.create_model(name, **BY_NAME[name])
+    copied = vitrel.from_timm(theirs)
+    torch.manual_seed(1)
+    taken = vitrel.from_timm(name, **BY_NAME[name])
+    assert not storages(copied) & storages(theirs)
+    parameters = dict(copied.named_parameters())
+    assert {*dict(taken.named_parameters())} == {*parameters} and len(storages(taken)) == len(parameters)
+    for key, parameter in taken.named_parameters():
+        assert torch.equal(parameter, parameters[key]) and parameter.requires_grad, key
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes  # nothing of timm's model is kept beside it
+    image = torch.randn(1, 3, *taken.img_size)
+    assert torch.equal(taken.eval()(image), copied.eval()(image))
+    vitrel.save(taken, tmp_path / "model.safetensors")
+
+
+def storages(model):
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

@@ -121,8 +121,12 @@ def _other_parts(model: nn.Module) -> str:
     return f"its attention ({', '.join(attention)}) is that of {type(model).__module__}, for which vitrel has no counterpart"
 
 
-def as_vitrel(model: nn.Module) -> Backbone:
+def as_vitrel(model: nn.Module, copy: bool = True) -> Backbone:
     """Return a timm model converted to a new vitrel model, in its dtype, device and training mode, or a vitrel model itself.
+
+    Args:
+        model: the timm model.
+        copy: False: the result takes the weights that it need not change, for a model that is not used afterwards.
 
     Raises:
         ValueError: the model has no counterpart, for a reason in the message, or keeps timm's trunk in `from_timm`.
@@ -142,7 +146,7 @@ def as_vitrel(model: nn.Module) -> Backbone:
     with uninitialized():
         converted = config.build(weight.device, weight.dtype)
     try:
-        apply_plan(converted, plan_weights(converted, recognized.state, rotation=recognized.rotation))
+        apply_plan(converted, plan_weights(converted, recognized.state, rotation=recognized.rotation), copy=copy)
     except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantized
         raise refusal(model, f"its weights are not those of {type(model).__name__}: {error}") from error
     return converted.train(model.training)

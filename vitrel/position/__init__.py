@@ -5,6 +5,7 @@ POSITIONS is the registry of encodings; `create_position` builds one by its key,
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -199,6 +200,11 @@ def _keys(position: str) -> list[str]:
 
 def _options(position: str) -> set[str]:
     keys = _keys(position)
-    parameters = [p for key in keys for p in inspect.signature(POSITIONS[key]).parameters.values()]
     common = {"policy"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
-    return common | {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}
+    return common.union(*(_keywords(POSITIONS[key]) for key in keys))
+
+
+@cache
+def _keywords(encoding: type[PositionEncoding]) -> set[str]:
+    parameters = inspect.signature(encoding).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

@@ -1,5 +1,6 @@
 """Load weights of vitrel and other code: read a file, rearrange it for a model, check that all fits, report every step."""
 
+from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -92,6 +93,7 @@ def apply_plan(
     reset_head: bool = False,
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
+    copy: bool = True,
 ) -> nn.Module:
     """Copy the tensors of a plan of `plan_weights` into its model, in place, and return the model.
 
@@ -101,6 +103,7 @@ def apply_plan(
         reset_head: as in `load_pretrained`.
         allow_unused: as in `load_pretrained`.
         allow_unset: as in `load_pretrained`.
+        copy: False: the model takes the plan's tensors themselves where it can, for a plan whose tensors nothing else uses.
 
     Raises:
         RuntimeError: tensors are unused, unset or of another shape and not allowed to be, or hold NaN or infinity; the model is
@@ -117,8 +120,27 @@ def apply_plan(
     # a sum is read faster; one beyond the largest number says nothing about its terms
     if bad := [n for n, value in floats.items() if not value.sum().isfinite() and not value.isfinite().all()]:
         raise RuntimeError(f"the weights hold NaN or infinity in {', '.join(bad[:5])}; nothing was loaded")
-    model.load_state_dict(own | new)
+    if not copy:
+        taken = _whole(new, own)
+        model.load_state_dict(taken, strict=False, assign=True)
+        new = {name: value for name, value in new.items() if name not in taken}
+    if new:
+        model.load_state_dict(new, strict=False)  # all names are the model's; those that it keeps are missing
     return model
+
+
+def _whole(tensors: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that may become parameters themselves: of the dtype and device of the model's, each with a storage of
+    its own that holds nothing else (other storages cannot be saved as safetensors)."""
+    users = Counter(value.untyped_storage().data_ptr() for value in tensors.values())
+    return {
+        name: value
+        for name, value in tensors.items()
+        if (value.dtype, value.device) == (own[name].dtype, own[name].device)
+        and value.is_contiguous()
+        and value.untyped_storage().nbytes() == value.nbytes
+        and users[value.untyped_storage().data_ptr()] == 1
+    }
 
 
 class _Misfits(NamedTuple):

@@ -60,8 +60,9 @@ class FileTensors:
             ValueError: two tensors get the same name.
         """
         renamed: dict[str, Item] = {}
+        first = re.compile("|".join(f"(?:{pattern})" for pattern, _ in pairs))
         for name, item in self.items.items():
-            for pattern, replacement in pairs:
+            for pattern, replacement in pairs if first.search(name) else ():
                 name = re.sub(pattern, replacement, name)
             if name in renamed:
                 raise ValueError(f"{item.source[0]} and {renamed[name].source[0]} are both read as {name}")

@@ -244,7 +244,7 @@ def test_memory(request):
     threshold = partial(ctypes.CDLL(None).mallopt, -3)  # M_MMAP_THRESHOLD: from this size on, a tensor is a mapping of its own
     request.addfinalizer(partial(threshold, 32 << 20))
     threshold(1 << 20)
-    for trains, limit in ((False, whole / 3), (True, whole / 2)):
+    for trains, limit in ((False, whole / 3), (True, whole)):
         taken = []
         for _ in range(2):  # the first call may load libraries and start threads too
             with torch.set_grad_enabled(trains), extra_bytes(torch.device("cpu")) as found:
