@@ -96,7 +96,7 @@ def test_no_circle_of_imports():
 
 
 def test_position_imports_nothing_but_torch_and_the_grid():
-    known = {"torch", "vitrel", "abc", "collections", "typing", "math", "inspect", "contextlib", "warnings"}
+    known = {"torch", "vitrel", "abc", "collections", "typing", "math", "inspect", "contextlib", "functools", "warnings"}
     for name in sources():
         if name.startswith("vitrel/position/"):
             assert {module.split(".")[0] for module in imports(trees()[name])} <= known, name

@@ -62,7 +62,7 @@ def cached_geometry(function: F) -> F:
     @functools.wraps(function)
     def cached(*key: Any, device: torch.device | str | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
-            if is_known(*_integers(key)):
+            if all([has_static_value(n) for n in _integers(key)]):
                 names = _graph_attributes(name, device, *_plain(key))
                 tensors = tuple([getattr(_graphs, attribute) for attribute in names.split(" ")])
             else:
@@ -200,21 +200,22 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _integers(key: tuple) -> list[int]:
-    parts = [part if isinstance(part, tuple) else (part,) for part in key]
-    return [n for part in parts for n in part if _is_integer(n)]
+    alone = [part for part in key if isinstance(part, int) and not isinstance(part, bool)]
+    return alone + [n for part in key if isinstance(part, tuple) for n in part]
 
 
 def _plain(key: tuple) -> tuple:
     """Return the key with plain integers instead of symbols that have one value, as a side of a window cut from any grid."""
-
-    def plain(part: Any) -> Any:
-        return operator.index(part) if _is_integer(part) else part
-
-    return tuple([tuple(map(plain, part)) if isinstance(part, tuple) else plain(part) for part in key])
-
-
-def _is_integer(part: Any) -> bool:
-    return isinstance(part, int) and not isinstance(part, bool)
+    return tuple(
+        [
+            tuple([operator.index(n) for n in part])
+            if isinstance(part, tuple)
+            else operator.index(part)
+            if isinstance(part, int) and not isinstance(part, bool)
+            else part
+            for part in key
+        ]
+    )
 
 
 @torch._dynamo.assume_constant_result

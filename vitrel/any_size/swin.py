@@ -47,11 +47,11 @@ class _Merging:
 
 
 class PatchMerging(_Merging, swin_transformer.PatchMerging):
-    """Patch merging of Swin."""
+    """Swin's patch merging for any grid."""
 
 
 class PatchMergingCr(_Merging, swin_transformer_v2_cr.PatchMerging):
-    """Patch merging of Swin V2-CR."""
+    """Swin V2-CR's patch merging for any grid."""
 
 
 class _AnyImage(AnySize):

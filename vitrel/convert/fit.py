@@ -224,10 +224,11 @@ def _restore(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def change_basis(attn: Attention, here: Attended) -> None:
-    """Change the basis of q and k of each head in place, leaving q . k as it is, for a rotation that comes after it.
+    """Change the rows of `attn.qkv` that make q and k, in place, so that a rotation acts on a better basis of each head.
 
-    Then the channels of q are uncorrelated, those of k too, both have the same power in a channel, and the strongest channels
-    make the first pairs (p, p + D/2).
+    q . k before position does not change. Over the patch tokens in `here`, the channels of q are then uncorrelated, and so are
+    those of k; both have equal power in each channel, and the strongest channels make the first pairs (p, p + D/2). The layer
+    must have neither cosine attention nor a norm of q and k.
     """
     heads, width = here.q.shape[1], here.q.shape[-1]
     order = torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))  # channel 2p to p, 2p + 1 to p + D/2

@@ -106,8 +106,11 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
     It is a copy that shares parameters and buffers, or the model itself where nothing changes. Encodings resample their
     parameters for another window.
 
-    For a model of another library `policy` is ignored; the result is a copy where its size is fixed, and whether it takes
-    the size is not checked. ValueError for a policy or an option that the model does not have.
+    For a model of another library `policy` is ignored. If that model takes only one size, the result is a copy set to `size`,
+    which shares parameters but not buffers; its forward is not tried. A window policy has no effect on a model without windows.
+
+    Raises:
+        ValueError: the model does not have the encoding policy, or the other library refuses the size.
     """
     if backbone_of(model) is None:
         return model_at_size(model, size, share_weights=True)

@@ -182,7 +182,7 @@ class RelativeAttention(nn.Module):
         grid: the training grid of the encoding, (h, w) or (h, w, prefix), in tokens; with a window, the window is the training
             grid instead.
         window: an int or (h, w) in tokens; None: global attention.
-        shift: an int or (h, w) in tokens by which windows are shifted.
+        shift: an int or (h, w) in tokens by which windows are shifted; it needs a window.
         qkv_bias: the projection to q, k and v has a bias.
         attn_drop: probability of dropping an attention weight in training.
         proj_drop: dropout of the output in training.
@@ -193,7 +193,8 @@ class RelativeAttention(nn.Module):
         dtype: of the parameters, as for torch's modules.
 
     Raises:
-        ValueError: the position is unknown, or adds to tokens (add its rows to x instead).
+        ValueError: the position is unknown or adds to tokens (add its rows to x instead), num_heads does not divide dim, the
+            window is impossible, or there is a shift without a window.
     """
 
     def __init__(

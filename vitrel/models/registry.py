@@ -56,11 +56,12 @@ def register_position(key: str) -> Callable[[type[Encoding]], type[Encoding]]:
     attention, vitrel_swin_<size>_<key>. Commands take --import MODULE, the module with the class.
 
     Args:
-        key: small letters, digits and underscores.
+        key: a small letter, then small letters, digits and underscores.
 
     Raises:
         TypeError: the class is no PositionEncoding.
-        ValueError: the key has other characters, or another class has it.
+        ValueError: the key has another form, or another class has it. A class of the same module and name replaces it, so that
+            a notebook's cell can be run again.
     """
     if not re.fullmatch("[a-z][a-z0-9_]*", key):
         raise ValueError(f"a position is named by small letters, digits and underscores, not {key!r}")
@@ -69,8 +70,8 @@ def register_position(key: str) -> Callable[[type[Encoding]], type[Encoding]]:
         if not (isinstance(encoding, type) and issubclass(encoding, PositionEncoding)):
             raise TypeError(f"position {key!r} is to be a subclass of vitrel.PositionEncoding, not {encoding!r}")
         known = POSITIONS.get(key)
-        if known is not None and known.__qualname__ != encoding.__qualname__:  # not the same class, run again in a notebook
-            raise ValueError(f"position {key!r} is that of {known.__module__}.{known.__qualname__}: choose another key")
+        if known is not None and _path(known) != _path(encoding):
+            raise ValueError(f"position {key!r} is that of {_path(known)}: choose another key")
         POSITIONS[key] = encoding
         register_notrace_module(encoding)
         if known is None:
@@ -79,6 +80,10 @@ def register_position(key: str) -> Callable[[type[Encoding]], type[Encoding]]:
         return encoding
 
     return register
+
+
+def _path(encoding: type) -> str:
+    return f"{encoding.__module__}.{encoding.__qualname__}"
 
 
 def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str) -> Callable[..., nn.Module]:

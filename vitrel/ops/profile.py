@@ -55,7 +55,7 @@ def fastest(call: Call) -> tuple[str, ...]:
     if is_exporting() or (not compiled and profile_of(call.device) is None):
         return ()
     if compiled:
-        names = _compiled_names(*_key(call)) if _has_known_sizes(call) else ""
+        names = _compiled_names(*_key(call)) if _is_profiled(call.device) and _has_known_sizes(call) else ""
     else:
         names = "" if is_traced(call.device) else _names(*_key(call))  # symbolic sizes come with tracing
     return tuple(names.split(" ")) if names else ()
@@ -190,6 +190,12 @@ def _names(*key: Any, compiled: bool = False) -> str:
     profile = profile_of(key[4])
     case = None if profile is None else profile.cases.get(_described(key, compiled))
     return " ".join(case["ms"]) if case else ""
+
+
+@torch._dynamo.assume_constant_result
+def _is_profiled(device: torch.device) -> bool:
+    """Return whether a profile is in use, so that a graph without one need not trace `_key`."""
+    return profile_of(device) is not None
 
 
 @torch._dynamo.assume_constant_result

@@ -45,9 +45,10 @@ def windows(
     device: torch.device | str | None = None,
     strided: bool = False,
 ) -> Windows:
-    """Return the layout of (shifted) windows over an h x w grid.
+    """Return the layout of windows over an h x w grid.
 
-    An axis that fits into one window is not shifted. The tensors are cached and shared: do not change them in place.
+    The grid is padded on the right and below to whole windows, and no token sees the padding. An axis that fits into one
+    window is not shifted. The tensors are cached and shared: do not change them in place.
 
     Args:
         h: rows of the grid, in tokens.
@@ -56,7 +57,8 @@ def windows(
         shift: (sy, sx) in tokens: the borders of windows lie sy rows below and sx columns right of those without shift.
         device: of the result.
         strided: a window holds tokens at equal distances over the whole grid (MaxViT's grid attention, arXiv 2204.01697, sec.
-            3.2), ceil(h / window) rows and ceil(w / window) columns apart, instead of neighbors; without shift.
+            3.2), ceil(h / window) rows and ceil(w / window) columns apart, instead of neighbors; pass shift
+            (0, 0) with it.
     """
     return _windows(h, w, tuple(window), tuple(shift), strided, device=device)
 

@@ -27,13 +27,17 @@ FIELDS_OF_VIEW = (180, 90, 45)
 
 
 class LookHere(PositionEncoding):
-    """Masked distance bias without parameters. Directed heads come first, undirected heads last.
+    """Distance penalties without parameters; a directed head also hides the keys outside its field of view.
 
-    It warns if there are too few heads for any direction.
+    Distances are in patches. The last min(4, num_heads // 3) heads, at least one, are undirected, the heads before them
+    directed. It warns if num_heads is 1, since then no head is directed. With few heads some directions have none.
 
     Args:
         fov: field of view of the directed heads in degrees, 180, 90 or 45.
         slope: factor of the penalties of all heads.
+
+    Raises:
+        ValueError: fov is another number.
     """
 
     at_larger_grid = "nothing changes"

@@ -235,15 +235,15 @@ def parameter_groups(
 
     The groups are "decayed", "undecayed" (biases, all parameters of at most one dimension, and those that a name or pattern of
     `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, learning rate times `position_lr_scale`).
-    With `layer_decay` and no `position_lr_scale`, encodings in attention are in groups of their own ("position.x10"), with the
-    factors of the model's `position_lr_scales()` and no layer decay.
-    With `layer_decay`, each is split by layer ("decayed.0", ..., 0 at the input), and the `lr` of a group includes its layer's
-    factor, layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen parameters
-    are in no group.
+    A `position_lr_scale` of None is 1, except with `layer_decay`: encodings in attention are then in groups of their own
+    ("position.x10"), whose learning rate is `lr` times the factor in the model's `position_lr_scales()`, without layer decay.
+    With `layer_decay`, every other group is split by layer ("decayed.0", ..., 0 at the input), and its `lr` includes its
+    layer's factor, layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen
+    parameters are in no group.
 
     Raises:
-        ValueError: `position_lr_scale` is not 1 and the model has no trainable parameters in `position_parameters()`; or
-            `layer_decay` is set and the model has no `group_matcher()`.
+        ValueError: `position_lr_scale` is neither None nor 1, and the model has no trainable parameters in
+            `position_parameters()`; or `layer_decay` is set and the model has no `group_matcher()`.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     position = set(model.position_parameters()) if hasattr(model, "position_parameters") else set()

@@ -303,10 +303,13 @@ class Tables:
             self._next_write = time.perf_counter() + WRITE_PAUSE * (time.perf_counter() - start)
 
     def write(self, rows: Sequence[Row] | None = None) -> None:
-        """Write results.csv, predictions.npz, translation.csv and bad_images.csv, which is removed where no image is bad.
+        """Write the files of the folder.
+
+        They are results.csv; predictions.npz, removed if there are no predictions; translation.csv, if there are translations
+        or the file exists; and bad_images.csv, removed if no image is bad.
 
         Args:
-            rows: replace the rows of all results first, in the same order.
+            rows: new rows for all results, in the same order, which also replace those in memory; None keeps the rows.
         """
         if rows is not None:
             pairs = zip(self.rows.items(), rows, strict=True)

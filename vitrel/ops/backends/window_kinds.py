@@ -59,13 +59,15 @@ class Kinds(NamedTuple):
 
 @cached_geometry
 def window_kinds(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], images: int, device: torch.device) -> Kinds:
-    """Order the windows of a batch by their mask.
+    """Return the windows of a batch of images grouped by their mask.
+
+    The tensors are cached and shared: do not change them in place.
 
     Args:
         h: rows of an image, in tokens.
         w: columns of an image, in tokens.
         window: (h, w) in tokens, see vitrel.ops.window.
-        shift: (h, w) in tokens, see vitrel.ops.window.
+        shift: (sy, sx) in tokens, see vitrel.ops.window.
         images: number of images b.
         device: of the result.
     """
