@@ -14,6 +14,7 @@ import vitrel
 from helpers import each
 from helpers.timm_peers import NAMES, SMALL, apart, peer, scattered
 from vitrel.convert.recognize import as_vitrel
+from vitrel.models.create import create_model
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
@@ -376,13 +377,19 @@ BY_NAME = {
 
 
 @each("name", BY_NAME)
-def test_a_model_built_from_a_name_has_the_weights_themselves_and_a_given_one_keeps_its_own(name, tmp_path):
+def test_a_model_built_from_a_name_has_the_weights_themselves_and_a_given_one_keeps_its_own(name, tmp_path, monkeypatch):
     torch.manual_seed(1)
     theirs = timm.create_model(name, **BY_NAME[name])
-    copied = vitrel.from_timm(theirs)
+    copied, built = vitrel.from_timm(theirs), []
+    keep = lambda *given, **how: built.append(create_model(*given, **how)) or built[0]  # noqa: E731
+    monkeypatch.setitem(vitrel.from_timm.__globals__, "create_model", keep)
     torch.manual_seed(1)
     taken = vitrel.from_timm(name, **BY_NAME[name])
     assert not storages(copied) & storages(theirs)
+    values = sum(parameter.numel() for parameter in taken.parameters())
+    kept = sum(p.numel() for p in taken.parameters() if p.untyped_storage().data_ptr() in storages(built[0]))
+    assert kept > 0.3 * values  # joined biases and tables, and rows of qkv in another order, are new tensors
+    assert all(torch.equal(buffer, copied.get_buffer(key)) for key, buffer in taken.named_buffers())
     parameters = dict(copied.named_parameters())
     assert {*dict(taken.named_parameters())} == {*parameters} and len(storages(taken)) == len(parameters)
     for key, parameter in taken.named_parameters():

@@ -331,7 +331,7 @@ def stop():
 def quick_to_start(monkeypatch):
     """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.run", "torchmetrics", __name__])
+    server.set_forkserver_preload(["vitrel.evaluate.run", "vitrel.cli", "torchmetrics"])
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
 
 

@@ -137,6 +137,6 @@ def test_embeddings_added_to_tokens_are_refused():
 
 
 def test_training_lowers_the_error_on_other_images():
-    """That position lowers it further takes minutes: results/two_stream."""
+    """How far depends on position, as 400 updates show: results/two_stream."""
     first, again, longer = (train("rope_axial", steps, batch=2, n_val=4) for steps in (1, 1, 20))
     assert first == again and longer < 0.9 * first

@@ -64,11 +64,19 @@ def test_an_encoding_of_a_users_own_goes_all_the_way(ran, tmp_path):
 def test_what_cannot_be_registered_is_named():
     with pytest.raises(ValueError, match=r"position 'table' is that of vitrel.position.table.OffsetTable: choose another key"):
         vitrel.register_position("table")(type("Mine", (vitrel.PositionEncoding,), {}))
+    with pytest.raises(ValueError, match=r"'table' is that of vitrel\.position\.table\.OffsetTable"):  # of the same name
+        vitrel.register_position("table")(type("OffsetTable", (vitrel.PositionEncoding,), {}))
     with pytest.raises(ValueError, match="small letters, digits and underscores, not 'a\\+b'"):
         vitrel.register_position("a+b")
     with pytest.raises(TypeError, match=r"subclass of vitrel\.PositionEncoding"):
         vitrel.register_position("mine")(dict)
     assert "mine" not in vitrel.POSITIONS
+
+
+def test_a_class_that_is_defined_again_replaces_the_former(monkeypatch):
+    first, second = (type("Mine", (vitrel.PositionEncoding,), {}) for _ in range(2))
+    monkeypatch.setitem(vitrel.POSITIONS, "mine", first)
+    assert vitrel.register_position("mine")(second) is second is vitrel.POSITIONS["mine"]
 
 
 def test_a_module_that_is_not_there_is_named(capsys):

@@ -224,10 +224,10 @@ def _restore(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def change_basis(attn: Attention, here: Attended) -> None:
-    """Change the rows of `attn.qkv` that make q and k, in place, so that a rotation acts on a better basis of each head.
+    """Change the rows of `attn.qkv` that make q and k, in place, so that a rotation pairs the strongest channels of each head.
 
     q . k before position does not change. Over the patch tokens in `here`, the channels of q are then uncorrelated, and so are
-    those of k; both have equal power in each channel, and the strongest channels make the first pairs (p, p + D/2). The layer
+    those of k; both have equal power in each channel, and the pairs (p, p + D/2) are in descending order of power. The layer
     must have neither cosine attention nor a norm of q and k.
     """
     heads, width = here.q.shape[1], here.q.shape[-1]

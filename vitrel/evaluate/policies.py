@@ -104,10 +104,10 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
     """Return a model for images of `size` (h, w) pixels under `policy`, one of `policies_at(model, size)`.
 
     It is a copy that shares parameters and buffers, or the model itself where nothing changes. Encodings resample their
-    parameters for another window.
+    parameters for another window. A window policy has no effect on a vitrel model without windows.
 
     For a model of another library `policy` is ignored. If that model takes only one size, the result is a copy set to `size`,
-    which shares parameters but not buffers; its forward is not tried. A window policy has no effect on a model without windows.
+    which shares parameters but not buffers; its forward is not tried.
 
     Raises:
         ValueError: the model does not have the encoding policy, or the other library refuses the size.

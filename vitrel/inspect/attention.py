@@ -152,15 +152,19 @@ def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float
 
 
 def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """By how much position changes attention: {layer: share}, and {"tokens": share} for an embedding of a vitrel model.
+    """Return how much position changes attention: {layer: share}, and {"tokens": share} for an embedding of a vitrel model.
 
-    A share is the root mean square of what position adds to the logits, divided by that of the logits without it, over images,
-    heads and visible pairs; each query's mean over its keys is subtracted from both, since softmax ignores it. The
-    share of an embedding compares the first layer with and without it: the root mean square of the difference of the logits,
-    divided by that of the logits without the embedding. Shares below NEGLIGIBLE have no visible effect. images
-    [B, C, height, width] as for `record`. A layer in which position adds nothing has the share 0 if an encoding of vitrel acts
-    in the model's attention; otherwise it is left out. Embeddings of timm's models are not measured. {} for a model without
-    position.
+    The share of a layer is the root mean square of what position adds to its logits, divided by that of the logits without it,
+    over images, heads and visible pairs; each query's mean over its keys is subtracted from both, since softmax ignores it.
+    The share of an embedding compares the logits of the first layer with and without it in the same way. Shares below
+    NEGLIGIBLE have no visible effect.
+
+    A layer in which position adds nothing has the share 0 if an encoding of vitrel acts in the model's attention, and is left
+    out otherwise. Embeddings of timm's models are not measured. {} for a model without position.
+
+    Args:
+        model: of vitrel or timm.
+        images: [B, C, height, width], as for `record`.
     """
     embeddings = [module for module in model.modules() if isinstance(module, PositionEncoding) and module.site == "tokens"]
     own = any(isinstance(module, PositionEncoding) and module.at_larger_grid != "nothing" for module in model.modules())

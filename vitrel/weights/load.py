@@ -125,13 +125,19 @@ def apply_plan(
         model.load_state_dict(taken, strict=False, assign=True)
         new = {name: value for name, value in new.items() if name not in taken}
     if new:
-        model.load_state_dict(new, strict=False)  # all names are the model's; those that it keeps are missing
+        model.load_state_dict(new, strict=False)  # what keeps its value is missing; misfits were refused above
     return model
 
 
 def _whole(tensors: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that may become parameters themselves: of the dtype and device of the model's, each with a storage of
-    its own that holds nothing else (other storages cannot be saved as safetensors)."""
+    """Return the tensors that may become a model's own: of its dtype and device, each with a storage that holds nothing else.
+
+    Two tensors in one storage could not be saved as safetensors, and the rest of a storage would stay in memory.
+
+    Args:
+        tensors: of a plan, by their names in the model.
+        own: the model's, by name.
+    """
     users = Counter(value.untyped_storage().data_ptr() for value in tensors.values())
     return {
         name: value

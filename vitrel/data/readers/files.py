@@ -50,7 +50,7 @@ Listed = tuple[list[tuple[str, int]], list[str]]  # (path, label) of each image,
 def files_at(root: str, split: Split, val_fraction: float | None = None) -> Listed:
     """Return (address, class index) of the images of a split, and the sorted class names, of class folders at an address.
 
-    An address is such as s3://bucket/folder.
+    An address is, for example, s3://bucket/folder.
     The layouts are those of a local folder: `train/<class>/` with an evaluation split (`vitrel.data.readers.splits`), or
     `<class>/` with `val_fraction`. ValueError for another layout.
     """
@@ -71,13 +71,13 @@ def files_at(root: str, split: Split, val_fraction: float | None = None) -> List
 def csv_files(path: str | Path, split: Split, val_fraction: float | None = None) -> Listed:
     """Return (path, class index) of the images of a split of a CSV with a header, and the class names.
 
-    Names are sorted, as numbers if all are digits; an index counts them. The columns are the path (`path`, `image`, `file`,
-    `filename` or `file_name`; relative to the CSV's folder, or an address), the class (`label`, `class` or `target`) and,
-    optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an evaluation split, `val_fraction` of each
-    class is taken from the training images, or from all images if no split is named.
+    Names are sorted, as numbers if all are digits, and an index is a place in that order. The columns are the path (`path`,
+    `image`, `file`, `filename` or `file_name`; relative to the CSV's folder, or an address), the class (`label`, `class` or
+    `target`) and, optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an evaluation split,
+    `val_fraction` of each class is taken from the training images, or from all images if no split is named.
 
     Raises:
-        ValueError: columns or the split are missing, or `val_fraction` is where it is needed.
+        ValueError: columns or the split are missing, or there is neither an evaluation split nor `val_fraction`.
     """
     rows = list(csv.DictReader(io.StringIO(read_text(path))))
     columns = list(rows[0]) if rows else []
