@@ -54,7 +54,8 @@ LACKS = [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:117] Defaul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "error"), [(0, LACKS[0]), (2, LACKS[0]), (2, LACKS[1])])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, noise, monkeypatch, rows_of, workers, error):
     models, one = [trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], dict(sizes=((32, 32),), protocols=("scale",))
     alone = rows_of(models, sweep(**one))

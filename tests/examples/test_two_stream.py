@@ -136,7 +136,14 @@ def test_embeddings_added_to_tokens_are_refused():
         PatchPredictor("table+absolute")
 
 
-def test_training_lowers_the_error_on_other_images():
-    """How far depends on position, as 400 updates show: results/two_stream."""
-    first, again, longer = (train("rope_axial", steps, batch=2, n_val=4) for steps in (1, 1, 20))
-    assert first == again and longer < 0.9 * first
+@pytest.mark.slow(seconds=20)
+def test_position_lowers_the_error_of_prediction():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        # without position the error stays where it is after 100 updates (0.0158; 0.0156 after 300)
+        steps = {"none": 100, "rope_axial": 300}
+        errors = {position: train(position, n, n_val=64, lr=5e-3) for position, n in steps.items()}
+    finally:
+        torch.set_num_threads(threads)
+    assert errors["rope_axial"] < 0.8 * errors["none"]

@@ -52,10 +52,10 @@ def fastest(call: Call) -> tuple[str, ...]:
     It says nothing about calls with symbolic sizes, and where a program is exported, traced or run on fake tensors.
     """
     compiled = torch.compiler.is_compiling()
-    if is_exporting() or (not compiled and profile_of(call.device) is None):
+    if is_exporting() or not _is_profiled(call.device):
         return ()
     if compiled:
-        names = _compiled_names(*_key(call)) if _is_profiled(call.device) and _has_known_sizes(call) else ""
+        names = _compiled_names(*_key(call)) if _has_known_sizes(call) else ""
     else:
         names = "" if is_traced(call.device) else _names(*_key(call))  # symbolic sizes come with tracing
     return tuple(names.split(" ")) if names else ()
@@ -194,7 +194,7 @@ def _names(*key: Any, compiled: bool = False) -> str:
 
 @torch._dynamo.assume_constant_result
 def _is_profiled(device: torch.device) -> bool:
-    """Return whether a profile is in use, so that a graph without one need not trace `_key`."""
+    """Return whether a profile is in use; a graph without one need not trace `_key`."""
     return profile_of(device) is not None
 
 
