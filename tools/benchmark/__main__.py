@@ -45,7 +45,12 @@ _OPS = (
     "vitrel/ops/backends/*.py",
     *(f"tools/benchmark/{name}.py" for name in ("shapes", "methods", "attention", "engine", "worker")),
 )
-_SCALE = ("vitrel/position/*.py", "vitrel/ops/*.py", "vitrel/ops/backends/*.py", "tools/benchmark/scale.py")
+_SCALE = (
+    "vitrel/position/*.py",
+    "vitrel/ops/*.py",
+    "vitrel/ops/backends/*.py",
+    *(f"tools/benchmark/{name}.py" for name in ("scale", "worker")),
+)
 _ONE_CALL = "a process for an encoding, a call for a number; "
 _PROCESSES = "every contender in a fresh process with empty caches of compilers, A B A B; "
 _WEIGHTS = (

@@ -264,7 +264,6 @@ SETTINGS = {
     "quick": Setting((("ViT nano absolute", "ViT nano table"), ("Swin nano",)), (1, 2), (112, 96), "float32", False),
 }
 _THOROUGH = ("ViT-S table", "Swin-T", "ViT-B table")  # compiled also in training and at another size, which takes minutes
-_LARGE_TRAINING = ("ViT-S absolute", "ViT-S table", "Swin-T")  # whose large batch is trained on a CPU
 _FEW = Repeats(1, 3, 0.0, 1)  # for calls that take seconds on a CPU
 
 
@@ -334,8 +333,7 @@ def _plain(model: str, setting: Setting, kind: str) -> list[Contender]:
     training = _modes(model, setting, lambda v: v["mode"] == "training")
     large = _modes(model, setting, lambda v: v["batch"] != few)
     large_training = tuple(mode for mode in training if mode in large)
-    skips = large_training if kind == "cpu" and model not in _LARGE_TRAINING else ()
-    found = [_contender("timm", model, "eager", setting, skips=skips), _contender("ours", model, "eager", setting, skips=skips)]
+    found = [_contender("timm", model, "eager", setting), _contender("ours", model, "eager", setting)]
     if kind != "gpu":
         found.append(_contender("ours", model, "optimized", setting, skips=training))
     if model == "Swin-T":

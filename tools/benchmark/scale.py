@@ -1,6 +1,6 @@
 """The suite of cost against size: time and memory of global attention from 196 to 16,384 tokens, for every encoding.
 
-Memory is the peak of one call minus the memory held before it, outputs, gradients and the encoding's own tensors included; the
+Memory is the most that the tensors of one call hold at once, outputs, gradients and the encoding's own tensors included; the
 index [N, N] that a peer caches is added to it. A process that needs more than LIMIT fails, which is a row of the results.
 """
 
@@ -21,7 +21,6 @@ DENSE = "dense bias, as in timm"
 FLUSHED = "pape, denormals flushed"
 HEADS, WIDTH, LIMIT = 2, 64, 6 * 2**30
 SIDES, QUICK_SIDES = (14, 32, 48, 64, 128), (4, 8)
-_LARGEST_IN_TRAINING = ("table", "decomposed", "rope_axial", "xpos", DENSE)  # whose training is measured at the largest size
 _STATM = Path("/proc/self/statm")  # its first number is the size of the address space in pages
 
 
@@ -37,7 +36,6 @@ def _case(name: str, sides: tuple[int, ...], gpu: bool) -> Case:
         Visit(f"{mode}, {side * side} tokens", {"side": side, "training": mode == "training"}, _row(name, side))
         for mode in ("inference", "training")
         for side in sides
-        if mode == "inference" or side < max(SIDES) or name in _LARGEST_IN_TRAINING
     ]
     args = {"name": name, "dtype": "bfloat16" if gpu else "float32"}
     contender = Contender(name, "peer" if name == DENSE else "ours", args, None)

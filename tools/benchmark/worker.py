@@ -5,17 +5,16 @@ timed in CPU time of the process, on a GPU by events around it. Run as a module,
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,11 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from tools.benchmark.samples import ROOT
 
 K = TypeVar("K")
-_RESET = Path("/proc/self/clear_refs")  # writing "5" there resets the peak memory of a process on Linux
 _FLUSHED = 256 * 2**20  # bytes; caches hold up to 126 MB
 _BUSY_CYCLES = 2e6  # of the device's clock, a millisecond
 _MOST_BUSY = 20.0  # milliseconds
@@ -105,6 +104,9 @@ class Worker:
         count, cache = str(threads), self._folder.name  # empty caches, so the first call includes compilation
         environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
         environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of processes
+        # The C library keeps freed memory. By itself it decides by the order of earlier allocations whether it gives large
+        # blocks back; asking for them again takes up to a tenth of a model's call, so a ratio would depend on chance.
+        environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
         with self._said.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tools.benchmark.worker", str(child.fileno())],
@@ -141,10 +143,10 @@ class Worker:
         return self._ask("set", first, args)
 
     def memory(self) -> dict[str, Any]:
-        """Return peak_bytes: highest memory since the first call, of the process or of PyTorch on the GPU.
+        """Return call_ms, the time of a further call, and call_bytes, the most that its tensors hold at once in addition.
 
-        Also call_bytes: memory that a further call takes in addition, and call_ms, its time; reserved_bytes: reserved by
-        PyTorch on the GPU; launches: the operators of a call, if the call counts them.
+        Also peak_bytes and reserved_bytes: the most that PyTorch used and reserved on the GPU since the first call, None on
+        a CPU; launches: the operators of a call, if the call counts them.
         """
         return self._ask("memory")
 
@@ -208,7 +210,7 @@ class _Served:
         module, _, function = build.partition(":")
         self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
         self.watch, self.busy = Stopwatch(self.device, getattr(self.call, "isolated", False)), 1.0
-        _settled(self.device)
+        _settle(self.device)
         return {"first_call_s": self._first(), "compiles": self.compiles()}
 
     def outcome(self, path: str) -> str:
@@ -220,7 +222,7 @@ class _Served:
         self.kept = None
         self.call.set(**args)
         self.highest = 0
-        _settled(self.device)
+        _settle(self.device)
         return {"first_call_s": self._first()} if first else {}
 
     def _first(self) -> float:
@@ -242,12 +244,15 @@ class _Served:
 
     def memory(self) -> dict[str, Any]:
         self.kept = None  # if it were freed within the call, the call would seem to take less
-        self.highest = max(self.highest, torch.cuda.max_memory_allocated() if self.gpu else host_peak_bytes())
-        memory = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
-        with extra_bytes(self.device) as extra:
-            call_ms, _ = self.watch(self._once)
+        memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None}
+        if self.gpu:
+            self.highest = max(self.highest, torch.cuda.max_memory_allocated())
+            memory = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved()}
+        call_ms, _ = self.watch(self._once)
+        self.kept = None
+        call_bytes = most_bytes(self._once, self.device)
         count = getattr(self.call, "launches", lambda: None)()
-        return memory | {"call_bytes": extra[0], "call_ms": call_ms, "launches": count}
+        return memory | {"call_bytes": call_bytes, "call_ms": call_ms, "launches": count}
 
     def compiles(self) -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
@@ -257,48 +262,26 @@ class _Served:
         self.kept = self.call()
 
 
-def host_peak_bytes() -> int:
-    """Return the peak memory of this process. On Linux from VmHWM, since ru_maxrss starts at the parent's peak."""
-    peak = _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
-
-
-@contextlib.contextmanager
-def extra_bytes(device: torch.device) -> Iterator[list[int | None]]:
-    """Context whose list gets, at its end, the peak memory within the block minus that held before; None if unknown.
-
-    On a CPU this needs Linux, where the peak of a process can be reset.
-    """
-    extra: list[int | None] = [None]
-    before = _settled(device)
-    yield extra
+def most_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that tensors hold at once during `run()`, in addition to those held before it."""
+    _settle(device)
     if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        run()
         torch.cuda.synchronize()
-        extra[0] = torch.cuda.max_memory_allocated() - before
-    elif _RESET.exists():
-        extra[0] = host_peak_bytes() - before
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate((event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())), initial=0))
 
 
-def _settled(device: torch.device) -> int:
-    """Release free memory, reset the peak, and return the bytes held now."""
+def _settle(device: torch.device) -> None:
+    """Free what is not referenced and reset the peak of memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    if not _RESET.exists():
-        return host_peak_bytes()
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
-    _RESET.write_text("5")
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int | None:
-    """Return an entry of /proc/self/status in bytes; None if the system has none."""
-    path = Path("/proc/self/status")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def _serve(link: Connection) -> None:

@@ -21,7 +21,7 @@ from tools.benchmark.samples import ROOT, Samples, machine, read_rows
 from tools.benchmark.scale import DENSE, scale_cases
 from tools.benchmark.shapes import CPU_SHAPES, QUICK_SHAPES, SHAPES, make_problem
 from tools.benchmark.tables import growth, model_page, scale_page, write
-from tools.benchmark.worker import Repeats, Stopwatch, Worker, WorkerFailed, extra_bytes, take_turns
+from tools.benchmark.worker import Repeats, Stopwatch, Worker, WorkerFailed, most_bytes, take_turns
 from vitrel.grid import Grid
 
 CPU = torch.device("cpu")
@@ -366,10 +366,11 @@ def test_a_worker_answers_until_it_dies_or_hangs():
         times = worker.run(3)
         assert len(times) == 3 and all(0 <= ms < 2000 and host > 0 for ms, host in times)
         memory = worker.memory()
-        assert abs(memory["call_bytes"] - 200 * 2**20) < 8e6 < memory["peak_bytes"] and memory["reserved_bytes"] is None
+        assert 0 <= memory["call_bytes"] - 200 * 2**20 < 100
+        assert memory["peak_bytes"] is None and memory["reserved_bytes"] is None
         assert memory["call_ms"] > 0 and memory["launches"] is None
         started(worker, "glutton", mb=1)
-        assert worker.memory()["call_bytes"] < 4e6
+        assert 0 <= worker.memory()["call_bytes"] - 2**20 < 100
         assert started(worker, "compiled")["compiles"] == 1
         worker.run(2)
         assert worker.compiles() == 2
@@ -386,16 +387,17 @@ def test_a_worker_answers_until_it_dies_or_hangs():
             worker.run(1)
 
 
-@pytest.mark.slow
-def test_extra_bytes_forget_what_is_given_back():
-    """Small blocks stay with the process after use; they count again when they are used again."""
-    torch.ones(2**22).sum()
-    counted = []
-    for _ in range(6):  # on a machine that is short of memory, the kernel may take pages back meanwhile
-        with extra_bytes(CPU) as extra:
-            torch.ones(20 * 2**18).sum()
-        counted.append(abs(extra[0] - 20 * 2**20) < 2e6)
-    assert sum(counted) >= 2
+def test_most_bytes_are_those_of_live_tensors():
+    """What is freed within the call does not add up, and what was held before does not count."""
+    held = torch.ones(2**20)
+
+    def call():
+        for _ in range(3):
+            torch.ones(2**18)
+        return held.sum()
+
+    assert most_bytes(call, CPU) == 2**20
+    assert most_bytes(lambda: held.view(-1), CPU) == 0
 
 
 def test_take_turns():
@@ -602,6 +604,6 @@ def test_quick_models(tmp_path, monkeypatch):
     rows = [row for row in read_rows(path) if row["kind"] == "time"]
     assert {row["contender"] for row in rows} == {"Swin nano: timm", "Swin nano: ours"} and len(rows) == 4
     for found in rows:
-        assert 1e5 < found["call_bytes"] < 1e8 < found["peak_bytes"] and min(map(min, found["rounds"])) > 0
+        assert 1e5 < found["call_bytes"] < 1e8 and min(map(min, found["rounds"])) > 0
         assert (found["launches"] or 99) > 50
     assert "### Swin nano, training, batch 1, 112 px" in (path.parent / "table.md").read_text()
