@@ -1,6 +1,7 @@
 """Helpers for tests of training runs: settings with every random feature, runs in a child process, comparison of runs."""
 
 import csv
+import gc
 import multiprocessing
 import os
 import signal
@@ -45,6 +46,9 @@ def in_child(args, hook=None, main=run):
     pid = os.fork()
     if pid == 0:
         code = 1
+        # What the parent left in cycles is not collected here: some of it, such as a process group of gloo, would wait for
+        # threads that only the parent has, for ever or until it crashes.
+        gc.freeze()
         # creates PyTorch's thread pool again, which does not survive a fork, while only one thread may use it
         torch.set_num_threads(torch.get_num_threads())
         try:

@@ -21,9 +21,10 @@ Page = Callable[[list[Row], str, Path], list[str]]  # rows, the footer of plots,
 _PLOTTED = ("none", "table", "decomposed", "rope_axial", "pape", "dense bias, as in timm")
 _GROWS_FROM = 1000  # tokens from which on growth is fitted: below, constant costs dominate
 _MODEL_LEGEND = (
-    "Peak: what PyTorch held on a GPU since the call was set up, compilation included. A call: the most that the tensors of one "
-    "call hold at once, gradients included. Ratios: over the fastest peer, with the lowest and highest round. First: seconds from a new shape to "
-    "its first result, compilation included. Operators: launched by an eager call, without views. Graphs: compiled for it."
+    "Peak: what PyTorch held on a GPU since the call was set up, compilation included. A call: the most that the tensors of a "
+    "call hold at once, gradients included. Ratios: over the fastest peer, with the lowest and highest round. First: seconds "
+    "from a new shape to its first result, compilation included. Operators: launched by an eager call, without views. Graphs: "
+    "compiled for it."
 )
 
 
