@@ -569,6 +569,7 @@ def test_tables_of_the_page():
     """Goals are met or missed by the median; what failed because memory ran out is said."""
     mode = "inference, batch 1, 224 px"
     models = [BY_HAND, row("a case", "Swin-T: timm", 900.0, mode=mode), row("a case", "Swin-T: ours", 400.0, "ours", mode)]
+    models.append(row("a case", "Swin-T: ours", 400.0, "ours", mode.replace("1,", "8,"), call=7e8))
     models += [row("a case", f"ViT-S {kind}: ours", ms, "ours", mode) for kind, ms in (("table", 101.0), ("absolute", 100.0))]
     dense = list(scale_rows(DENSE, 2.0, 1.5, 8.0))[:-1]
     failed = {
@@ -582,7 +583,7 @@ def test_tables_of_the_page():
     assert f"| ViT-S table over ViT-S absolute | {mode} | 1.00 | 0.99 (0.99 to 0.99) | **missed** |" in found["goals"]
     assert "| `table` | 0.38, 1.50 | 168, 31.3 | 2684, 125 | 2.00, 1.00 |" in found["scale"]
     assert f"| {DENSE} | 0.38, 1.81 | 168, 789 | failed | 2.00, 2.00 |" in found["scale"]
-    assert "| Swin-T, inference, batch 1, 224 px | 193 / 193 | 100 / 100 | 61.0 / 61.0 |" in found["resources"]
+    assert "| Swin-T, inference, batch 1, 224 px | 193 / 193 | 100 / 100 | 700 | 61.0 / 61.0 |" in found["resources"]
 
 
 def test_the_page_is_of_the_committed_samples():
