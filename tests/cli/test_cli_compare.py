@@ -96,7 +96,7 @@ def test_what_is_done_is_not_done_again(again, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys):
+def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path):
     printed = again(evaluate=ROPE | {"n": 12}, models=CONFIG["models"][1:], seeds=[0])
     assert "16 of the 16 rows in" in printed and "n_asked: 16 there, 12 now" in printed
     assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["n"]) == {12}
@@ -115,7 +115,7 @@ def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path):
     folder = tmp_path / "trial" / "rope-seed1"
     settings = yaml.safe_load((folder / "train.yaml").read_text())
     settings["trainer"]["max_epochs"] = 2

@@ -61,7 +61,7 @@ def test_a_failed_step_is_told_and_run_again_and_others_are_not(tmp_path, steps,
 
 
 @pytest.mark.slow
-def test_a_step_that_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
+def test_a_step_that_takes_too_long_is_ended_with_its_children(tmp_path):
     child = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(600)'])"
     )

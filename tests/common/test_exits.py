@@ -54,7 +54,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(capsys):
     assert code == 130 and "nothing was saved" in said and "the same command" in said and said.count("\n") == 1
 
 
-def test_sigterm_is_cleaned_up_after_and_ends_with_143(capsys, tmp_path):
+def test_sigterm_is_cleaned_up_after_and_ends_with_143(capsys):
     former, cleaned = signal.getsignal(signal.SIGTERM), []
 
     @contextmanager

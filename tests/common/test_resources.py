@@ -44,7 +44,7 @@ def caught(fault, workers=1):
     return error.value
 
 
-KILLED = [  # tests/train/test_faults.py kills one
+KILLED = [  # tests/train/running/test_faults.py kills one
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
     RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
 ]

@@ -361,8 +361,6 @@ TRAIN = {
 
 DECIDED = [("trainer", "default_root_dir"), ("data", "data"), ("data", "seed"), ("model", "model")]
 
-NAME = "vitrel_vit_n8_none"
-
 EVALUATE = {"sizes": [64, 96], "protocols": ["scale"], "n": 10}
 
 

@@ -135,7 +135,7 @@ def test_settings_are_checked(arguments, text):
         Prepare((32, 32), MEAN, STD, **arguments)
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(seconds=10)
 def test_images_are_read_about_as_fast_as_by_timm(tmp_path):
     """Processor time of the same images through the same transforms, batch by batch in turns; equal when nothing else runs."""
     for i in range(64):

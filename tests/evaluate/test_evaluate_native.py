@@ -211,7 +211,6 @@ def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder,
 
 
 def test_images_that_cannot_be_read_are_left_out(trained, folder):
-    whole = (folder / "val" / "a" / "0.png").read_bytes()
     (folder / "val" / "b" / "empty.png").write_bytes(b"no image")
     (folder / "val" / "c" / "wide.png").write_bytes((folder / "val" / "c" / "8.png").read_bytes()[:200])  # its header is whole
     model = trained("vitrel_vit_n8_none")
@@ -219,7 +218,6 @@ def test_images_that_cannot_be_read_are_left_out(trained, folder):
         list(run.evaluate_rows([model], sweep(folder)))
     for one in run.evaluate_rows([model], sweep(folder, on_bad_image="count")):
         assert (one.row["n"], one.row["left_out"]) == (len(FILES), 2) and len(one.bad_images) == 2
-    assert whole
 
 
 class Pictures(Dataset):

@@ -58,7 +58,7 @@ def unreadable(noise, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "n"), [(2, 7)])
+@pytest.mark.parametrize(("world", "n"), [(2, 7), (5, 3)])
 def test_rows_are_those_of_one_process(trained, noise, pretend_world, world, n, rows_of):
     """Also where a process has no image at all (5 of them, 3 images); two are decoded again for the attention statistics."""
     models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")]
@@ -111,7 +111,7 @@ def test_measurements_of_processes_are_combined(trained, noise, pretend_world, m
     assert row["ece"] == pytest.approx(100 * abs(0.5 - confidence), abs=1e-3)  # one bin over both processes
 
 
-def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, monkeypatch, rows_of):
+def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, rows_of):
     model, sizes = trained("vitrel_vit_n8_none"), []
 
     def fail(module, inputs):
@@ -127,16 +127,14 @@ def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noi
     assert (0, 6) in sizes and max(size for rank, size in sizes if rank == 1) <= 2
 
 
-@pytest.mark.parametrize("world", [2])
-def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world, unreadable, world, rows_of):
+def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world, unreadable, rows_of):
     model, bad = trained("vitrel_vit_n8_rope_mixed"), {0, 2, 3, 11}
     with torch.no_grad():
         rest = [i for i in range(12) if i not in bad]
         logits = model.model(torch.stack([noise((32, 32))[i][0] for i in rest]))
     labels = torch.tensor(rest) % 3
     unreadable(bad)
-    if world > 1:
-        pretend_world(world)
+    pretend_world(2)
     [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), on_bad_image="count"))
     assert (row["n"], row["left_out"]) == (8, 4) and set(row) == set(columns_of("classification"))
     assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)

@@ -89,8 +89,8 @@ def sweep(*sizes, **given):
     return Sweep(sizes=tuple((size, size) for size in sizes), **how | given)
 
 
-def sizes_of(folder, label=None):
-    return {row["img_size"] for row in read_csv(folder / "results.csv") if label in (None, row["label"])}
+def sizes_of(folder):
+    return {row["img_size"] for row in read_csv(folder / "results.csv")}
 
 
 def files_of(folder):

@@ -274,7 +274,7 @@ def test_trace(name):
         torch.testing.assert_close(traced(image), model(image), atol=1e-5, rtol=1e-5)
 
 
-SIZES = [(64, 64), (96, 96), (72, 112), (56, 40), (128, 64), (100, 52), (24, 28)]  # down to one window
+SIZES = [(64, 64), (56, 40), (24, 28)]  # down to one window
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_compile_many_sizes_in_two_graphs():
     With what the compiled layers of tests/layers lack, which are of every encoding: an embedding added to tokens.
     """
     model = build("vitrel_swinv2_n", position="absolute+rope_mixed+cpb", depths=(1, 1), num_heads=(1, 2))
-    check_compiled(model, SIZES[::3])
+    check_compiled(model, SIZES)
 
 
 OTHER_TRUNKS = {  # what the weights of other code need
@@ -305,7 +305,7 @@ OTHER_TRUNKS = {  # what the weights of other code need
 
 @pytest.mark.slow
 def test_compile_windows_in_a_vit():
-    check_compiled(build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS["windows"]), SIZES[::3])
+    check_compiled(build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS["windows"]), SIZES)
 
 
 def check_compiled(model, sizes):

@@ -1,4 +1,4 @@
-"""Half precision from 224 to 1024 px: no NaN, logits near float32, positions computed in float32; channels_last images."""
+"""Half precision at 512 and 1024 px: no NaN, logits near float32, positions computed in float32; channels_last images."""
 
 import copy
 

@@ -79,7 +79,7 @@ def test_a_class_that_is_defined_again_replaces_the_former(monkeypatch):
     assert vitrel.register_position("mine")(second) is second is vitrel.POSITIONS["mine"]
 
 
-def test_a_module_that_is_not_there_is_named(capsys):
+def test_a_module_that_is_not_there_is_named():
     from vitrel import cli
 
     with pytest.raises(SystemExit, match="error: --import no_such_module: there is no module no_such_module in "):

@@ -26,9 +26,7 @@ NAMES = {"vit": "vitrel_vit_n8_none", "swin": "vitrel_swin_n"}
 def test_every_block_a_shard_of_its_own(one_process, trunk, key):
     torch.manual_seed(0)
     sizes = dict(embed_dim=48, num_heads=4, depth=2) if trunk == "vit" else dict(embed_dim=32, num_heads=(2, 4), depths=(2, 2))
-    plain = vitrel.create_model(
-        {"vit": "vitrel_vit_n8_none", "swin": "vitrel_swin_n"}[trunk], position=key, num_classes=3, **sizes
-    )
+    plain = vitrel.create_model(NAMES[trunk], position=key, num_classes=3, **sizes)
     model = copy.deepcopy(plain)
     for block in model.blocks if trunk == "vit" else [block for stage in model.layers for block in stage.blocks]:
         fully_shard(block)

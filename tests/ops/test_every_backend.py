@@ -134,7 +134,7 @@ def test_one_tensor_alone_in_forward_mode(entry, name, axis):
                 found[backend] = forward_ad.unpack_dual(out).tangent
                 assert found[backend] is not None, f"{backend} drops the tangent"
                 assert_near(found[backend], found["reference"])
-    assert INTERPRETED or len(found) > 1 or name in ("value", *OUTSIDE[4:])
+    assert INTERPRETED or len(found) > 1 or name == "value"
 
 
 @each(("entry", "name", "axis"), CASES)
@@ -151,7 +151,7 @@ def test_one_tensor_alone_is_mapped(entry, name, axis):
             count += 1
             assert_near(out, expected)
             assert_near(torch.autograd.grad((out * weight).sum(), stacked)[0], gradient)
-    assert INTERPRETED or count > 1 or name in ("value", *OUTSIDE[4:])
+    assert INTERPRETED or count > 1 or name == "value"
 
 
 def test_tokens_need_no_derivative_in_attention():
@@ -267,14 +267,12 @@ def test_a_batch_of_no_image_gives_gradients_of_zero(entry, key):
     """As the sum over an empty batch: not None, which an optimizer or a distributed reduction would take otherwise."""
     encoding = perturbed(make(key, GRID, HEADS, D))
     inputs = inputs_of(entry, batch=0)
-    leaves, count = [*(x.requires_grad_() for x in inputs.values()), *encoding.parameters()], 0
+    leaves = [*(x.requires_grad_() for x in inputs.values()), *encoding.parameters()]
     for backend in NAMES:
         out = served(lambda backend=backend: compute(backend, inputs, encoding(GRID)))
         if out is not None:
-            count += 1
             assert out.shape == compute("reference", inputs, encoding(GRID)).shape and not out.numel()
             for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves, allow_unused=True), strict=True):
                 assert gradient is not None and torch.equal(gradient, torch.zeros_like(leaf)), backend
         with torch.no_grad():
             served(lambda backend=backend: compute(backend, inputs, encoding(GRID)))
-    assert count or INTERPRETED

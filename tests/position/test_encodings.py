@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.layers.helpers import to_2tuple
 from timm.models.levit import Attention
 from timm.models.xcit import PositionalEncodingFourier
 from torch import nn
@@ -97,7 +98,7 @@ def test_every_parameter_moves_the_output(key, options, grid):
         if "mlp" in name:  # a unit may rest below its threshold at every offset of this grid
             assert parameter.grad.abs().sum() > 0, name
             continue
-        rows = parameter.grad.reshape(len(parameter), -1) if key != "absolute" else parameter.grad[0]
+        rows = parameter.grad.reshape(len(parameter), -1) if not name.startswith("pos_embed") else parameter.grad[0]
         alive = (rows.abs().sum(-1) > 0).tolist()
         assert alive == live_rows(key, options, grid, name, len(rows)), f"{name}: a row without effect"
 
@@ -116,6 +117,9 @@ def live_rows(key, options, grid, name, count):
             used.append([b in hit for b in range(buckets)])
         rows = {"table_h": used[0], "table_w": used[1]}.get(name, [a and b for a in used[0] for b in used[1]])
         alive = rows + [True] * (count - len(rows))
+    if name == "pos_embed_win":
+        rows, columns = to_2tuple(options.get("period", 8))
+        alive = [y < grid.h and x < grid.w for y in range(rows) for x in range(columns)]
     radius = options.get("radius")
     if radius is not None:
         reach = (radius, radius) if isinstance(radius, int) else radius

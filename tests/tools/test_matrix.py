@@ -59,7 +59,7 @@ def test_the_table(passes, tool, tmp_path, monkeypatch, capsys):
     assert row[-4:-1] == (["2", "0", "1"] if passes else ["1", "1", "1"])
 
 
-def test_what_cannot_run_is_a_failure(tool, tmp_path, monkeypatch, capsys):
+def test_what_cannot_run_is_a_failure(tool, monkeypatch, capsys):
     monkeypatch.setattr(tool, "processors", lambda: [("some processor", {})])
     assert run(tool, monkeypatch, "2.99", "--", "-p", "no:xdist", "no_such_test.py") == 1
     assert "pytest ended with" in capsys.readouterr().out

@@ -236,7 +236,6 @@ def test_pretrained_weights_are_fitted_by_default(tmp_path, capsys):
     model = timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=32, **SMALL)
     torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
     save(model.eval(), tmp_path / "start.safetensors")
-    settings = Optimization(lr=5e-4, layer_decay=0.5, warmup_epochs=0)
     data, tables = Tensors(), {}
     for epochs, rate in ((1, 1e-12), (2, 5e-4)):
         tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="table")

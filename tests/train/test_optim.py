@@ -83,15 +83,15 @@ def test_position_lr_scale_without_position_parameters_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "layers"),
+    ("name", "layers"),
     [
-        ("vitrel_vit_ti16_table", {}, 13),  # the stem, 12 blocks, the head: 13 steps between the first and the last
-        ("vit_tiny_patch16_224", {}, 13),
-        ("vitrel_swin_n", {}, 7),
+        ("vitrel_vit_ti16_table", 13),  # the stem, 12 blocks, the head: 13 steps between the first and the last
+        ("vit_tiny_patch16_224", 13),
+        ("vitrel_swin_n", 7),
     ],
 )
-def test_layer_decay_holds_at_every_update(name, args, layers):
-    net = model(name, **args)
+def test_layer_decay_holds_at_every_update(name, layers):
+    net = model(name)
     optimizer = create_optimizer(net, Optimization(layer_decay=0.75, position_lr_scale=1.0))
     stem, head = next(iter(net.patch_embed.proj.parameters())), net.get_classifier().weight
     group = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}

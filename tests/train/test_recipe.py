@@ -31,9 +31,9 @@ class Seen(Callback):
             self.gradients.append(grads)
 
 
-def optimized(settings, data=None, **how):
+def optimized(settings, **how):
     seen, module = Seen(), small(TABLE, optim=settings)
-    fit(module, data, callbacks=[seen], **how)
+    fit(module, callbacks=[seen], **how)
     return seen, module
 
 

@@ -154,7 +154,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(segment, tmp_path):
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_a_checkpoint_of_another_head_or_task_is_refused(segment, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_head_or_task_is_refused(segment, tmp_path):
     run(segment("run", epochs=1))
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     whole = read(last)
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_head_or_task_is_refused(segment, tmp_path, monk
         run([*segment("run", epochs=2), f"--ckpt_path={last}"])
 
 
-def test_masks_beyond_the_classes_end_the_run_before_it_begins(segment, town, tmp_path):
+def test_masks_beyond_the_classes_end_the_run_before_it_begins(segment, town):
     (town / "classes.txt").write_text("field\nhouse\n")
     try:
         with pytest.raises(ValueError, match=r"classes in the mask beyond the 2 known, such as .* \(value 2\)"):

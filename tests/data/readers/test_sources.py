@@ -300,7 +300,7 @@ def bucket(flowers):
         fsspec.config.conf["s3"] = before
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(seconds=20)
 def test_a_folder_a_csv_and_tars_of_an_object_store(bucket, flowers, tmp_path):
     import fsspec
 

@@ -218,7 +218,7 @@ def test_classes_are_named_in_words():
     assert named == {"011_snapdragon": "snapdragon", "n01440764": "tench", "wall_flower": "wall flower", "7": "tulip"}
 
 
-def test_folders_without_results_are_refused(tmp_path, folder, capsys):
+def test_folders_without_results_are_refused(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match=r"no results\.csv in .*give the folder of an evaluation"):
         write_html(tmp_path / "none")
     edit(folder, lambda frame: frame[:0])

@@ -45,6 +45,7 @@ WAYS = {
     "rope_axial",
     "rope_mixed",
     "lookhere",
+    "shaw",
 }  # to call the kernels
 ANOTHER_CALL = {"per_head", "mode", "learnable", "values"}  # options that change which tensors are given to the kernels
 

@@ -596,7 +596,6 @@ def test_the_page_is_of_the_committed_samples():
 @pytest.mark.slow(seconds=15)
 def test_quick_models(tmp_path, monkeypatch):
     """Processes and times, for real; of timm's model and of ours, in inference and training."""
-    monkeypatch.setattr(benchmark, "Engine", lambda *given: Engine(*given))
     keep = lambda case: Case(**vars(case) | {"contenders": case.contenders[:2], "visits": case.visits[:3:2]})  # noqa: E731
     suite = benchmark.SUITES["cpu"]
     monkeypatch.setitem(benchmark.SUITES, "cpu", suite._replace(cases=lambda *of: [keep(known) for known in suite.cases(*of)]))

@@ -38,12 +38,12 @@ def evil(tmp_path, monkeypatch):
     sys.modules.pop("evil", None)
 
 
-def refused(args, capsys, code=2):
+def refused(args, capsys):
     """What is said when the command line is refused."""
     with pytest.raises(SystemExit) as stopped:
         run(["fit", *args])
     said = capsys.readouterr()
-    assert stopped.value.code == code, said.err
+    assert stopped.value.code == 2, said.err
     return said.err
 
 
@@ -277,7 +277,7 @@ def test_messages_name_options_as_a_configuration_has_them():
     known = {*config_check._flat(keys | {"run": config_check.keys_of(Run)})}
     groups = {name.split(".")[1] for name in known if name.startswith("model.") and name.count(".") > 1} | {"schedule"}
     found = set()
-    for path in (ROOT / "vitrel" / "train").glob("*.py"):
+    for path in (ROOT / "vitrel" / "train").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 found |= {(path.name, name) for name in _named(node.exc) if name.split(".")[0] in {*keys, "run", *groups}}
@@ -293,7 +293,7 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, capsys):
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     config, path = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
     torch.save({"state_dict": {}, "x": Bomb(tmp_path / "ran")}, path)
     with pytest.raises(ValueError, match=r"last.ckpt \(.* bytes\) was refused: it holds more than tensors and plain values"):
@@ -340,7 +340,7 @@ def test_text_within_text_is_refused_as_well(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])
-def test_a_checkpoint_is_a_local_file(tmp_path, path, capsys):
+def test_a_checkpoint_is_a_local_file(tmp_path, path):
     config = write(tmp_path / "base.yaml", BASE)
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path[:4]}"):
         run(["fit", "--config", config, f"--ckpt_path={path}", f"--trainer.default_root_dir={tmp_path}/r"])

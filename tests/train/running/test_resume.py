@@ -15,8 +15,6 @@ from helpers.tars import write_tars
 from vitrel.train import run
 from vitrel.train.running.saving import Best, Saving
 
-SLOW = pytest.mark.slow
-
 
 @pytest.mark.slow
 def test_killed_at_a_batch(command, whole, tmp_path):
@@ -31,10 +29,8 @@ def test_killed_at_a_batch(command, whole, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "call"),
     [
-        pytest.param(["--trainer.max_steps=7"], 7, marks=SLOW),  # just after an epoch's end
-        pytest.param(  # just after an evaluation
-            ["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5, marks=SLOW
-        ),
+        (["--trainer.max_steps=7"], 7),  # just after an epoch's end
+        (["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5),  # just after an evaluation
         (["--trainer.val_check_interval=0.5", "--trainer.accumulate_grad_batches=2"], 4),  # which lies in an accumulation
     ],
 )
