@@ -23,14 +23,8 @@ from vitrel.evaluate.checkpoint import TrainedModel, trained_model
 from vitrel.evaluate.page import contents, write_html
 from vitrel.evaluate.page.pictures import collect_pictures
 from vitrel.evaluate.results.advice import judge
-from vitrel.evaluate.results.table import (
-    line_key,
-    read_csv,
-    read_predictions,
-    read_scores,
-    translation_columns,
-    write_predictions,
-)
+from vitrel.evaluate.results.aggregate import read_scores
+from vitrel.evaluate.results.table import line_key, read_csv, read_predictions, translation_columns, write_predictions
 from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.tasks.base import ImageList

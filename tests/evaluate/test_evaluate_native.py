@@ -16,7 +16,8 @@ from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, measure, policies, prepare, run
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.prepare import Images
-from vitrel.evaluate.results.table import aggregate, read_csv
+from vitrel.evaluate.results.aggregate import aggregate
+from vitrel.evaluate.results.table import read_csv
 from vitrel.evaluate.run import describe_trials, run_sweep
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.tasks.classification import TASK

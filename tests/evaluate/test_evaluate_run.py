@@ -23,12 +23,12 @@ from vitrel.evaluate import at_sizes, run
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.results import table
 from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.aggregate import read_scores
 from vitrel.evaluate.results.table import (
     line_key,
     read_csv,
     read_folder,
     read_predictions,
-    read_scores,
     read_translation,
     row_key,
     write_folder,

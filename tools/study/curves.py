@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.results.table import curves
+from vitrel.evaluate.results.aggregate import curves
 from vitrel.evaluate.sweep import Row
 
 Curve = tuple[str, str]  # label and policy, "none" for a model without policies

@@ -44,16 +44,8 @@ from vitrel.compare.config import load_comparison, trained_models
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.results.table import (
-    Sample,
-    Scores,
-    aggregate,
-    contrast,
-    read_csv,
-    read_predictions,
-    read_scores,
-    sample_of,
-)
+from vitrel.evaluate.results.aggregate import Sample, Scores, aggregate, contrast, read_scores, sample_of
+from vitrel.evaluate.results.table import read_csv, read_predictions
 from vitrel.evaluate.results.text import markdown
 from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.sweep import Sweep

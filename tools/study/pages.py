@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tools.study.curves import Curve
-from vitrel.evaluate.results.table import curves
+from vitrel.evaluate.results.aggregate import curves
 from vitrel.evaluate.sweep import Row
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], comma
 
 
 class Curves:
-    """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.results.table.curves`)."""
+    """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.results.aggregate.curves`)."""
 
     def __init__(self, table: Sequence[Row], name: str) -> None:
         """Arrange rows of single seeds, or aggregated rows; `name` says in errors whose they are."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tools.study.curves import Curve, draw_protocols
 from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
-from vitrel.evaluate.results.table import aggregate, contrast, read_csv, sample_of
+from vitrel.evaluate.results.aggregate import aggregate, contrast, sample_of
+from vitrel.evaluate.results.table import read_csv
 from vitrel.evaluate.results.text import accuracy_tables, markdown
 from vitrel.evaluate.sweep import Row
 

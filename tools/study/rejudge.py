@@ -11,8 +11,9 @@ from pathlib import Path
 from tools.study.pages import ROOT
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.evaluate.results.advice import judge
+from vitrel.evaluate.results.aggregate import read_scores
 from vitrel.evaluate.results.claims import Claim, judge_claims, read_claim
-from vitrel.evaluate.results.table import read_csv, read_scores, read_translation
+from vitrel.evaluate.results.table import read_csv, read_translation
 from vitrel.evaluate.results.text import table_page
 
 TABLES = {  # titles of table.md

@@ -22,7 +22,8 @@ from tools.benchmark.worker import Stopwatch
 from tools.study.curves import draw_protocols
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
 from vitrel.common.files import atomic_write
-from vitrel.evaluate.results.table import aggregate, environment, read_csv
+from vitrel.evaluate.results.aggregate import aggregate
+from vitrel.evaluate.results.table import environment, read_csv
 from vitrel.evaluate.sweep import Row
 from vitrel.position import POSITIONS
 

@@ -28,24 +28,21 @@ from vitrel.evaluate.policies import gflops
 from vitrel.evaluate.predict import state_hash
 from vitrel.evaluate.prepare import Images, Source, check_data, source_of
 from vitrel.evaluate.results.advice import Judged, judge
+from vitrel.evaluate.results.aggregate import Scores, main_metric, read_scores, with_curves
 from vitrel.evaluate.results.claims import Claim, judge_claims
 from vitrel.evaluate.results.table import (
     COLUMNS,
-    Scores,
     Tables,
     columns_of,
     complete,
     environment,
-    main_metric,
     not_comparable,
     read_folder,
     read_names,
-    read_scores,
     read_translation,
     row_key,
     set_aside,
     settings_columns,
-    with_curves,
 )
 from vitrel.evaluate.results.text import markdown, summary, table_page
 from vitrel.evaluate.sweep import Row, Sweep

@@ -7,7 +7,8 @@ from helpers import ROOT
 from helpers.predictions import classified
 from vitrel.evaluate.page import changed as pictures
 from vitrel.evaluate.page.changed import changed_images, place_of
-from vitrel.evaluate.results.table import Predictions, aggregate, line_key, protocol_names, read_csv
+from vitrel.evaluate.results.aggregate import aggregate, protocol_names
+from vitrel.evaluate.results.table import Predictions, line_key, read_csv
 from vitrel.evaluate.tasks.base import ImageList
 
 LABELS = [0, 0, 0, 1, 1, 2]

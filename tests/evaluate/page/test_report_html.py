@@ -18,8 +18,9 @@ from vitrel.common.files import guarded
 from vitrel.evaluate.page import class_words, contents, curve_name, write_html
 from vitrel.evaluate.page.charts import library
 from vitrel.evaluate.page.pictures import FORMAT
+from vitrel.evaluate.results.aggregate import aggregate, curves
 from vitrel.evaluate.results.statistics import estimate_of_means
-from vitrel.evaluate.results.table import aggregate, curves, line_key, read_csv, translation_columns, write_predictions
+from vitrel.evaluate.results.table import line_key, read_csv, translation_columns, write_predictions
 
 QUICKSTART = ROOT / "results" / "shapes_classified" / "results.csv"
 

@@ -5,15 +5,8 @@ import pytest
 
 from vitrel.evaluate.page import plot_all, write_html
 from vitrel.evaluate.results.advice import judge
-from vitrel.evaluate.results.table import (
-    read_csv,
-    read_frame,
-    read_translation,
-    translation_columns,
-    with_curves,
-    write_csv,
-    write_frame,
-)
+from vitrel.evaluate.results.aggregate import with_curves
+from vitrel.evaluate.results.table import read_csv, read_frame, read_translation, translation_columns, write_csv, write_frame
 from vitrel.evaluate.results.text import table_page
 
 

@@ -1,7 +1,7 @@
 """Tables: true to the rows they are made from."""
 
 from vitrel.evaluate.results.advice import judge
-from vitrel.evaluate.results.table import aggregate, curves
+from vitrel.evaluate.results.aggregate import aggregate, curves
 from vitrel.evaluate.results.text import accuracy_tables, markdown, sizes_table, summary
 
 

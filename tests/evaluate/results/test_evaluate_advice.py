@@ -8,7 +8,8 @@ import pytest
 from helpers import ROOT
 from helpers.predictions import classified, predicted
 from vitrel.evaluate.results.advice import better_of, judge, pixels
-from vitrel.evaluate.results.table import Scores, columns_of, line_key, read_csv, read_scores, sample_of
+from vitrel.evaluate.results.aggregate import Scores, read_scores, sample_of
+from vitrel.evaluate.results.table import columns_of, line_key, read_csv
 from vitrel.evaluate.results.text import accuracy_tables, sizes_table
 from vitrel.evaluate.tasks.base import ImageList
 

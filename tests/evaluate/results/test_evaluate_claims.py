@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from helpers.predictions import classified
+from vitrel.evaluate.results.aggregate import Scores
 from vitrel.evaluate.results.claims import judge_claims, read_claim
 from vitrel.evaluate.results.statistics import estimate_of_means, wilson
-from vitrel.evaluate.results.table import Scores, line_key
+from vitrel.evaluate.results.table import line_key
 from vitrel.evaluate.tasks.base import ImageList
 
 

@@ -16,7 +16,8 @@ from tools.study import photographs as tool
 from tools.study.curves import small_multiples
 from tools.study.photographs import headline, kept_beside, study_tables
 from vitrel.compare.config import load_comparison
-from vitrel.evaluate.results.table import aggregate, read_csv
+from vitrel.evaluate.results.aggregate import aggregate
+from vitrel.evaluate.results.table import read_csv
 
 RELATIVE = ["table", "factorized", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
 ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalized"]

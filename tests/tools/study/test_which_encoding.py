@@ -14,7 +14,8 @@ from tools.study import which_encoding
 from tools.study.pages import fill
 from tools.study.which_encoding import cost_table, evidence_table, measure_costs, read_costs
 from vitrel import POSITIONS
-from vitrel.evaluate.results.table import aggregate, read_csv
+from vitrel.evaluate.results.aggregate import aggregate
+from vitrel.evaluate.results.table import read_csv
 
 
 @pytest.fixture(scope="module", autouse=True)

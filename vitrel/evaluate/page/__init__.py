@@ -34,24 +34,19 @@ from vitrel.evaluate.page.charts import (
 from vitrel.evaluate.page.pictures import read_pictures, without_images
 from vitrel.evaluate.results.advice import COLUMNS as JUDGED
 from vitrel.evaluate.results.advice import Judged, judge
-from vitrel.evaluate.results.statistics import over_seeds
-from vitrel.evaluate.results.table import (
-    COLUMNS,
+from vitrel.evaluate.results.aggregate import (
     NO_SCORES,
-    Predictions,
     Scores,
     by_area,
     curves,
     is_missing,
     known_number,
-    line_key,
     main_metric,
     mean_interval,
     protocol_names,
-    read_csv,
-    read_predictions,
-    read_translation,
 )
+from vitrel.evaluate.results.statistics import over_seeds
+from vitrel.evaluate.results.table import COLUMNS, Predictions, line_key, read_csv, read_predictions, read_translation
 from vitrel.evaluate.results.text import difference_text, resampled_text, verdict_text
 from vitrel.evaluate.sweep import MARGIN, Row
 from vitrel.evaluate.tasks.base import TASKS, capital, task_named, task_of

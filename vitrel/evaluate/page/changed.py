@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from vitrel.evaluate.results.table import Predictions, aggregate, by_area, curves, line_key, protocol_names
+from vitrel.evaluate.results.aggregate import aggregate, by_area, curves, protocol_names
+from vitrel.evaluate.results.table import Predictions, line_key
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.tasks.base import Predicted
 

@@ -16,7 +16,7 @@ from vitrel.common.sizes import format_size
 from vitrel.data.readers.decode import IGNORED
 from vitrel.evaluate.predict import AtSizes
 from vitrel.evaluate.prepare import Images
-from vitrel.evaluate.results.table import by_area
+from vitrel.evaluate.results.aggregate import by_area
 from vitrel.evaluate.sweep import Sweep
 from vitrel.evaluate.tasks.base import ImageList
 from vitrel.evaluate.tasks.classes import NO_CLASS

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.results.statistics import Estimate, holm, needed, p_values, pooled
-from vitrel.evaluate.results.table import (
+from vitrel.evaluate.results.aggregate import (
     NO_SCORES,
     Sample,
     Scores,
@@ -44,6 +43,7 @@ from vitrel.evaluate.results.table import (
     sample_of,
     table_order,
 )
+from vitrel.evaluate.results.statistics import Estimate, holm, needed, p_values, pooled
 from vitrel.evaluate.sweep import MARGIN, Row
 from vitrel.evaluate.tasks.base import capital, task_of
 

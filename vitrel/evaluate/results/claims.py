@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrel.common.sizes import format_size, parse_size
+from vitrel.evaluate.results.aggregate import NO_SCORES, Scores, contrast, main_metric, sample_of
 from vitrel.evaluate.results.statistics import holm
-from vitrel.evaluate.results.table import NO_SCORES, Scores, contrast, main_metric, sample_of
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.tasks.base import TASKS, task_named, task_of
 

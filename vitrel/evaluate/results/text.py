@@ -14,23 +14,17 @@ import numpy as np
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
 from vitrel.evaluate.results.advice import Judged, better_of
-from vitrel.evaluate.results.statistics import TAIL, estimate
-from vitrel.evaluate.results.table import (
-    PREDICTIONS,
-    Key,
-    as_text,
+from vitrel.evaluate.results.aggregate import (
     by_area,
     curve_summary,
     curves,
     does_nothing,
     is_missing,
-    line_key,
     main_metric,
     protocols_of,
-    read_csv,
-    read_predictions,
-    write_frame,
 )
+from vitrel.evaluate.results.statistics import TAIL, estimate
+from vitrel.evaluate.results.table import PREDICTIONS, Key, as_text, line_key, read_csv, read_predictions, write_frame
 from vitrel.evaluate.sweep import MARGIN, Row
 from vitrel.evaluate.tasks.base import Predicted, Task, capital, task_of
 
