@@ -261,7 +261,7 @@ def test_a_training_graph_at_any_size():
     assert "vitrel.cached_geometry" in counter.graphs[0].print_readable(print_output=False)
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=7)
 def test_inductor_at_any_size():
     """The code that inductor generates, around the operator, in inference."""
     torch._dynamo.reset()

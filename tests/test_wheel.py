@@ -79,7 +79,7 @@ def link_requirements(site):
                 (site / part).symlink_to(distribution.locate_file(part))
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=9)
 def test_the_wheel_alone(tmp_path):
     """Installed in an environment of what it requires, used in an empty folder."""
     pytest.importorskip("hatchling")

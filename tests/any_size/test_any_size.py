@@ -23,7 +23,7 @@ MORE = {  # largest ratio of operators to timm's, where it is above 1.02 in so f
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 @torch.no_grad()
 @each("name", VARIANTS)
 def test_timms_logits_in_as_many_operators_and_other_sizes(name):
@@ -55,7 +55,7 @@ ROUNDED["naflexvit_base_patch16_parfac_gap"] = 1e-6
 FINITE = {"levit_128s", "efficientformer_l1"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=16)
 @each("name", VARIANTS)
 def test_float64_logits_and_all_gradients_are_those_of_timm(name):
     theirs = variant(name).double()

@@ -15,13 +15,13 @@ from vitrel.any_size.vit import MaxPool2dSame
 from vitrel.export import TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("name", ["vit_dpwee_patch16_reg1_gap_256", "pit_xs_224"])  # embeddings of tokens and of a map
 def test_compiled_for_eight_sizes_in_two_graphs(name):
     assert graphs(name) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("name", ["convit_tiny", "samvit_base_patch16"])
 def test_an_exported_program_serves_any_batch_height_and_width(name, tmp_path):
     """A function of the offset, tables in padded windows."""
@@ -63,7 +63,7 @@ def test_a_hybrids_padding_is_saved_for_any_size(tmp_path):
         assert torch.equal(run(x), TimmMaxPool2dSame(3, 2)(x))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("name", ["vit_dpwee_patch16_reg1_gap_256", "hiera_tiny_224"])  # by way of torch.export
 def test_an_onnx_graph_serves_any_batch_height_and_width(name, tmp_path):
     pytest.importorskip("onnxruntime")

@@ -90,7 +90,7 @@ def test_faults_have_reports():
     assert len([fault for fault in FAULTS if fault.reference]) >= 15
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=5)
 @each("build", RIGHT)
 def test_right_models_pass_every_check(build):
     found = vitrel.check(build())
@@ -101,7 +101,7 @@ def test_right_models_pass_every_check(build):
 NARROW = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=5)
 @each(
     ("name", "options", "kind"),
     [
@@ -125,7 +125,7 @@ def test_models_of_timm_and_vitrel_raise_no_alarm(name, options, kind):
     assert any(text.startswith(kind) for text in found.encodings), found.encodings
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=9)
 def test_the_check_fails_with_timm_1_0_26_and_passes_with_1_0_27(tmp_path):
     """NaFlexVit with DINOv3's rotation: the older one refuses it, and its nearest rotation gives other positions."""
     code = """

@@ -136,7 +136,7 @@ def test_embeddings_added_to_tokens_are_refused():
         PatchPredictor("table+absolute")
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=14)
 def test_position_lowers_the_error_of_prediction():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -40,7 +40,7 @@ def check_onnx(model, folder, sizes):
         torch.testing.assert_close(torch.from_numpy(logits), model(image), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=10)
 def test_onnx_of_a_swin(tmp_path):
     """Shifted windows, patches that are merged and cosine attention; traced at 64x48, run at other batches and sizes."""
     check_onnx(shallow("vitrel_swinv2_n"), tmp_path, SIZES)
@@ -55,7 +55,7 @@ TOGETHER = [  # several in one model, each of which moves the logits; a model ro
 TOGETHER += [key for key in POSITIONS if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("position", TOGETHER)
 def test_onnx_of_every_encoding(position, tmp_path):
     options = {"temperature": "log_n"} if "rope_mixed" in position else {}

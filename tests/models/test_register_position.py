@@ -47,7 +47,7 @@ def ran(tmp_path):
     return run
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=11)
 def test_an_encoding_of_a_users_own_goes_all_the_way(ran, tmp_path):
     own = ("--import", "linear_decay", "--data", "shapes", "--size")
     model = ("--model", "vitrel_vit_n8_linear_decay")

@@ -356,7 +356,7 @@ def test_refusals(tmp_path):
         vitrel.load_pretrained(model, {"epoch": 3})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=6)
 def test_imagenet_weights_predict_as_in_timm():
     """ViT-Tiny on 100 ILSVRC validation images: timm's predictions, image by image; on all 500 they are right for 69.8 %."""
     images, index = shared("data/ilsvrc-val-nette224/val"), shared("data/ilsvrc-val-nette224/imagenet_index.tsv")
