@@ -84,5 +84,5 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    """The process ends, so there is nothing to collect; pytest would do it five times, which takes seconds after all tests."""
+    """What is left is not collected, which pytest would do five times in order to warn of errors of finalizers: seconds."""
     gc.freeze()

@@ -174,11 +174,12 @@ class ModelCall:
         if not self.training:
             with torch.inference_mode(), self._around():
                 return {"output": self._logits(self.images)}
-        self.optimizer.zero_grad(set_to_none=True)
         loss = self._loss(self.images, self.targets)
         loss.backward()
         self.optimizer.step()
-        return {"loss": loss.detach()} | self._gradients()
+        found = {"loss": loss.detach()} | self._gradients()
+        self.optimizer.zero_grad(set_to_none=True)  # at the end, so that the memory of every call includes its gradients
+        return found
 
     def checked(self, returned: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors for the gate, gradients under the names of vitrel's parameters: rearranged as weights are."""

@@ -92,9 +92,9 @@ def _speeds(measured: Measured) -> list[str]:
 def _resources(measured: Measured) -> list[str]:
     body = []
     for model in MODELS:
-        for visit in (_ONE, _TRAIN):
+        for visit, larger in ((_ONE, _MANY), (_TRAIN, _TRAIN_MANY)):
             eager = [measured.row(model, visit, name) for name in ("ours", "timm")]
-            many = [measured.row(model, visit + 1, name) for name in ("ours", "timm")]
+            many = [measured.row(model, larger, name) for name in ("ours", "timm")]
             compiled = [measured.row(model, visit, f"{name}, compiled") for name in ("ours", "timm")]
             if all(eager):
                 cells: list[tuple[list[Row | None], Callable[[Row], str]]] = [
@@ -106,7 +106,14 @@ def _resources(measured: Measured) -> list[str]:
                 shown = [" / ".join(cell(row) for row in rows if row) for rows, cell in cells]
                 first = " / ".join(f"{row['first_call_s']:.0f}" for row in compiled if row) if all(compiled) else ""
                 body.append([f"{model}, {visits_of(model, _CPU)[visit].mode}", *shown, first])
-    head = ("vitrel / timm", "operators", "MB of a call", "MB, batch 8", "first result, s", "first result compiled, s")
+    head = (
+        "vitrel / timm",
+        "operators",
+        "MB of a call",
+        f"MB, batch {_CPU.batches[1]}",
+        "first result, s",
+        "first result compiled, s",
+    )
     return markdown(head, "|---|" + "---:|" * 5, body)
 
 

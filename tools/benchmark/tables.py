@@ -21,10 +21,10 @@ Page = Callable[[list[Row], str, Path], list[str]]  # rows, the footer of plots,
 _PLOTTED = ("none", "table", "decomposed", "rope_axial", "pape", "dense bias, as in timm")
 _GROWS_FROM = 1000  # tokens from which on growth is fitted: below, constant costs dominate
 _MODEL_LEGEND = (
-    "Peak: what PyTorch held on a GPU since the call was set up, compilation included. A call: the most that the tensors of a "
-    "call hold at once, gradients included. Ratios: over the fastest peer, with the lowest and highest round. First: seconds "
-    "from a new shape to its first result, compilation included. Operators: launched by an eager call, without views. Graphs: "
-    "compiled for it."
+    "Peak, only on a GPU: what PyTorch held since the call was set up, compilation included. A call: the most that the tensors "
+    "of a call hold at once, gradients included. Ratios: over the fastest peer, with the lowest and highest round. First: "
+    "seconds from a new shape to its first result, compilation included. Operators: launched by an eager call, without views. "
+    "Graphs: compiled for it."
 )
 
 
@@ -89,14 +89,16 @@ class Column(NamedTuple):
 
 
 def times(rows: Rows, columns: Sequence[Column]) -> list[str]:
-    """Return a Markdown table with a line per contender, the fastest first."""
+    """Return a Markdown table with a line per contender, the fastest first, without columns that are empty."""
     best = min((row for row in rows.values() if row["of"] == "peer"), key=milliseconds, default=None)
     titles = [
         column.title.format(best["contender"]) if best else "no peer" if "{}" in column.title else column.title
         for column in columns
     ]
     body = [[column.cell(row, best) for column in columns] for row in sorted(rows.values(), key=milliseconds)]
-    return markdown(titles, f"|{'|'.join(column.rule for column in columns)}|", body)
+    filled = [i for i in range(len(columns)) if any(cells[i] for cells in body)]
+    rules = [columns[i].rule for i in filled]
+    return markdown([titles[i] for i in filled], f"|{'|'.join(rules)}|", [[cells[i] for i in filled] for cells in body])
 
 
 def _case_tables(rows: list[Row], columns: Sequence[Column]) -> list[str]:

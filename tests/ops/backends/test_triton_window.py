@@ -107,8 +107,8 @@ def test_every_combination_of_terms(bias, rotary):
 @runs
 @each(("grid", "window", "shift"), [((5, 13), (12, 12), (6, 6))] + [((8, 12), (7, 11), (3, 5))] * (not INTERPRETED))
 def test_windows_of_more_than_one_tile(grid, window, shift):
-    """Shifted along one axis, in an image that leaves most of a window empty, three tiles of keys; an odd size shifted along
-    both. Twice, with the same bits.
+    """Shifted along one axis, in an image that leaves most of a window empty, three tiles of keys; on a GPU also an odd
+    size shifted along both. Twice, with the same bits.
     """
     given, first = check(grid, window, shift, width=16, heads=1, rotary=1)
     assert all(torch.equal(a, b) for a, b in zip(first, ours(*given, window, shift, heads=1), strict=True))

@@ -388,7 +388,7 @@ def test_a_worker_answers_until_it_dies_or_hangs():
 
 
 def test_most_bytes_are_those_of_live_tensors():
-    """What is freed within the call does not add up, and what was held before does not count."""
+    """What is freed within the call does not add up, and what is held before and after does not count."""
     held = torch.ones(2**20)
 
     def call():
