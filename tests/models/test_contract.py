@@ -284,7 +284,7 @@ def test_compile_many_sizes_in_two_graphs():
     With what the compiled layers of tests/layers lack, which are of every encoding: an embedding added to tokens.
     """
     model = build("vitrel_swinv2_n", position="absolute+rope_mixed+cpb", depths=(1, 1), num_heads=(1, 2))
-    check_compiled(model, SIZES)
+    check_compiled(model)
 
 
 OTHER_TRUNKS = {  # what the weights of other code need
@@ -305,15 +305,15 @@ OTHER_TRUNKS = {  # what the weights of other code need
 
 @pytest.mark.slow
 def test_compile_windows_in_a_vit():
-    check_compiled(build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS["windows"]), SIZES)
+    check_compiled(build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS["windows"]))
 
 
-def check_compiled(model, sizes):
+def check_compiled(model):
     counter = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
-        for size in sizes:
+        for size in SIZES:
             image = torch.randn(2, 3, *size)
             torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
     assert counter.frame_count <= 2

@@ -91,14 +91,13 @@ class Column(NamedTuple):
 def times(rows: Rows, columns: Sequence[Column]) -> list[str]:
     """Return a Markdown table with a line per contender, the fastest first, without columns that are empty."""
     best = min((row for row in rows.values() if row["of"] == "peer"), key=milliseconds, default=None)
+    columns = [column for column in columns if any(column.cell(row, best) for row in rows.values())]
     titles = [
         column.title.format(best["contender"]) if best else "no peer" if "{}" in column.title else column.title
         for column in columns
     ]
     body = [[column.cell(row, best) for column in columns] for row in sorted(rows.values(), key=milliseconds)]
-    filled = [i for i in range(len(columns)) if any(cells[i] for cells in body)]
-    rules = [columns[i].rule for i in filled]
-    return markdown([titles[i] for i in filled], f"|{'|'.join(rules)}|", [[cells[i] for i in filled] for cells in body])
+    return markdown(titles, f"|{'|'.join(column.rule for column in columns)}|", body)
 
 
 def _case_tables(rows: list[Row], columns: Sequence[Column]) -> list[str]:

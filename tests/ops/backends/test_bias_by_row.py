@@ -1,18 +1,18 @@
 """Bias tables row by row: outputs and gradients against loops in NumPy and the reference, and the memory."""
 
-from itertools import accumulate
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from helpers import each
 from helpers.sizes import Sizes
 from helpers.variants import perturbed
+from tools.benchmark.worker import most_bytes
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, reference, sdpa
 from vitrel.ops.backends import bias_by_row
@@ -235,11 +235,7 @@ def test_memory():
     grid, whole = Grid(56, 56), 4 * 3136**2 * 4
     tensors = [torch.randn(1, 4, grid.tokens, 32, requires_grad=True) for _ in range(3)]
     terms = Terms(tables=(Table(bias=torch.randn(4, grid.classes(), requires_grad=True)),))
-    for trains, limit in ((False, whole / 3), (True, whole / 2)):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, torch.set_grad_enabled(trains):
-            out = bias_by_row.attention(*tensors, terms, grid)
-            if trains:
-                out.sum().backward()
-            del out
-        events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-        assert 0 < max(accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))) < limit
+    call = partial(bias_by_row.attention, *tensors, terms, grid)
+    with torch.no_grad():
+        assert 0 < most_bytes(call, torch.device("cpu")) < whole / 3
+    assert 0 < most_bytes(lambda: call().sum().backward(), torch.device("cpu")) < whole / 2
