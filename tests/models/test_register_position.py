@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import timm
+import torch
 
 import vitrel
 from helpers import ROOT
@@ -20,6 +22,7 @@ import linear_decay, timm, torch, vitrel
 from vitrel.export import export_model
 assert timm.is_model("vitrel_vit_s16_linear_decay") and timm.is_model("vitrel_swin_t_linear_decay")
 model = vitrel.load("run").eval()
+assert timm.create_model("vitrel_vit_s16_linear_decay").unseen((384, 384)) > 0.66  # as alibi, the same geometry
 assert torch.equal(vitrel.position_bias(linear_decay.LinearDecay((2, 2), 1, 8), (1, 3))[0, 0], -torch.arange(3.0))
 vitrel.save(model, "model.safetensors")
 image = torch.randn(2, 3, 96, 64)
@@ -77,6 +80,35 @@ def test_a_class_that_is_defined_again_replaces_the_former(monkeypatch):
     first, second = (type("Mine", (vitrel.PositionEncoding,), {}) for _ in range(2))
     monkeypatch.setitem(vitrel.POSITIONS, "mine", first)
     assert vitrel.register_position("mine")(second) is second is vitrel.POSITIONS["mine"]
+
+
+class Normalized(vitrel.PositionEncoding):
+    """A bias of the offset over the sides of the grid, which keeps no grid itself."""
+
+    def __init__(self, grid, num_heads, head_dim, **factory):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.ones(num_heads, **factory))
+
+    def terms(self, grid):
+        device = self.slope.device
+        share = (grid.offsets(device=device) / torch.tensor(grid[:2], device=device)).norm(dim=-1)
+        return vitrel.Terms(tables=(vitrel.Table("hw", bias=vitrel.pad_prefix(-self.slope[:, None] * share, grid)),))
+
+
+def test_what_an_encoding_of_a_users_own_does_at_another_size(monkeypatch):
+    """Offsets are counted from the grids, and biases are compared between them, without a line in the class about it."""
+    monkeypatch.setitem(vitrel.POSITIONS, "normalized", Normalized)
+    encoding = vitrel.create_position("normalized+rope_axial", (14, 14), 3, 64).parts["normalized"]
+    assert encoding.unseen(vitrel.Grid(14, 14)) == 0 == encoding.saturated(vitrel.Grid(24, 24))
+    assert encoding.unseen(vitrel.Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)
+    model = timm.create_model("vitrel_vit_n8_none", position="normalized", depth=1)
+    assert model.unseen((128, 128)) == timm.create_model("vitrel_vit_n8_alibi", depth=1).unseen((128, 128))
+    found = vitrel.diagnose(model, [64, 128])
+    assert found.findings.keys() == {"bias"} and [len(line.changes) for line in found.sizes] == [0, 1]
+    swin = timm.create_model("vitrel_swin_n", position="normalized")
+    assert swin.unseen((128, 96)) == 0  # in windows the grid stays
+    with pytest.raises(ValueError, match=r"Normalized does not know its training grid: build it with vitrel\.create_position"):
+        Normalized((14, 14), 3, 64).unseen(vitrel.Grid(24, 24))
 
 
 def test_a_module_that_is_not_there_is_named():

@@ -140,6 +140,8 @@ def create_position(
         policy = arguments.pop("policy", "")
         build: Callable[..., PositionEncoding] = POSITIONS[key]
         built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **arguments)
+        if built[key].grid is None:  # of an encoding that does not need it itself
+            built[key].grid = grid
         built[key].switch({"policy": policy})  # the names that it does not have belong to other parts
     for name in options["policy"].split("+") if "policy" in options else ():
         if not any(name in part.policies for part in built.values()):  # the class has it, but not with these options

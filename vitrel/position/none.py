@@ -20,3 +20,6 @@ class NoPosition(PositionEncoding):
 
     def terms(self, grid: Grid) -> Terms:
         return Terms()
+
+    def unseen(self, grid: Grid) -> float:
+        return 0.0

@@ -100,7 +100,7 @@ class PositionEncoding(nn.Module, abc.ABC):
             only.
         policies: names of the policies for another grid, the default first; empty if there is no choice. An attribute of the
             class, which an instance may override.
-        grid: the training grid, if the encoding depends on it.
+        grid: the training grid. `create_position` sets it where a subclass does not.
         policy: the policy in use.
         radius: (rows, columns) in patches to which offsets are clipped, or None.
         init_std: standard deviation of initial values.
@@ -196,10 +196,17 @@ class PositionEncoding(nn.Module, abc.ABC):
     def unseen(self, grid: Grid) -> float:
         """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
-        0 for absolute, absolute_factorized, absolute_windowed, fourier and rope_normalized, without a training grid, and with
+        0 for none, absolute, absolute_factorized, absolute_windowed, fourier and rope_normalized, and with
         policy="renormalize", the policy "linear" of rope_axial and rope_mixed, or a reference grid (rope_axial).
+
+        Raises:
+            ValueError: the training grid is not known.
         """
-        return 0.0 if self.grid is None or self.policy == "renormalize" else unseen_share(self.grid, grid)
+        if self.grid is None:
+            raise ValueError(
+                f"{type(self).__name__} does not know its training grid: build it with vitrel.create_position, or set self.grid"
+            )
+        return 0.0 if self.policy == "renormalize" else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
         """Return the share of the offsets of `grid`, 0 to 1, that are unseen but read a trained edge row or far bucket.
