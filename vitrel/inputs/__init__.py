@@ -1,20 +1,17 @@
-"""Inputs other than images of one size: batches of several sizes, tiles of a large image, strips of tiles with memory.
+"""Inputs other than whole images: tiles of a large image, strips of tiles with memory.
 
 All functions use the model's forward pass or its blocks as they are.
 """
 
 from vitrel.inputs.crop import Crop, crop_terms
 from vitrel.inputs.memory import Memory, forward_memory
-from vitrel.inputs.mixed import features_mixed, forward_mixed
 from vitrel.inputs.tiles import tile_margins, tiled_features
 
 __all__ = [
     "Crop",
     "Memory",
     "crop_terms",
-    "features_mixed",
     "forward_memory",
-    "forward_mixed",
     "tile_margins",
     "tiled_features",
 ]
