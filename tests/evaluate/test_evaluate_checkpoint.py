@@ -402,11 +402,15 @@ def test_class_indices_are_read_with_a_heading_and_further_columns(tmp_path):
     path = tmp_path / "index.tsv"
     path.write_text("wnid\timagenet1k_index\tname\nn01440764\t0\ttench\n\nn02102040 217 English_springer\n")
     assert read_class_indices(path) == {"n01440764": 0, "n02102040": 217}
+    path.write_text("\ufeffgreat white shark\t2\ntench\t0", "utf-8")
+    assert read_class_indices(path) == {"great white shark": 2, "tench": 0}
     for text, message in [
-        ("a 0\nb\n", r"index\.tsv, line 2: 'b' is not a class and the index of its output, such as 'n01440764 0'"),
+        ("great white shark\n", r"line 1: 'great white shark' is not a class, a tab and the index"),
+        ("great white shark 2\n", r"line 1: 'great white shark 2' is not a class, a tab"),
+        ("a 0\nb\n", r"index\.tsv, line 2: 'b' is not a class, a tab and the index of its output, such as 'n01440764\\t0'"),
         ("a 0\nb x\n", "line 2: 'b x' is not"),
         ("a 0\na 1\n", "line 2: 'a 1' is not"),
-        ("a -1\nb 2\nc -2", "line 3: 'c -2' is not"),
+        ("a -1\nb 2\n", "line 1: 'a -1' is not"),
         ("", "contains no class"),
     ]:
         path.write_text(text)
@@ -425,6 +429,12 @@ def test_outputs_of_the_classes_of_the_data():
         class_outputs(model, ["a", "c"], "here")
     with pytest.raises(ValueError, match="small has outputs 0 to 3, but its class indices map z to output 9"):
         class_outputs(model, ["z"], "here")
+    with pytest.warns(
+        UserWarning, match=r"small has no class names, .*of 12, .*class 2 is '2'; as text, .*'10'; --class-indices FILE"
+    ):
+        class_outputs(
+            replace(model, outputs=None, model=timm.create_model("resnet10t", num_classes=12)), [*map(str, range(12))], "12"
+        )
     imagenet = trained_model(timm.create_model("resnet10t"))
     assert class_outputs(imagenet, ["n01440764", "n02102040"], "here") == (0, 217)  # by WordNet's numbers
 

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--std", type=float, nargs="+", help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
     add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
-    add("--class-indices", type=Path, help="file with a class and the index of the model's output on every line")
+    add("--class-indices", type=Path, help="file with a class, a tab and the index of the model's output on every line")
     add("--restrict", action="store_true", help="compare only the logits of the data's classes")
 
 

@@ -265,20 +265,21 @@ def encoding_of(model: nn.Module) -> str:
 
 
 def read_class_indices(path: str | Path) -> dict[str, int]:
-    """Read {class: output index} from a text file with a class name (as in the data) and an index on every line.
+    """Read {class: output index} from a text file with a class name (as in the data), a tab and an index on every line.
 
-    Further columns and a heading line are ignored. FileNotFoundError, or ValueError naming an invalid line.
+    Further columns are ignored, and a first line of columns without an index is a heading. A name without blanks may be
+    followed by a blank instead of a tab. FileNotFoundError, or ValueError naming an invalid line.
     """
     indices: dict[str, int] = {}
     # surrogateescape: Python decodes folder names that are not UTF-8 in the same way
-    for number, line in enumerate(Path(path).read_text("utf-8", "surrogateescape").splitlines(), 1):
-        words = line.split()
-        if not words or (number == 1 and len(words) > 1 and not words[1].isdigit()):
+    for number, line in enumerate(Path(path).read_text("utf-8-sig", "surrogateescape").splitlines(), 1):
+        words = [word.strip() for word in line.split("\t")] if "\t" in line else line.split()
+        if not line.strip() or (number == 1 and "\t" in line and not words[1].isdecimal()):
             continue
-        if len(words) < 2 or not words[1].isdigit() or indices.setdefault(words[0], int(words[1])) != int(words[1]):
+        if len(words) < 2 or not words[1].isdecimal() or indices.setdefault(words[0], int(words[1])) != int(words[1]):
             raise ValueError(
-                f"{path}, line {number}: {line!r} is not a class and the index of its output, such as 'n01440764 0', or gives "
-                "a class a second index"
+                f"{path}, line {number}: {line!r} is not a class, a tab and the index of its output, such as 'n01440764\\t0', "
+                "or gives a class a second index"
             )
     if not indices:
         raise ValueError(f"{path} contains no class")

@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from vitrel.data.readers.classes import order_note
+from vitrel.data.readers.folder import warn_once
 from vitrel.models.config import preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.train.distill import Teacher
@@ -170,6 +172,11 @@ class Classifier(LightningModule):
             raise ValueError(
                 f"distillation.checkpoint was trained on classes other than those of {data.data}, or in another order: "
                 "use a teacher of the same classes, or distillation.labels: false, which needs no labels"
+            )
+        if self.teacher is not None and teacher is None and not self.ignores_labels and (note := order_note(self.classes)):
+            warn_once(
+                f"the teacher {self.teacher.name} has no class names, so its outputs are taken in the order of the classes of "
+                f"{data.data}, {note}; if it was trained in that order, use distillation.labels: false, which needs no labels"
             )
         if self.tuning.trainable is not None:  # frozen modules are in evaluation mode on purpose
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")

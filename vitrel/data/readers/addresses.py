@@ -64,9 +64,9 @@ def open_file(path: str) -> IO[bytes]:
 def read_text(path: str | Path) -> str:
     """Return the text of a file; ValueError where it cannot be read."""
     if not is_address(path):
-        return Path(path).read_text()
+        return Path(path).read_text("utf-8-sig")
     with _reached(str(path)):
-        return read_bytes(str(path)).decode()
+        return read_bytes(str(path)).decode("utf-8-sig")
 
 
 def storage_options(path: str) -> dict[str, Any]:

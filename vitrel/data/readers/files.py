@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from vitrel.common.files import shown
 from vitrel.data.readers.addresses import is_address, list_files, read_text
 from vitrel.data.readers.base import ImageSet, file_checksums, file_versions
+from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import SUFFIXES
 from vitrel.data.readers.splits import NAMES, Split, of_split, one_of
 
@@ -62,7 +63,7 @@ def files_at(root: str, split: Split, val_fraction: float | None = None) -> List
         )
     words = [place.parts[0] if place.parts[0] in NAMES and len(place.parts) > 2 else "" for place in images]
     named = [place.parts[1 if word else 0] for place, word in zip(images, words, strict=True)]
-    classes = sorted(set(named))
+    classes = class_order(set(named))
     numbers = {name: number for number, name in enumerate(classes)}
     samples = [(f"{root.rstrip('/')}/{place}", numbers[name]) for place, name in zip(images, named, strict=True)]
     return of_split(samples, words, split, val_fraction, root), classes
@@ -88,7 +89,7 @@ def csv_files(path: str | Path, split: Split, val_fraction: float | None = None)
             "row for each image"
         )
     names = {row[label] for row in rows}
-    classes = sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+    classes = class_order(names)
     numbers = {name: number for number, name in enumerate(classes)}
     folder = str(path).rpartition("/")[0] if is_address(path) else str(Path(path).parent)
     samples = [

@@ -1,8 +1,8 @@
 """Image folders as a data set, with rules for symbolic links, and a summary of the files left out.
 
-Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names. The evaluation split may also
-be called `validation`, `valid` or `test`. Without it, or with `root/<class>/*` alone, `Reading.val_fraction` divides the
-images.
+Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the folder names in `class_order`. The evaluation
+split may also be called `validation`, `valid` or `test`. Without it, or with `root/<class>/*` alone, `Reading.val_fraction`
+divides the images.
 
 Class folders and image files may be symbolic links. A link to a folder inside a class folder is followed only with
 `follow_links`. A file that several paths lead to is used once, under the path with the fewest links, and among these the first
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vitrel.common.files import shown
 from vitrel.data.prepare import Picture
+from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import SUFFIXES, Reading
 from vitrel.data.readers.files import Files
 from vitrel.data.readers.splits import Split, divided, split_of
@@ -81,7 +82,7 @@ def split_folder(root: str | Path, split: Split, val_fraction: float | None = No
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
-    """Return the sorted class names of a split of the image folder `root`.
+    """Return the class names of a split of the image folder `root`, in `class_order`.
 
     Raises:
         ValueError: no class folders, different classes in `train/` and `val/`, or unreadable folders (`class_folders`).
@@ -279,7 +280,7 @@ def _number(n: int, noun: str) -> str:
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Return the sorted names of the class folders of a split, without hidden ones.
+    """Return the names of the class folders of a split in `class_order`, without hidden ones.
 
     Raises:
         ValueError: the folder cannot be read, contains a broken link (a class would be missing), or a name is not valid UTF-8.
@@ -295,7 +296,7 @@ def class_folders(folder: Path) -> list[str]:
         raise ValueError(
             f"broken links among the class folders: {', '.join(broken)}; repair or remove them, since classes would be missing"
         )
-    names = sorted(entry.name for entry in entries if _leads_to_folder(entry))
+    names = class_order(entry.name for entry in entries if _leads_to_folder(entry))
     if invalid := [shown(folder / name) for name in names if shown(name) != name]:
         raise ValueError(
             f"names of class folders that are not valid UTF-8 (other bytes are shown as \\x..): {', '.join(invalid)}; results "

@@ -10,6 +10,7 @@ from vitrel.common.extras import optional_import
 from vitrel.data.prepare import Picture
 from vitrel.data.readers.addresses import is_address, storage_options
 from vitrel.data.readers.base import ImageSet, sha256
+from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import Reading
 from vitrel.data.readers.splits import Split, divided, split_of
 
@@ -115,7 +116,7 @@ def columns(name: str, splits: dict[str, Any]) -> tuple[str, str, list[str]]:
     values = {value for rows in splits.values() for value in rows.unique(label)}
     if all(isinstance(value, int) for value in values):
         return image, label, [str(i) for i in range(max(values) + 1)]
-    return image, label, sorted(map(str, values))
+    return image, label, class_order(map(str, values))
 
 
 def load(name: str) -> dict[str, Any]:

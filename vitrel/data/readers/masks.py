@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from vitrel.data.prepare import Picture
-from vitrel.data.readers.addresses import is_address, list_files, read_text
+from vitrel.data.readers.addresses import is_address, list_files
 from vitrel.data.readers.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256
+from vitrel.data.readers.classes import read_class_names
 from vitrel.data.readers.decode import IGNORED, SUFFIXES, BadImage, Reading, decode, decode_mask
 from vitrel.data.readers.files import Files, below
 from vitrel.data.readers.folder import hidden
@@ -245,12 +246,11 @@ def mask_classes(root: str) -> list[str]:
     """Return the class names of a folder with masks, the lines of its `classes.txt`; ValueError where it cannot be read."""
     path = f"{root.rstrip('/')}/classes.txt"
     try:
-        lines = read_text(path).split("\n")
+        classes = read_class_names(path)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): write one class a line, line i for the value i in the masks"
         ) from error
-    classes = [line.strip() for line in lines if line.strip()]
     if not 0 < len(classes) <= IGNORED:
         raise ValueError(f"{path} names {len(classes)} classes: it must be 1 to {IGNORED}, since {IGNORED} means no class")
     return classes

@@ -26,6 +26,7 @@ from vitrel.common.files import shown
 from vitrel.data.prepare import Picture
 from vitrel.data.readers.addresses import file_state, is_address, list_files, open_file, read_bytes, read_text
 from vitrel.data.readers.base import HEADER_READERS, ImageSet, file_checksums, file_versions
+from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import SUFFIXES, BadImage, Reading
 from vitrel.data.readers.splits import NAMES, Split, of_split
 
@@ -126,7 +127,7 @@ def tar_members(root: str) -> tuple[list[Member], list[str]]:
                 if len(classes) <= max(map(int, labels)):
                     raise ValueError(f"{place} names {len(classes)} classes, but there is a label {max(map(int, labels))}")
                 return members, classes
-    return members, [str(i) for i in range(max(map(int, labels)) + 1)] if numbered else sorted(labels)
+    return members, [str(i) for i in range(max(map(int, labels)) + 1)] if numbered else class_order(labels)
 
 
 @lru_cache(4)  # training, evaluation and class names need the same headers

@@ -8,6 +8,8 @@ import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor
 
+from vitrel.data.readers.classes import order_note
+from vitrel.data.readers.folder import warn_once
 from vitrel.evaluate.checkpoint import TrainedModel
 
 NO_CLASS = -2  # the predicted output stands for none of the data's classes
@@ -18,8 +20,8 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
 
     A model that knows its classes has to know all classes of the data, by name, and may know more. For others:
     `trained.outputs` where it is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
-    classes' own order, with as many outputs as classes. ValueError where classes and outputs do not match; `data` names the
-    data in messages.
+    classes' own order, with as many outputs as classes, and a warning if timm's readers would sort the classes otherwise.
+    ValueError where classes and outputs do not match; `data` names the data in messages.
     """
     if trained.classes:
         return _by_name(trained, classes, data)
@@ -36,7 +38,12 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
     if count != len(classes):
         raise ValueError(
             f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: give the output of each class "
-            "(--class-indices FILE, a class and its index per line)"
+            "(--class-indices FILE, a class, a tab and its index per line)"
+        )
+    if note := order_note(classes):
+        warn_once(
+            f"{trained.label} has no class names, so its outputs are taken in the order of the classes of {data}, {note}; "
+            "--class-indices FILE, a class, a tab and its index per line, gives any other order"
         )
     return tuple(range(count))
 
