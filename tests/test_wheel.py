@@ -92,7 +92,7 @@ def test_the_wheel_alone(tmp_path):
 
     source = tmp_path / "source"
     shutil.copytree(ROOT / "vitrel", source / "vitrel", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "vitrel_command.py"):
         shutil.copy(ROOT / name, source / name)
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
     shutil.rmtree(source)

@@ -3,12 +3,24 @@
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
 
-import importlib
-import sys
-from pathlib import Path
-from typing import Any
+from vitrel import evaluate
+from vitrel.conformance import assert_position_conforms, check
+from vitrel.convert import from_timm, load, relativize, save
+from vitrel.cpu.optimize import optimize
+from vitrel.grid import Grid
+from vitrel.inputs import tiled_features
+from vitrel.inspect.diagnose import diagnose
+from vitrel.inspect.explain import explain
+from vitrel.inspect.resolution_report import resolution_report
+from vitrel.layers import RelativeAttention
+from vitrel.models.create import create_model
+from vitrel.models.pyramid import pyramid
+from vitrel.models.registry import register_position
+from vitrel.ops.reference import position_bias
+from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position, pad_prefix
+from vitrel.version import __version__
+from vitrel.weights.load import load_pretrained
 
-__version__ = "0.1.0"
 __all__ = [
     "POSITIONS",
     "Grid",
@@ -16,6 +28,7 @@ __all__ = [
     "RelativeAttention",
     "Table",
     "Terms",
+    "__version__",
     "assert_position_conforms",
     "check",
     "combine",
@@ -37,27 +50,3 @@ __all__ = [
     "save",
     "tiled_features",
 ]
-
-
-def _is_command() -> bool:
-    """Return whether this process is the `vitrel` command or `python -m vitrel`.
-
-    For the latter sys.argv[0] is -m while Python finds the module.
-    """
-    program = (sys.argv or [""])[0]
-    by_module = program == "-m" and ("-m", "vitrel") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    return by_module or Path(program).stem == "vitrel"
-
-
-_COMMAND = _is_command()
-
-# The command imports torch and timm, which take seconds, only after reading its options, so that --help is fast.
-if not _COMMAND:
-    from vitrel.public import *  # noqa: F403
-
-
-def __getattr__(name: str) -> Any:
-    """Return a public name in the process of the command, where a module of the user's own imports vitrel."""
-    if name not in __all__:
-        raise AttributeError(f"module 'vitrel' has no attribute {name!r}")
-    return getattr(importlib.import_module("vitrel.public"), name)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import resource
 import shlex
@@ -23,16 +24,16 @@ from vitrel.common.extras import EXTRAS, MissingExtra, absent, install_command, 
 HEAVY = ("torch", "timm", "numpy", "pandas", "lightning", "matplotlib")
 
 
-LACKING = "import sys; sys.modules[sys.argv.pop(1)] = None; sys.argv[0] = 'vitrel'; import vitrel.cli; vitrel.cli.main()"
+LACKING = "import sys; sys.modules[sys.argv.pop(1)] = None; import vitrel_command; vitrel_command.main()"
 
 
 def started(*arguments, lacking=None):
-    """(finished process, seconds of processor time, heavy modules that it imported) of `python -m vitrel`.
+    """(finished process, seconds of processor time, heavy modules that it imported) of the `vitrel` command.
 
     lacking: name of a module that is not installed for it.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    program = ["-m", "vitrel"] if lacking is None else ["-c", LACKING, lacking]
+    program = ["-m", "vitrel_command"] if lacking is None else ["-c", LACKING, lacking]
     command = [sys.executable, "-X", "importtime", *program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -100,6 +101,19 @@ def test_a_missing_package_is_named_at_once(module, arguments):
     done, seconds, heavy = started(*arguments, lacking=module)
     assert done.returncode == 1 and heavy == set() and seconds < 1
     assert f"{module} is not installed: pip install" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_module_of_the_users_own_finds_the_whole_package(tmp_path):
+    """Its names, and the models registered with timm, in the command that has imported neither."""
+    own = "import sys\nprint('torch' in sys.modules)\nfrom vitrel import RelativeAttention\nimport timm, vitrel\n"
+    own += "print(timm.is_model('vitrel_swin_t'), vitrel.diagnose.__name__, hasattr(vitrel, 'nonsense'))\n"
+    (tmp_path / "own.py").write_text(own)
+    command = [sys.executable, "-m", "vitrel_command", "list", "vitrel_vit_n8_none", "--import", "own"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    first, second, *table = done.stdout.splitlines()
+    assert (done.returncode, first, second) == (0, "False", "True diagnose False"), done.stderr
+    assert any("vitrel_vit_n8_none" in line for line in table)
 
 
 def test_a_misspelt_command_or_option_gets_a_suggestion(capsys):

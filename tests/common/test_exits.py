@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from helpers import each
+from helpers import ROOT, each
 from vitrel.common.exits import Terminated, reported, terminable
 
 
@@ -86,8 +86,9 @@ def test_names_that_are_no_utf8_can_be_printed(tmp_path, monkeypatch):
 @each(("last", "status", "said"), [("pass", 0, ""), ("sys.exit('no')", 1, "no\n"), ("sys.exit(2)", 2, "")])
 def test_a_short_program_ends_with_its_output_and_status(last, status, said):
     program = f"""
-import atexit, sys
-sys.argv[0] = 'vitrel'  # whose import is quick
+import atexit, sys, types
+sys.modules["vitrel"] = types.ModuleType("vitrel")  # of which no more than one module is needed
+sys.modules["vitrel"].__path__ = ["{ROOT / "vitrel"}"]
 from vitrel.common.exits import at_once
 atexit.register(print, "handler")
 with at_once():

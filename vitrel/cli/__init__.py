@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 
-from vitrel import _COMMAND, __version__
 from vitrel.common.exits import at_once, reported, terminable
 from vitrel.common.names import did_you_mean
 from vitrel.common.user_modules import import_modules
+from vitrel.version import __version__
 
 COMMANDS = {  # {name: help}, in the order of a project
     "doctor": "print information for a bug report: versions, devices, attention backends, missing extras",
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Returns on success, and raises SystemExit with the statuses of EPILOG otherwise.
     """
+    whole = argv is None  # the process does nothing else
     argv = [*(sys.argv[1:] if argv is None else argv)]
     warnings.formatwarning = _plain
     if argv[:1] == ["train"]:  # Lightning parses the rest
@@ -59,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         kind = "there is no option" if unknown[0].startswith("-") else "unexpected argument"
         args.usage_error(f"{kind} {unknown[0]}{did_you_mean(unknown[0], args.option_names)}")
-    quick = argv[0] in QUICK and _COMMAND
-    with at_once() if quick else nullcontext(), reported(args.go_on), terminable():
+    with at_once() if whole and argv[0] in QUICK else nullcontext(), reported(args.go_on), terminable():
         import_modules(args.modules)
         args.run(args)
 
