@@ -18,8 +18,8 @@ from vitrel.common.files import atomic_write
 from vitrel.convert.recognize import as_vitrel, recognize
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
-from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
-from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized, on_meta
+from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, preparation_of, stored_arguments
+from vitrel.models.create import check_model_name, create_model, create_sized, on_meta
 from vitrel.models.segmenter import BODY, Segmenter
 from vitrel.position import PositionEncoding
 from vitrel.weights.load import apply_plan, plan_weights
@@ -125,7 +125,7 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
             raise ValueError(f"{path} is damaged: {name} in its 'vitrel' is {value!r:.60}; train or copy it again")
     if not timm.is_model(about["model"]):  # timm would download hf-hub:... and read another file for local-dir:...
         raise ValueError(f"{path} is of a model {about['model']!r}, which cannot be built: neither vitrel nor timm has it")
-    arguments = {key: value for key, value in about["model_args"].items() if key not in WEIGHT_ARGUMENTS | {"device"}}
+    arguments = stored_arguments(about["model_args"])
     arguments |= dict(num_classes=len(about["classes"]), img_size=tuple(about["img_size"])) | (changes or {})
     try:
         model = create_sized(about["model"], **arguments)
@@ -192,7 +192,7 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
         raise ValueError(f"{path} has format {version}, this version of vitrel reads {FORMAT}: upgrade vitrel")
     try:
         config = Config(**{name: _tuples(value) for name, value in about["model"].items()})
-        if not (config.architecture.startswith("vitrel_") and timm.is_model(config.architecture)):
+        if not (config.architecture.startswith(tuple(TRUNKS)) and timm.is_model(config.architecture)):
             raise ValueError(f"vitrel has no model {config.architecture!r}")  # timm would download some names
         if len(config.input_size) != 2:
             raise ValueError(f"its input size is {config.input_size}")

@@ -1,12 +1,15 @@
 """Configuration from which a model can be rebuilt: name, constructor arguments, image preparation."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import timm
 import torch
 from timm.data import resolve_model_data_config
+from timm.models import build_model_with_cfg
 from torch import nn
 
+from vitrel.common.names import did_you_mean
 from vitrel.models.backbone import Backbone
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
@@ -14,6 +17,9 @@ from vitrel.models.vit import ViT
 TRUNKS: dict[str, type[Backbone]] = {"vitrel_vit": ViT, "vitrel_swin": Swin}  # models built from their arguments alone
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")  # arguments of vitrel.data.Prepare
 _PREPARATION = ("input_size", *PREPROCESSING, "label_names", "label_descriptions")
+# What timm takes itself and does not pass to the model: which weights to load and from where, and its own options.
+_OF_TIMM = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters} - {"kwargs"}
+_CFG = (*_PREPARATION, "global_pool", "fixed_input_size")  # entries of a pretrained_cfg that say nothing about a source
 
 
 class Config(NamedTuple):
@@ -32,9 +38,16 @@ class Config(NamedTuple):
             dtype: of the parameters.
             changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
                 `preparation`. The names of the classes are dropped if they are not as many as num_classes.
+
+        Raises:
+            TypeError: an argument is not of the model's constructor, or an entry of `preparation` is not about preparation: a
+                file may name no other source of weights.
         """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
         arguments = self.arguments | changes
+        trunk = next(trunk for name, trunk in TRUNKS.items() if self.architecture.startswith(name))
+        self._check(arguments, [name for name in inspect.signature(trunk).parameters if name not in ("device", "dtype")])
+        self._check(preparation, [*_PREPARATION])
         if len(preparation.get("label_names") or ()) != arguments.get("num_classes"):  # names of another classifier
             preparation = {name: value for name, value in preparation.items() if not name.startswith("label_")}
         size = self.input_size if arguments["img_size"] == self.arguments["img_size"] else arguments["img_size"]
@@ -44,6 +57,12 @@ class Config(NamedTuple):
             )
         model.set_input_size(size)  # type: ignore[operator]
         return model  # type: ignore[return-value]
+
+    def _check(self, given: dict[str, Any], known: list[str]) -> None:
+        """Raise TypeError for a name in `given` that is not in `known`."""
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{self.architecture} has no argument {name!r}{did_you_mean(name, known)}")
 
 
 def config_of(model: Backbone) -> Config:
@@ -58,6 +77,24 @@ def config_of(model: Backbone) -> Config:
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a timm pretrained_cfg about image preparation (size, crop, mean, std) and class names."""
     return {name: cfg[name] for name in _PREPARATION if cfg.get(name) is not None}
+
+
+def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those arguments of timm.create_model by which a checkpoint describes its model; none names a source of weights.
+
+    They are the ones that reach the constructor of the model, and of a pretrained_cfg the entries that do.
+
+    Args:
+        arguments: of a run's model, or read from a checkpoint.
+    """
+    kept = {name: value for name, value in arguments.items() if name not in _OF_TIMM | {"device", "dtype"}}
+    for name in ("pretrained_cfg", "pretrained_cfg_overlay"):
+        cfg = arguments.get(name)
+        if isinstance(cfg, dict):
+            kept[name] = {entry: cfg[entry] for entry in _CFG if entry in cfg}
+        elif isinstance(cfg, str):  # the tag of one of timm's own
+            kept[name] = cfg
+    return kept
 
 
 def preprocessing_of(model: nn.Module) -> dict[str, Any]:

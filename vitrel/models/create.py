@@ -15,8 +15,6 @@ from vitrel.common.names import nearest
 from vitrel.weights.hub import downloads
 from vitrel.weights.read import check_file
 
-# arguments of timm.create_model that name a source of weights; refused where a checkpoint brings its own weights
-WEIGHT_ARGUMENTS = frozenset({"pretrained", "checkpoint_path", "cache_dir"})
 _FILLS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"}  # of torch.nn.init and of Tensor
 _FILLS |= {"kaiming_uniform_", "kaiming_normal_"}  # which are seen as one call
 _TRANSFORMERS = ("vit", "deit", "dinov2", "swin", "swinv2")  # types of transformers whose weights `vitrel.weights` reads

@@ -17,7 +17,7 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrel.models.create import WEIGHT_ARGUMENTS
+from vitrel.models.config import stored_arguments
 from vitrel.train.tuning import check_registered
 from vitrel.weights.load import load_pretrained, read_file
 from vitrel.weights.read import checksums
@@ -181,9 +181,7 @@ def _build(
     settings: Distillation, num_classes: int | None, size: int | Sequence[int] | None, model_args: dict[str, Any]
 ) -> nn.Module:
     check_registered(settings.teacher)
-    # without the arguments that would load weights first, perhaps from a file that is gone
-    model_args = {name: value for name, value in model_args.items() if name not in WEIGHT_ARGUMENTS}
-    arguments = {**model_args, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
+    arguments = {**stored_arguments(model_args), **(settings.teacher_args or {}), "pretrained": settings.pretrained}
     # with pretrained weights, timm would silently give another number of classes a new head
     if not settings.pretrained and num_classes is not None:
         arguments["num_classes"] = num_classes

@@ -16,8 +16,8 @@ from vitrel.convert.absolute_to_relative import IMAGES, cannot_fit
 from vitrel.convert.recognize import as_vitrel
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
-from vitrel.models.config import config_of
-from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized
+from vitrel.models.config import config_of, stored_arguments
+from vitrel.models.create import check_model_name, create_model, create_sized
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, select_options, split_position
 from vitrel.weights.load import apply_plan, plan_weights
@@ -188,7 +188,7 @@ class Tuning:
     def stored(self, model: nn.Module, name: str, model_args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the name and the arguments with which timm.create_model rebuilds the model, for checkpoints."""
         if not self._rebuilds(name):
-            return name, {key: value for key, value in model_args.items() if key not in WEIGHT_ARGUMENTS}
+            return name, stored_arguments(model_args)
         config = config_of(model)
         separate = ("num_classes", "img_size")  # a checkpoint stores them separately
         arguments = {key: value for key, value in config.arguments.items() if key not in separate and value is not None}

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from vitrel.data import SHAPES
-from vitrel.models.create import WEIGHT_ARGUMENTS
+from vitrel.models.config import stored_arguments
 
 _FILES = "training files"
 _SHOWN = 3  # names of files in a message
@@ -68,7 +68,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "data.protocol": data.protocol,
         "data.tokens": data.tokens,
         "repeats": data.repeats,
-        "model_args": {name: value for name, value in model["model_args"].items() if name not in WEIGHT_ARGUMENTS},
+        "model_args": stored_arguments(model["model_args"]),
         "tuning.trainable": model["tuning"]["trainable"],
     }
     settings |= {name: model[name] for name in ("mixing", "label_smoothing", "objective", "ema")}
