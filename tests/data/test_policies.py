@@ -1,12 +1,23 @@
+import random
+import re
 from collections import Counter
+from importlib.resources import files
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
+from timm.data import auto_augment
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from vitrel.data.augment import Augmenter
-from vitrel.data.augmentation import Augmentation, policy_transform
+from helpers import each, shared
+from vitrel.common.resources import first_line
+from vitrel.data import create_dataset
+from vitrel.data.augment import AugmentationError, Augmenter
+from vitrel.data.augmentation import POLICIES, Augmentation, operations_of, policy_transform
+from vitrel.data.prepare import as_array
 
 HALF = (0.5, 0.5, 0.5)
 PLAIN = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "jitter": 0.0}
@@ -54,6 +65,9 @@ def test_a_string_means_what_it_means_to_timm():
         ("rand-m9-n0", "'n0' is no part of rand, or out of range"),
         ("rand-m9-p1.5", "out of range"),
         ("augmix-a0", "'a0' is no part of augmix, or out of range"),
+        ("augmix-a0.01-b1", "'a0.01' is no part of augmix, or out of range"),
+        ("augmix-a1000", "'a1000' is no part of augmix, or out of range"),
+        ("rand-n16-tweights", "out of range: n must be at most 15, because weighted operations"),
     ],
 )
 def test_policies_that_cannot_be(policy, text):
@@ -67,6 +81,112 @@ def test_policies_that_cannot_be(policy, text):
 def test_every_view_differs(policy):
     drawn = views(policy, 24, interpolation="random")
     assert len({view.numpy().tobytes() for view in drawn}) > (2 if policy == "3a" else 8)
+
+
+VARIANTS = {  # of every kind of policy, so that together they have all operations
+    "rand": ("rand-inc0", "rand-inc1", "rand-tweights", "rand-t3a", "rand-t3aw", "rand-m99-mmax99", "rand-m99-mmax99-inc1"),
+    "augmix": ("augmix", "augmix-b1-a0.5", "augmix-w9-d9-a100-m10-mstd9"),
+    **{name: (name,) for name in ("original", "originalr", "v0", "v0r", "3a")},
+}
+
+
+def test_every_operation_takes_every_magnitude():
+    """The lowest, the highest and 200 random ones, with which the oldest and the newest Pillow give the same image."""
+    assert VARIANTS.keys() == POLICIES.keys() - {"trivial"}
+    policies = [policy_transform(text) for variants in VARIANTS.values() for text in variants]
+    operations = {(op.name, op.magnitude_max or 10): op for policy in policies for op in operations_of(policy)}
+    without = {"TranslateX", "TranslateY"}  # by a fixed number of pixels; no policy has them
+    assert {name for name, _ in operations} == auto_augment.NAME_TO_OP.keys() - without
+    image = Image.fromarray(as_array(picture()))
+    for (name, most), operation in operations.items():
+        operation.prob, operation.magnitude_std = 1.0, 0
+        for magnitude in (0, most, *np.random.default_rng(0).uniform(0, most, 200).tolist()):
+            operation.magnitude = magnitude
+            view = operation(image)
+            assert view.size == image.size and view.mode == "RGB"
+            if name.startswith("Posterize"):
+                bits = min(max(operation.level_fn(magnitude, operation.hparams)[0], 0), 8)
+                kept = np.asarray(image) & np.uint8((0xFF00 >> bits) & 0xFF)
+                assert (np.asarray(view) == kept).all(), f"{name} at {magnitude}: {bits} bits"
+
+
+def test_trivial_augment_takes_every_magnitude():
+    image = Image.fromarray(as_array(picture()))
+    (policy,) = policy_transform("trivial").transforms
+    for name, (magnitudes, signed) in policy._AUGMENTATION_SPACE.items():
+        levels = magnitudes(policy.num_magnitude_bins, 48, 64)
+        levels = [0.0] if levels is None else levels.tolist()
+        for level in (*levels, *([-level for level in levels] if signed else [])):
+            options = {"interpolation": policy.interpolation, "fill": policy._fill}
+            assert policy._apply_image_or_video_transform(image, name, float(level), **options).size == image.size, name
+
+
+@each("text", VARIANTS["augmix"])
+def test_weights_of_a_mixture_are_numbers(text):
+    policy, image = policy_transform(text), Image.fromarray(as_array(picture(12, 16)))
+    with np.errstate(all="raise"):
+        for seed in range(100):
+            random.seed(seed), np.random.seed(seed)  # noqa: NPY002
+            assert policy(image).size == (16, 12)
+
+
+def recipes():
+    """The augmentation of every packaged recipe."""
+    sections = [yaml.safe_load(path.read_text())["data"] for path in (files("vitrel") / "configs" / "train").iterdir()]
+    return [section["augment"] for section in sections if "policy" in (section.get("augment") or {})]
+
+
+DIFFERENT = {POLICIES[kind][1] for kind in POLICIES} | {settings["policy"] for settings in recipes()}
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    return create_dataset(str(shared("data/flowers256")), "train", (64, 64), mean=HALF, std=HALF, n=150)
+
+
+@pytest.mark.slow(7)
+@pytest.mark.parametrize("policy", sorted(DIFFERENT))
+def test_three_thousand_views_of_photographs(policy, photographs):
+    settings = next((settings for settings in recipes() if settings["policy"] == policy), {"policy": policy})
+    augment = Augmenter(Augmentation(**settings), (64, 64), HALF, HALF)
+    for index in range(len(photographs)):
+        image, _ = photographs.read(index)
+        for epoch in range(20):
+            view = augment(image, epoch, index)
+            assert view.shape == (3, 64, 64) and view.isfinite().all()
+
+
+def fails(image, *args, **how):
+    raise TypeError("no such image")
+
+
+FAULTS = {  # library: what fails, the settings with which it does, the operation's name
+    "timm": ("timm.data.auto_augment.ImageOps.solarize", {"policy": "3a"}, "Solarize of magnitude 5"),
+    "torchvision": ("torchvision.transforms.v2.functional.solarize", {"policy": "trivial"}, r"Solarize of magnitude [\d.]+"),
+    "albumentations": ("albumentations.ColorJitter.apply", {"jitter": 0.3}, "ColorJitter"),
+    "erasing": ("timm.data.random_erasing.RandomErasing._erase", {"erase": 1.0}, "RandomErasing"),
+}
+
+
+@pytest.mark.parametrize("place", FAULTS)
+def test_an_error_names_image_operation_and_seed(place, tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(as_array(picture())).save(tmp_path / split / "a" / "0.png")
+    name, settings, operation = FAULTS[place]
+    monkeypatch.setattr(name, fails)
+    data = create_dataset(str(tmp_path), "train", (48, 64), mean=HALF, std=HALF, augment=Augmentation(**settings), seed=7)
+
+    def train():
+        for epoch in range(200):  # a policy's operation is one of several
+            data.set_epoch(epoch)
+            list(DataLoader(data, num_workers=int(place == "albumentations")))
+
+    with pytest.raises(AugmentationError) as caught:
+        train()
+    seed = f"seed 7, epoch {data.epoch}, image number 0, view 0"
+    text = rf"train/a/0.png \(48x64 pixels\): {operation} failed with the random numbers of {seed}: no such image$"
+    assert re.search(text, first_line(caught.value))
 
 
 def test_layers_and_probability():

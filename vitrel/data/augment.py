@@ -5,6 +5,7 @@ number of workers, and a resumed run augments images as an uninterrupted run doe
 """
 
 import random
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,13 @@ from torchvision.transforms import v2
 from vitrel.common.extras import optional_import
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array, normalize
+from vitrel.data.readers.decode import ran_out
+
+LIBRARIES = ("albumentations.", "timm.data.", "torchvision.transforms.", "vitrel.data.aug_albumentations")
+
+
+class AugmentationError(ValueError):
+    """An operation of the augmentation failed; the text names the operation and the seed."""
 
 
 class Augmenter:
@@ -77,18 +85,28 @@ class Augmenter:
         Args:
             image, epoch, index, repeat, size: as in the call.
             mask: uint8 [h, w], taken at the same places as the image by nearest pixel; `IGNORED` where the view leaves it.
+
+        Raises:
+            AugmentationError: an operation failed.
+            MemoryError, RuntimeError, cv2.error: memory ran out.
         """
         size = self.size if size is None else (size[0], size[1])
         if size not in self.pipelines:
             self.pipelines[size] = self._pipeline(self.settings, size, self.mean)
         # SeedSequence pads with zeros, so view 0 has the random numbers of (seed, epoch, index)
         state = np.random.SeedSequence((self.seed, epoch, index, repeat))
-        with seeded(state):
-            if self.settings.crop in ("simple", "center"):
-                image = self._resized_and_cropped(image, size)
-            pixels, mask = self.pipelines[size](as_array(image), state, mask)
-            view = normalize(torch.from_numpy(pixels).permute(2, 0, 1), self.mean, self.std)
-            view = view if self.erase is None else self.erase(view)
+        try:
+            with seeded(state):
+                if self.settings.crop in ("simple", "center"):
+                    image = self._resized_and_cropped(image, size)
+                pixels, mask = self.pipelines[size](as_array(image), state, mask)
+                view = normalize(torch.from_numpy(pixels).permute(2, 0, 1), self.mean, self.std)
+                view = view if self.erase is None else self.erase(view)
+        except Exception as error:
+            if ran_out(error):
+                raise
+            place = f"seed {self.seed}, epoch {epoch}, image number {index}, view {repeat}"
+            raise AugmentationError(f"{_operation(error)} failed with the random numbers of {place}: {error}") from error
         return view, None if mask is None else torch.from_numpy(mask.astype(np.int64))
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
@@ -103,6 +121,19 @@ class Augmenter:
         if self.settings.crop == "center":
             return view.cropped(image)
         return v2.RandomCrop(size, padding=4, padding_mode="reflect")(view.resized(image))
+
+
+def _operation(error: Exception) -> str:
+    """Return the name, and magnitude if it has one, of the library's operation in which an error was raised."""
+    operation = "augmentation"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_locals
+        owner = names.get("self")
+        if f"{type(owner).__module__}.".startswith(LIBRARIES):
+            # `transform_id` and `magnitude` in the frames of torchvision's TrivialAugment and timm's AugmentOp
+            operation = names.get("transform_id") or getattr(owner, "name", type(owner).__name__)
+            operation += f" of magnitude {names['magnitude']:.6g}" if "magnitude" in names else ""
+    return operation
 
 
 @contextmanager

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from PIL import Image
-from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+from timm.data.auto_augment import (
+    AugmentOp,
+    augment_and_mix_transform,
+    auto_augment_transform,
+    posterize,
+    rand_augment_transform,
+)
 from torchvision.transforms import v2
 
 from vitrel.common.names import nearest
@@ -23,7 +29,11 @@ POLICIES: dict[str, tuple[Callable[..., Any], str, str]] = {  # transform, an ex
         "rand-m9-mstd0.5-inc1",
         rf"m\d+|n[1-9]\d*|p(0(\.\d+)?|1(\.0+)?)|{_STD}|mmax\d+|inc[01]|t(weights|3aw?)",
     ),
-    "augmix": (augment_and_mix_transform, "augmix-m3-w3", rf"m\d+|[wd][1-9]\d*|a(?!0+(\.0+)?$)\d+(\.\d+)?|b[01]|{_STD}"),
+    "augmix": (  # with an alpha below 0.5, Dirichlet weights of exactly 0 and 1 end in a division by zero
+        augment_and_mix_transform,
+        "augmix-m3-w3",
+        rf"m\d+|[wd][1-9]\d*|a(0?\.[5-9]\d*|[1-9]\d?(\.\d+)?|100)|b[01]|{_STD}",
+    ),
     **{name: (auto_augment_transform, name, _STD) for name in ("original", "originalr", "v0", "v0r", "3a")},
     "trivial": (v2.TrivialAugmentWide, "trivial", "$."),  # no parts
 }
@@ -179,4 +189,24 @@ def policy_transform(
     settings: dict[str, Any] = {"img_mean": fill} | ({"translate_pct": 0.3} if kind == "augmix" else {})
     if interpolation != "random":
         settings["interpolation"] = Image.Resampling[interpolation.upper()]
-    return build(text, settings)
+    policy = build(text, settings)
+    operations = operations_of(policy)
+    if getattr(policy, "choice_weights", None) is not None and policy.num_layers > len(operations):
+        raise ValueError(
+            f"augment.policy {text!r} is out of range: n must be at most {len(operations)}, because weighted operations are "
+            "drawn without repetition"
+        )
+    for operation in operations:
+        if operation.aug_fn is posterize:
+            operation.aug_fn = _posterize
+    return policy
+
+
+def operations_of(policy: Any) -> list[AugmentOp]:
+    """Return the operations of one of timm's policies."""
+    return policy.ops if hasattr(policy, "ops") else [operation for group in policy.policy for operation in group]
+
+
+def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's posterize, black where it keeps no bit: Pillow returns that before version 13 and raises ValueError since."""
+    return posterize(image, bits, **options) if bits > 0 else Image.new(image.mode, image.size)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
+from vitrel.data.augment import AugmentationError
 from vitrel.data.prepare import Picture, as_tensor
 from vitrel.data.readers.addresses import file_state, is_address, read_bytes
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size, names_image
@@ -135,8 +136,11 @@ class ImageSet(Dataset, ABC):
             return self.left_out(draw.size or self.prepare.size)
         picture, target, source = found
         at_size = " at {}x{}".format(*draw.size) if draw.size else ""
-        with names_image(lambda: f"{self._with_size(picture, source)} was prepared{at_size}"):
-            return self.finish(picture, target, draw)
+        try:
+            with names_image(lambda: f"{self._with_size(picture, source)} was prepared{at_size}"):
+                return self.finish(picture, target, draw)
+        except AugmentationError as error:
+            raise AugmentationError(f"{self._with_size(picture, source)}: {error}") from error.__cause__
 
     def _readable(self, index: int) -> tuple[Picture, Any, int] | None:
         """(image, target, index) of an image or of its replacement, by `on_bad`; None if it is left out."""

@@ -117,7 +117,7 @@ def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str =
         try:
             return _rgb(image)
         except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
-            if _ran_out(error):
+            if ran_out(error):
                 raise
             raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
 
@@ -140,7 +140,7 @@ def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: 
         try:
             return np.asarray(image).astype(np.uint8 if image.mode in "1LP" else np.uint16)
         except Exception as error:
-            if _ran_out(error):
+            if ran_out(error):
                 raise
             raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
 
@@ -179,7 +179,7 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
     raise BadImage(f"cannot decode {name}: it is a pipe or a device; {REMEDY}")  # opening it could block for ever
 
 
-def _ran_out(error: Exception) -> bool:
+def ran_out(error: Exception) -> bool:
     """Return whether `error` means that CPU memory ran out, in Python, PyTorch or OpenCV."""
     if isinstance(error, MemoryError):
         return True
@@ -193,7 +193,7 @@ def names_image(activity: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _ran_out(error):
+        if not ran_out(error):
             raise
         text = f"memory ran out while {activity()}: fewer loader processes, a smaller size or smaller images need less"
         raise MemoryError(text) from error
