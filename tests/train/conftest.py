@@ -45,6 +45,27 @@ def native_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def town(tmp_path_factory):
+    """Fields with houses and lakes; a border of two pixels has no class."""
+    colors_of = np.array([[40, 40, 40], [230, 30, 30], [30, 30, 230]], np.uint8)
+    root, rng = tmp_path_factory.mktemp("town"), np.random.default_rng(0)
+    for split, n in (("train", 24), ("val", 7)):
+        for kind in ("images", "masks"):
+            (root / kind / split).mkdir(parents=True)
+        for i in range(n):
+            h, w = [(40, 56), (48, 40)][i % 2]
+            mask = np.zeros((h, w), np.uint8)
+            for value in (1, 2, 1):
+                y, x = rng.integers(0, h - 16), rng.integers(0, w - 16)
+                mask[y : y + 16, x : x + 16] = value
+            Image.fromarray(colors_of[mask]).save(root / "images" / split / f"{i}.png")
+            mask[:2] = 255
+            Image.fromarray(mask).save(root / "masks" / split / f"{i}.png")
+    (root / "classes.txt").write_text("field\nhouse\nlake\n")
+    return root
+
+
+@pytest.fixture(scope="session")
 def command_in(folder):
     """command_in(parent): arguments of a run of seconds in a folder of `parent`: a two-block ViT on four classes, and what is
     given.

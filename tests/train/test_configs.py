@@ -1,57 +1,71 @@
-"""Every training configuration trains: its own recipe, on a small model and small images."""
+"""Every training recipe makes two updates on the devices that exist: its own settings, on a small model and small images."""
 
 import pytest
 import timm
 import torch
 import yaml
 
-from helpers import ROOT
+import vitrel
 from helpers.runs import read, rows
+from vitrel.cli.options import packaged
+from vitrel.cli.train import expanded
 from vitrel.train import run
 
-FOLDER = ROOT / "vitrel" / "configs" / "train"
-CONFIGS = [*sorted(FOLDER.glob("imagenet_*.yaml")), FOLDER / "fixres_finetune.yaml"]
+RECIPES = packaged("train")
+UPDATES = ["--size=64", "--data.batch_size=4", "--trainer.accumulate_grad_batches=2", "--data.n_train=16", "--epochs=1"]
+QUICK = ["--data.n_val=4", "--data.workers=0", *["--trainer.devices=1"] * (torch.cuda.device_count() > 1)]
 
 
-def small(path, folder, out):
-    """Arguments that make a configuration cheap and leave its recipe."""
-    name = yaml.safe_load(path.read_text())["model"]["model"]
-    shrunk = "vitrel_swin_n" if "swin" in name else name.replace("b16", "n8").replace("s16", "n8")
-    return [
-        "fit",
-        f"--config={path}",
-        f"--data.data={folder}",
-        "--data.size=32",
-        "--data.batch_size=16",
-        "--data.n_train=32",
-        "--data.n_val=16",
-        "--data.workers=0",
-        f"--model.model={shrunk}",
-        "--model.optim.warmup_epochs=0.5",
-        f"--trainer.default_root_dir={out}",
-        "--trainer.max_epochs=1",
-        "--trainer.accelerator=cpu",
-        "--trainer.devices=1",
-        "--trainer.num_nodes=1",
-        "--trainer.strategy=auto",
-        "--trainer.precision=32-true",
-        "--trainer.enable_progress_bar=false",
-    ]
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Weights to begin with, of four other classes."""
+    path = tmp_path_factory.mktemp("weights") / "start.safetensors"
+    torch.manual_seed(0)
+    model = timm.create_model("vitrel_vit_n8_rope_mixed", img_size=64, num_classes=4, block_args={"init_values": 1e-4})
+    vitrel.save(model, path)
+    return path
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_it_trains(path, folder, tmp_path):
-    args = small(path, folder, tmp_path / "run")
-    if "finetune" in path.name:
-        torch.manual_seed(0)
-        start = timm.create_model("vitrel_vit_n8_rope_mixed", img_size=32, num_classes=4, block_args={"init_values": 1e-4})
-        torch.save(start.state_dict(), tmp_path / "start.pth")
-        args.append(f"--model.tuning.init_from={tmp_path / 'start.pth'}")
+def two_updates(name, folder, start, out):
+    """Arguments of two updates of a recipe, of which nothing is changed but the model, its weights and the warm-up's length."""
+    recipe = yaml.safe_load(RECIPES[name].read_text())["model"]
+    args = [f"--config={name}", f"--data={folder}", f"--out={out}", *UPDATES, *QUICK]
+    if "warmup_epochs" in recipe["optim"]:
+        args.append("--model.optim.warmup_epochs=0.5")
+    if name == "fixres_finetune":
+        return [*args, "--model=vitrel_vit_n8_rope_mixed", f"--weights={start}"]
+    if name in ("finetune", "distill", "segmentation"):
+        return [*args, f"--model={start}", *["--position=table"] * (name == "distill")]
+    model = recipe["model"]
+    return [*args, f"--model={'vitrel_swin_n' if 'swin' in model else model.replace('b16', 'n8').replace('s16', 'n8')}"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_trains(name, folder, town, start, tmp_path, capsys):
+    args = ["fit", *expanded(two_updates(name, town if name == "segmentation" else folder, start, tmp_path / "run"))]
+    if "fsdp" in name and not torch.cuda.is_available():
+        with pytest.raises(SystemExit) as done:
+            run([*args, "--print_config"])
+        assert done.value.code == 0 and "vitrel.train.ShardedStrategy" in capsys.readouterr().out
+        return
     run(args)
-    epochs = [row for row in rows(tmp_path / "run" / "metrics.csv") if row["train/loss_epoch"]]
-    assert len(epochs) == 1 and all(float(row["train/loss_epoch"]) > 0 for row in epochs)
+    (epoch,) = [row for row in rows(tmp_path / "run" / "metrics.csv") if row["train/loss_epoch"]]
+    assert float(epoch["train/loss_epoch"]) > 0
     state = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
-    assert all(torch.isfinite(value).all() for value in state["state_dict"].values())
-    if "finetune" in path.name:
-        moved = {n for n, v in start.state_dict().items() if not torch.equal(state["state_dict"][f"model.{n}"], v)}
-        assert moved and all(name.startswith(("norm.", "head.")) for name in moved)
+    assert state["vitrel"]["step"] == 2 and all(torch.isfinite(value).all() for value in state["state_dict"].values())
+    if name == "fixres_finetune":
+        before = vitrel.load(start).state_dict()
+        moved = {key for key, value in before.items() if not torch.equal(state["state_dict"][f"model.{key}"], value)}
+        assert moved and all(key.startswith(("norm.", "head.")) for key in moved)
+    if name.startswith("imagenet"):
+        meant = yaml.safe_load(RECIPES[name].read_text())["data"]["global_batch_size"]
+        said = f"updates of 8 images instead of {meant:,} (data.global_batch_size): 1 device, batches of 4, 2 accumulated"
+        assert said in capsys.readouterr().out
+
+
+def test_the_imagenet_recipes_keep_their_batch_on_any_number_of_devices():
+    imagenet = {name: yaml.safe_load(path.read_text()) for name, path in RECIPES.items() if name.startswith("imagenet")}
+    assert len(imagenet) == 5
+    for recipe in imagenet.values():
+        assert recipe["data"]["global_batch_size"] == recipe["model"]["optim"]["lr_base_size"]
+        assert not {"devices", "num_nodes", "accelerator", "accumulate_grad_batches"} & recipe["trainer"].keys()

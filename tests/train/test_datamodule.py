@@ -1,6 +1,6 @@
 import pytest
 
-from vitrel.train.datamodule import ImageData, default_batch_size, pair
+from vitrel.train.datamodule import ImageData, default_batch_size, divided_batch, pair
 
 
 def test_sizes_are_h_before_w():
@@ -15,8 +15,10 @@ def test_classes_are_known_before_the_data_is_built():
 
 
 def test_counts_are_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"data.batch_size \(0\) must be at least 1"):
+    with pytest.raises(ValueError, match=r"data.batch_size must be at least 1, not 0"):
         ImageData("shapes", 64, batch_size=0)
+    with pytest.raises(ValueError, match=r"data.global_batch_size must be at least 1, not -8"):
+        ImageData("shapes", 64, global_batch_size=-8)
     with pytest.raises(ValueError, match="data must be 'shapes', a folder"):
         ImageData(str(tmp_path), 64)
 
@@ -37,3 +39,29 @@ def test_counts_are_checked(tmp_path):
 )
 def test_batches_are_small_where_images_are_few(images, devices, size):
     assert default_batch_size(images, devices) == size
+
+
+@pytest.mark.parametrize(
+    ("images", "batch_size", "devices", "even", "divided"),
+    [
+        (2048, 256, 8, True, (256, 1)),
+        (2048, 256, 4, True, (256, 2)),
+        (2048, 256, 1, True, (256, 8)),
+        (2048, 256, 16, True, (128, 1)),  # more devices than the recipe was made for
+        (2048, 256, 3, True, (226, 3)),  # 2,034 images
+        (2048, 256, 3, False, (227, 3)),  # 2,043 images
+        (2048, 100, 1, True, (96, 21)),  # 2,016 images
+        (1024, 128, 32, True, (32, 1)),
+        (2, 64, 1, True, (2, 1)),
+    ],
+)
+def test_a_global_batch_is_divided_between_the_devices_that_exist(images, batch_size, devices, even, divided):
+    batch, accumulated = divided_batch(images, batch_size, devices, even)
+    assert (batch, accumulated) == divided
+    assert batch <= batch_size and 0 <= images - batch * accumulated * devices < accumulated * devices * (1 + even)
+
+
+@pytest.mark.parametrize(("images", "batch_size", "devices", "even"), [(4, 64, 8, False), (8, 64, 8, True), (8, 1, 1, True)])
+def test_a_global_batch_that_cannot_be_divided_is_refused(images, batch_size, devices, even):
+    with pytest.raises(ValueError, match=f"data.global_batch_size {images} cannot be divided between {devices} devices"):
+        divided_batch(images, batch_size, devices, even)

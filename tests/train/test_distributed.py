@@ -273,9 +273,7 @@ def test_resuming_on_another_number_of_processes(command, whole, tmp_path):
 
 def test_divided_parameters_train_as_one_process(command, whole, tmp_path):
     """FSDP2, stopped in an epoch and resumed, with clipping: parameters, moments and the evaluation of the whole model."""
-    about = {"save_distributed_checkpoint": False, "data_parallel_size": 2, "tensor_parallel_size": 1}
-    strategy = {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": about}
-    fsdp = "--trainer.devices=2", f"--trainer.strategy={json.dumps(strategy)}", "--data.batch_size=8"
+    fsdp = "--trainer.devices=2", "--trainer.strategy={class_path: vitrel.train.ShardedStrategy}", "--data.batch_size=8"
     clip = "--trainer.gradient_clip_val=0.5"
     args = command("cut", *PLAIN, *fsdp, clip, epochs=2)
     assert on_two(args, at(9, signal.SIGTERM)) == [143, 143]

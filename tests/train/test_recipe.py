@@ -1,7 +1,5 @@
 """Settings as they act in a run: rates, clipping, memory, speed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -11,7 +9,7 @@ from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
 from vitrel.train.optim import Schedule
-from vitrel.train.running.execution import Execution, check_strategy, shard
+from vitrel.train.running.execution import Execution, ShardedStrategy, check_strategy
 
 TABLE = "vitrel_vit_n8_table"
 
@@ -138,19 +136,16 @@ def test_grad_checkpointing_a_model_without_it_is_refused():
 
 def test_sharded_weights_are_neither_averaged_nor_clipped_by_row():
     with pytest.raises(ValueError, match=r"leave model.ema out, or use strategy: ddp"):
-        fit(small(TABLE, ema=Ema()), strategy=ModelParallelStrategy())
+        fit(small(TABLE, ema=Ema()), strategy=ShardedStrategy())
     with pytest.raises(ValueError, match=r"optim.clip_mode agc needs whole rows, .* or strategy: ddp"):
-        check_strategy(ModelParallelStrategy(), averaged=False, clip_mode="agc")
+        check_strategy(ShardedStrategy(), averaged=False, clip_mode="agc")
 
 
-def test_strategies_that_split_the_model_or_its_checkpoint_are_refused():
-    with pytest.raises(ValueError, match="set its save_distributed_checkpoint: false"):
-        fit(small(TABLE), strategy=ModelParallelStrategy(save_distributed_checkpoint=True))
-    with pytest.raises(ValueError, match="FSDPStrategy is not supported: use ModelParallelStrategy"):
+def test_strategies_that_flatten_weights_or_split_the_model_are_refused():
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy is not supported: use vitrel.train.ShardedStrategy"):
+        fit(small(TABLE), strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match=r"FSDPStrategy is not supported: use vitrel.train.ShardedStrategy"):
         check_strategy(FSDPStrategy(), averaged=False, clip_mode=None)
-    split = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(ValueError, match="set its tensor_parallel_size: 1 and its data_parallel_size to the number of all"):
-        shard(small(TABLE).model, {"data_parallel": split, "tensor_parallel": split})
 
 
 COMPILED = Execution(compile=True, dynamic=True, backend="eager")

@@ -3,11 +3,9 @@
 import math
 import signal
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 import vitrel
 from helpers.runs import assert_same_run, at, in_child, on_two, read, resumed, rows, status
@@ -19,27 +17,6 @@ from vitrel.train.tasks import Segmentation, task_named
 
 IGNORED = 255
 CLASSES = ("field", "house", "lake")
-OF_CLASS = np.array([[40, 40, 40], [230, 30, 30], [30, 30, 230]], np.uint8)
-
-
-@pytest.fixture(scope="session")
-def town(tmp_path_factory):
-    """Fields with houses and lakes; a border of two pixels has no class."""
-    root, rng = tmp_path_factory.mktemp("town"), np.random.default_rng(0)
-    for split, n in (("train", 24), ("val", 7)):
-        for kind in ("images", "masks"):
-            (root / kind / split).mkdir(parents=True)
-        for i in range(n):
-            h, w = [(40, 56), (48, 40)][i % 2]
-            mask = np.zeros((h, w), np.uint8)
-            for value in (1, 2, 1):
-                y, x = rng.integers(0, h - 16), rng.integers(0, w - 16)
-                mask[y : y + 16, x : x + 16] = value
-            Image.fromarray(OF_CLASS[mask]).save(root / "images" / split / f"{i}.png")
-            mask[:2] = IGNORED
-            Image.fromarray(mask).save(root / "masks" / split / f"{i}.png")
-    (root / "classes.txt").write_text("\n".join(CLASSES) + "\n")
-    return root
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def _operation(error: Exception) -> str:
         owner = names.get("self")
         if f"{type(owner).__module__}.".startswith(LIBRARIES):
             # `transform_id` and `magnitude` in the frames of torchvision's TrivialAugment and timm's AugmentOp
-            operation = names.get("transform_id") or getattr(owner, "name", type(owner).__name__)
+            operation = str(names.get("transform_id") or getattr(owner, "name", type(owner).__name__))
             operation += f" of magnitude {names['magnitude']:.6g}" if "magnitude" in names else ""
     return operation
 

@@ -25,7 +25,7 @@ def as_tensor(image: Picture) -> Tensor:
 
 def as_array(image: Picture) -> np.ndarray:
     """Return an image as uint8 [h, w, 3]."""
-    return image.permute(1, 2, 0).contiguous().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    return image.permute(1, 2, 0).contiguous().numpy() if isinstance(image, Tensor) else np.array(image)
 
 
 def normalize(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

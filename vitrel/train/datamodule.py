@@ -43,6 +43,9 @@ class ImageData(LightningDataModule):
         batch_size: images per batch and device, in training and evaluation. An incomplete last training batch is dropped at
             fixed shape; at native shape its images are kept in smaller batches. Null: 64, or less for few training images, see
             `default_batch_size`.
+        global_batch_size: images per update on all devices together, whatever their number: gradients of several batches are
+            accumulated, and batches are made smaller where `batch_size` does not fit (`divided_batch`). With
+            trainer.accumulate_grad_batches above 1 it has no effect. Null: one batch of every device.
         workers: loader processes per device; 0 loads in the training process. Null: one per core, at most 8.
         augment: random augmentation of training images; null for none, {} for the defaults.
         n_train: number of training images; by default 10,000 for `shapes`, otherwise all.
@@ -74,6 +77,7 @@ class ImageData(LightningDataModule):
         data: str,
         size: int | tuple[int, int],
         batch_size: int | None = None,
+        global_batch_size: int | None = None,
         workers: int | None = 0,
         augment: Augmentation | None = None,
         n_train: int | None = None,
@@ -92,15 +96,17 @@ class ImageData(LightningDataModule):
         self.task = task
         self.data, self.size, self.augment, self.region, self.seed = data, pair(size), augment, region, seed
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
+        self.global_batch_size = global_batch_size
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
         self.protocol, self.tokens, self.repeats, self.reading = protocol, tokens, repeats, reading
         self.check_times = check_times
         self._listing: Listing | None = None
-        if (batch_size is not None and batch_size < 1) or (workers or 0) < 0 or repeats < 1:
-            raise ValueError(
-                f"data.batch_size ({batch_size}) must be at least 1, data.workers ({workers}) at least 0, "
-                f"data.repeats ({repeats}) at least 1"
-            )
+        positive = {"batch_size": batch_size, "global_batch_size": global_batch_size, "repeats": repeats}
+        for name, value in positive.items():
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} must be at least 1, not {value}")
+        if (workers or 0) < 0:
+            raise ValueError(f"data.workers must be at least 0, not {workers}")
         if protocol not in ("scale", "native"):
             raise ValueError(f"data.protocol must be scale or native, not {protocol!r}")
         if tokens is not None and (protocol != "native" or tokens < 1):
@@ -124,6 +130,9 @@ class ImageData(LightningDataModule):
         n, even = len(self.train_set), module.mixup is not None
         if self.batch_size is None:
             self.batch_size = default_batch_size(n, world)
+        if self.global_batch_size is not None and self.trainer.accumulate_grad_batches == 1:
+            divided = divided_batch(self.global_batch_size, self.batch_size, world, even)
+            self.batch_size, self.trainer.accumulate_grad_batches = divided
         if self.protocol == "native":
             self.order: Order = self._native_order(module.model, even)
             return
@@ -238,6 +247,31 @@ def default_batch_size(images: int, devices: int = 1) -> int:
     while size > 1 and (size * devices > images or (size > 8 and size * devices * 48 > images)):
         size //= 2
     return size
+
+
+def divided_batch(images: int, batch_size: int, devices: int, even: bool = False) -> tuple[int, int]:
+    """Return (images per batch and device, batches accumulated) for updates of about `images` images on all devices.
+
+    A batch has `batch_size` images at most. Where the images cannot be divided alike, an update has fewer of them.
+
+    Args:
+        images: images per update.
+        batch_size: the most images that a device takes at once.
+        devices: number of devices.
+        even: the number of images in a batch has to be even, because mixup pairs them.
+
+    Raises:
+        ValueError: fewer images than devices, or with `even` than two for each.
+    """
+    step = 2 if even else 1
+    accumulated = -(-images // (batch_size * devices))
+    batch = images // (accumulated * devices) // step * step
+    if batch < 1:
+        raise ValueError(
+            f"data.global_batch_size {images} cannot be divided between {devices} devices in batches of {batch_size}"
+            f"{' or less, even because of mixup' * even}: raise data.global_batch_size or data.batch_size, or use fewer devices"
+        )
+    return batch, accumulated
 
 
 def _outlive_signals(worker: int) -> None:

@@ -29,7 +29,6 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.metrics import EpochMeans
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimization, check_clipping, create_optimizer
-from vitrel.train.running.execution import Execution, ResourceAdvice, check_strategy, shard
+from vitrel.train.running.execution import Execution, ResourceAdvice, ShardedStrategy, check_strategy, shard
 from vitrel.train.running.resume_check import check_same_run
 from vitrel.train.tasks import task_named
 from vitrel.train.tuning import Tuning
@@ -194,9 +193,9 @@ class Classifier(LightningModule):
         return self.model(images)
 
     def configure_model(self) -> None:
-        """Shard the weights over the devices if the strategy is Lightning's ModelParallelStrategy (FSDP2)."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            shard(self.model, self.device_mesh)
+        """Shard the weights over the devices if the strategy is `ShardedStrategy` (FSDP2)."""
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return the optimizer and the learning-rate schedule, which advances at every update.
@@ -234,7 +233,7 @@ class Classifier(LightningModule):
     def on_fit_start(self) -> None:
         """Fit the position encoding where `tuning.fit` asks for it; a resumed run has its weights already."""
         if self.tuning.position is not None and self.tuning.fit != 0 and not self.resumed:
-            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            if isinstance(self.trainer.strategy, ShardedStrategy):
                 raise ValueError(
                     "model.tuning.fit needs all weights on one device, and this strategy shards them: fit with vitrel convert, "
                     "and start from its file, or set model.tuning.fit to 0"

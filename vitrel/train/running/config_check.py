@@ -24,8 +24,6 @@ CLASSES = {
     "lightning.pytorch.strategies": (
         "DDPStrategy",
         "DeepSpeedStrategy",
-        "FSDPStrategy",
-        "ModelParallelStrategy",
         "SingleDeviceStrategy",
     ),
     "lightning.pytorch.accelerators": ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"),
@@ -62,6 +60,7 @@ CLASSES = {
         "Precision",
     ),
     "lightning.pytorch.plugins": ("TorchSyncBatchNorm",),
+    "vitrel.train": ("ShardedStrategy",),
     # the blocks into which FSDP splits a model
     "vitrel.layers": ("Block",),
     "vitrel.layers.block": ("Block",),

@@ -104,32 +104,34 @@ def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
     )
 
 
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy that divides weights and batches between all devices (FSDP2), and saves one file.
+
+    Lightning's own is told the number of devices, and splits the model (tensor parallelism) with its default.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def setup_environment(self) -> None:
+        """Set up the process group and the mesh of devices, whose number is known only now."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard every vitrel block, every encoding and the rest of the model over the mesh's data-parallel ranks (FSDP2), in place.
+    """Shard every vitrel block, every encoding and the rest of the model over the ranks of a mesh (FSDP2), in place.
 
     Encodings are separate shards, because the trunk calls a shared encoding outside of its block. They stay gathered until the
     backward pass, because their results may be views of their parameters.
-
-    Args:
-        model: the model whose modules are sharded.
-        mesh: Lightning's device mesh, with the dimensions "data_parallel" and "tensor_parallel".
-
-    Raises:
-        ValueError: the mesh also splits the model (tensor parallelism).
     """
-    if mesh["tensor_parallel"].size() > 1:
-        raise ValueError(
-            "ModelParallelStrategy would split the model, which is not supported: set its tensor_parallel_size: 1 and its "
-            "data_parallel_size to the number of all devices"
-        )
-    ranks = mesh["data_parallel"]
     for part in model.modules():
         if isinstance(part, PositionEncoding) and [*part.parameters()]:
-            fully_shard(part, mesh=ranks, reshard_after_forward=False)
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
     for part in model.modules():
         if isinstance(part, Block):
-            fully_shard(part, mesh=ranks)
-    fully_shard(model, mesh=ranks)
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) -> None:
@@ -140,10 +142,11 @@ def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) ->
         averaged: the weights are averaged (EMA), which needs whole weights.
         clip_mode: `Optimization.clip_mode`; "agc" needs whole weights.
     """
-    if isinstance(strategy, FSDPStrategy):
-        # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
-        raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as imagenet_vit_b_fsdp.yaml does")
-    if not isinstance(strategy, ModelParallelStrategy):
+    if isinstance(strategy, FSDPStrategy | ModelParallelStrategy) and not isinstance(strategy, ShardedStrategy):
+        # FSDP flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
+        name = type(strategy).__name__
+        raise ValueError(f"{name} is not supported: use vitrel.train.ShardedStrategy, as imagenet_vit_b_fsdp.yaml does")
+    if not isinstance(strategy, ShardedStrategy):
         return
     if averaged:
         raise ValueError("model.ema needs whole weights, this strategy shards them: leave model.ema out, or use strategy: ddp")
@@ -151,6 +154,3 @@ def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) ->
         raise ValueError(
             "model.optim.clip_mode agc needs whole rows, this strategy shards them: use another clip_mode, or strategy: ddp"
         )
-    if strategy._save_distributed_checkpoint:
-        # torch unpickles a folder of shards, which may run code, whatever `weights_only` is
-        raise ValueError("ModelParallelStrategy has to save one file: set its save_distributed_checkpoint: false")

@@ -13,7 +13,6 @@ import timm
 import torch
 import torchvision
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from vitrel.common.commands import evaluate_line
 from vitrel.common.files import atomic_write, commit
@@ -21,6 +20,7 @@ from vitrel.common.machine import hardware_name
 from vitrel.common.sizes import format_size
 from vitrel.inspect.attention import NEGLIGIBLE, position_shares
 from vitrel.train.metrics import CSVLog, best_of, epochs_of
+from vitrel.train.running.execution import ShardedStrategy
 from vitrel.train.running.progress import Speed
 
 SHARE_IMAGES = 2  # training images by which the share of position in attention is measured
@@ -59,6 +59,8 @@ class Summary(Callback):
         self.write(trainer, "running")
         if self.prints and trainer.is_global_zero:
             print(_header(self.fixed, self.path.parent), flush=True)
+            if trainer.datamodule.global_batch_size is not None:
+                print(_update(trainer), flush=True)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if self.prints and trainer.is_global_zero and self.resumed:
@@ -74,7 +76,7 @@ class Summary(Callback):
         Sharded models are not measured: a forward pass would need all processes.
         """
         tuning = module.tuning
-        if tuning.position is None or not trainer.is_global_zero or isinstance(trainer.strategy, ModelParallelStrategy):
+        if tuning.position is None or not trainer.is_global_zero or isinstance(trainer.strategy, ShardedStrategy):
             return
         try:
             with torch.random.fork_rng():
@@ -174,6 +176,17 @@ def _header(about: dict[str, Any], folder: Path) -> str:
         f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size}\n"
         f"{about['train_images']:,} training and {about['val_images']:,} evaluation images of {about['data']}; "
         f"{about['max_epochs']} epochs, written to {folder}"
+    )
+
+
+def _update(trainer: Trainer) -> str:
+    """One line to print at the start: the images of an update, and how they are divided."""
+    meant, images = trainer.datamodule.global_batch_size, trainer.datamodule.batch_size
+    devices, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    update = images * devices * accumulated
+    return (
+        f"updates of {update:,} images{f' instead of {meant:,}' if update != meant else ''} (data.global_batch_size): "
+        f"{devices} device{'s' * (devices > 1)}, batches of {images}, {accumulated} accumulated"
     )
 
 
