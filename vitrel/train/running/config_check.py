@@ -24,6 +24,8 @@ CLASSES = {
     "lightning.pytorch.strategies": (
         "DDPStrategy",
         "DeepSpeedStrategy",
+        "FSDPStrategy",
+        "ModelParallelStrategy",
         "SingleDeviceStrategy",
     ),
     "lightning.pytorch.accelerators": ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"),
