@@ -171,11 +171,12 @@ def run_sweep(
                 (folder / "claims.md").unlink(missing_ok=True)
             if sweep.report:
                 from vitrel.evaluate.page import write_html
-                from vitrel.evaluate.page.pictures import collect_pictures, read_pictures
+                from vitrel.evaluate.page.pictures import collect_pictures, optional_picture, read_pictures
                 from vitrel.evaluate.page.scenes import draw_scenes
 
                 path = collect_pictures(models, sweep, folder, rows=rows)
-                draw_scenes(read_pictures(path) or {"scenes": []}, folder / "plots")
+                with optional_picture("scenes.png"):
+                    draw_scenes(read_pictures(path) or {"scenes": []}, folder / "plots")
                 write_html(folder, shown(title), sweep.photographs, sweep.margin)
         except BaseException as error:
             saved = tables.write_rest()
@@ -403,8 +404,10 @@ def _show(judged: Judged, folder: Path, title: str) -> None:
         part.write_text(table_page(judged, title or shown(folder.name)), "utf-8")
     print(f"\n{summary(judged)}", flush=True)
     from vitrel.evaluate.page import plot_all  # only where a folder is written
+    from vitrel.evaluate.page.pictures import optional_picture
 
-    plot_all(judged, folder / "plots", title)
+    with optional_picture("plots"):
+        plot_all(judged, folder / "plots", title)
 
 
 def _write_claims(claims: Sequence[Claim], rows: Sequence[Row], scores: Scores, folder: Path) -> None:

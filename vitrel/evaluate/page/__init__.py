@@ -379,6 +379,7 @@ def _left_out(pictures: Item | None, predictions: Predictions | None, translated
     missing = []
     if pictures is None:
         missing.append("maps of position and attention: this folder has no pictures.json.gz")
+    missing += [] if pictures is None else pictures["left_out"]
     for model in () if pictures is None else pictures["models"]:
         missing += [f"maps of {model['label']}: {model['error']}"] if model["error"] else []
         missing += model["left_out"]

@@ -12,9 +12,11 @@ import hashlib
 import io
 import json
 import math
+import warnings
 import zlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from vitrel.common.exits import one_line
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import Size, format_size
 from vitrel.evaluate.checkpoint import TrainedModel, backbone_of
@@ -38,7 +41,7 @@ from vitrel.inspect.any_model import patch_grid
 from vitrel.inspect.attention import Layer, for_each_layer, layer_position_share, offset_mean
 from vitrel.models.backbone import Backbone
 
-FORMAT = 4  # of the file
+FORMAT = 5  # of the file
 BUDGET = 1_000_000  # bytes of the compressed file; as text in the page a third more
 REACH = 31  # largest offset along an axis in the maps by offset, in tokens
 QUERIES = 256  # maximum number of query patches of an attention map
@@ -69,6 +72,7 @@ def collect_pictures(
     prediction changes with size (by predictions.npz); for segmentation the maps of the first image.
 
     Pictures of rows that are not evaluated now stay in the file. Photographs are left out if `sweep.photographs` is false.
+    A picture that cannot be made is left out with a warning, and `left_out` in the file names it.
 
     Args:
         budget: bytes of the file. New pictures get what the others leave, at least a quarter, so the file may grow beyond it.
@@ -81,9 +85,17 @@ def collect_pictures(
     former = _former_pictures(folder, rows, {(trial.trained.label, format_size(trial.size), trial.policy) for trial in trials})
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
     samples, blobs = Images(sweep), dict[str, str]()
-    seen = _preprocessed([trial for trial in all_trials if trial.trained is firsts[0]], samples, blobs) if images else []
-    thumbnails = _thumbnails(trials[0], samples, folder, rows) if images else {}
-    scenes = record_scenes(all_trials, sweep, samples, images)
+    left_out: list[str] = []
+    seen: list[Item] = []
+    thumbnails: dict[str, str] = {}
+    scenes: list[Item] = []
+    if images:
+        with optional_picture("a sample image at every size", left_out):
+            seen = _preprocessed([trial for trial in all_trials if trial.trained is firsts[0]], samples, blobs)
+        with optional_picture("images whose prediction changes with size", left_out):
+            thumbnails = _thumbnails(trials[0], samples, folder, rows)
+    with optional_picture("maps of predicted classes", left_out):
+        scenes = record_scenes(all_trials, sweep, samples, images)
     for item in scenes:
         for kind in _SCENE:
             key = hashlib.sha256(item[kind].encode()).hexdigest()[:12]
@@ -104,11 +116,29 @@ def collect_pictures(
         "scenes": [item for item in former["scenes"] if _scene(item) not in {*map(_scene, scenes)}] + scenes,
         "legend": legend(samples.listed(trials[0].preprocessing)) if scenes else former["legend"],
         "words": former["words"] | _described_classes(firsts, trials[0], samples),
+        "left_out": left_out,
         "blobs": former["blobs"] | blobs,
     }
     with atomic_write(Path(folder) / "pictures.json.gz") as part:
         part.write_bytes(gzip.compress(json.dumps(stored, separators=(",", ":")).encode(), mtime=0))
     return Path(folder) / "pictures.json.gz"
+
+
+@contextmanager
+def optional_picture(what: str, left_out: list[str] | None = None) -> Iterator[None]:
+    """Context for a picture of a report: where it cannot be made, for whatever reason, a warning says so and the run goes on.
+
+    Args:
+        what: the picture, for the warning.
+        left_out: list to which the warning's text is added.
+    """
+    try:
+        yield
+    except Exception as error:  # the rows, which took the time, are measured and must not be lost for a picture
+        text = f"{what}: {one_line(error) or type(error).__name__}"
+        warnings.warn(f"left out of the report: {text}", stacklevel=3)
+        if left_out is not None:
+            left_out.append(text)
 
 
 def read_pictures(path: Path) -> Item | None:
@@ -349,15 +379,19 @@ def _record_model(
             entry["error"] = "none of the sample images can be read"
             break
         entry["images"] = names
-        try:
-            recorded, embedding = _record_trial(trial, sweep, pixels, first, room)
-        except ValueError as error:
-            entry["error"] = str(error)
-            recorded, embedding = None, _embedding_at(trial)
+        failed: list[str] = []
+        recorded, embedding = None, None
+        with optional_picture(f"maps of {trial.name}", failed):
+            try:
+                recorded, embedding = _record_trial(trial, sweep, pixels, first, room)
+            except ValueError as error:
+                entry["error"] = str(error)
+                embedding = _embedding_at(trial)
+        entry["left_out"] += failed
         if embedding is not None and first:
             room -= _append(entry["similar"], keys | encode_similarity(embedding), room, blobs)
         if recorded is None:
-            if entry["error"] is None:
+            if entry["error"] is None and not failed:
                 entry["left_out"].append(f"{trained.label} at {size}: more than {LARGEST:,} tokens")
         else:
             entry["layers"], entry["acts"] = recorded.layers, entry["acts"] or recorded.acts
@@ -376,34 +410,55 @@ def _record_model(
     return entry, spent
 
 
-def _record_trial(trial: Trial, sweep: Sweep, pixels: Tensor, maps: bool, room: int) -> tuple[_Recorded | None, Tensor | None]:
+def _record_trial(
+    trial: Trial, sweep: Sweep, images: Sequence[Tensor], maps: bool, room: int
+) -> tuple[_Recorded | None, Tensor | None]:
     """Run a trial's model on sample images; return maps of its layers (None above LARGEST tokens) and its position embedding.
 
+    Images of different shapes, in the native protocol, are run apart; the maps by offset and the embedding are then those at
+    the shape of the first.
+
     Args:
+        images: [3, h, w] each.
         maps: record attention maps too, not only maps by offset.
         room: bytes for this trial.
     """
     encoded: list[tuple[str, Item]] = []
-    names, acts, shares = [], [], []
-    device, part = sweep.torch_device, int(PART * room)
+    names: list[str] = []
+    acts: list[bool] = []
+    shares: list[float | None] = []
+    embedding, part = None, int(PART * room)
+    by_shape: dict[Size, list[int]] = defaultdict(list)
+    for index, image in enumerate(images):
+        by_shape[image.shape[-2], image.shape[-1]].append(index)
 
-    def use(layer: Layer) -> None:
-        names.append(layer.name)
-        acts.append(_acts(layer))
-        shares.append(round(layer_position_share(layer), 5) if layer.position is not None else None)
-        keys = {"layer": len(names) - 1}
-        if acts[-1]:
-            lattice = _fitting_lattice(offset_mean(layer, layer.position), part)
-            encoded.append(("lattices", keys | {"window": list(layer.window or layer.grid[:2])} | lattice))
-        for image in range(len(pixels) if maps else 0):
-            encoded.append(("maps", keys | {"image": image} | _fitting_map(layer, image, part)))
+    def record_shape(model: nn.Module, numbers: Sequence[int]) -> None:
+        at, is_first = 0, not names
+
+        def use(layer: Layer) -> None:
+            nonlocal at
+            keys = {"layer": at}
+            at += 1
+            if is_first:
+                names.append(layer.name)
+                acts.append(_acts(layer))
+                shares.append(round(layer_position_share(layer), 5) if layer.position is not None else None)
+                if acts[-1]:
+                    lattice = _fitting_lattice(offset_mean(layer, layer.position), part)
+                    encoded.append(("lattices", keys | {"window": list(layer.window or layer.grid[:2])} | lattice))
+            for index, number in enumerate(numbers if maps else ()):
+                encoded.append(("maps", keys | {"image": number} | _fitting_map(layer, index, part)))
+
+        for_each_layer(model, torch.stack([images[number] for number in numbers]).to(sweep.torch_device), use)
 
     try:
-        ready = at_size_with(trial.trained.model.to(device), trial.size, trial.policy)
-        if ready.tokens > LARGEST:
-            return None, None
-        embedding = token_embedding(ready.model, trial.size)
-        for_each_layer(ready.model.to(device), pixels.to(device), use)
+        for size, numbers in by_shape.items():
+            ready = at_size_with(trial.trained.model.to(sweep.torch_device), size, trial.policy)
+            if ready.tokens > LARGEST:
+                return None, None
+            if not names:
+                embedding = token_embedding(ready.model, size)
+            record_shape(ready.model.to(sweep.torch_device), numbers)
     finally:
         trial.trained.model.cpu()
     preferred = {len(names) - 1, 0, len(names) // 2}  # the first, middle and last layer
@@ -440,8 +495,8 @@ def _fitting_map(layer: Layer, image: int, room: int) -> Item:
     return encode_map(layer, image, True, 16)
 
 
-def _samples(trial: Trial, samples: Images, most: int) -> tuple[Tensor, list[str]]:
-    """At most `most` images at equal distances in the data, from the first, [n, 3, H, W], and the names of their classes."""
+def _samples(trial: Trial, samples: Images, most: int) -> tuple[list[Tensor], list[str]]:
+    """At most `most` images [3, H, W] at equal distances in the data, from the first, and the names of their classes."""
     dataset = samples.dataset(trial.preprocessing)
     chosen = sorted({min(round(i * len(dataset) / most), len(dataset) - 1) for i in range(most)})
     items, listed = [*samples.items(trial.preprocessing, chosen)], samples.listed(trial.preprocessing)
@@ -449,7 +504,7 @@ def _samples(trial: Trial, samples: Images, most: int) -> tuple[Tensor, list[str
         names = [listed.classes[int(label)] if listed.classes else str(int(label)) for _, _, label in items]
     else:
         names = [listed.names[index] for index, *_ in items]
-    return (torch.stack([image for _, image, _ in items]) if items else torch.zeros(0, 3, *trial.size)), names
+    return [image for _, image, _ in items], names
 
 
 def _picture(trial: Trial, image: int, pixels: Tensor, blobs: dict[str, str]) -> str:
