@@ -152,7 +152,8 @@ def create_dataset(
         if kind == "hfds":
             return MaskRows(place, split, **options)
         samples, classes, values = _mask_files(data, kind, place, split, reading.val_fraction, download)
-        return MaskFiles(classes, samples, (root if kind == "torch" else place).rstrip("/"), values=values, **options)
+        options |= {"values": values, "expected": len(classes) if split == "train" and kind != "torch" else 0}
+        return MaskFiles(classes, samples, (root if kind == "torch" else place).rstrip("/"), **options)
     if kind == "torch":
         return TorchvisionSet(name, root, split, download=download, **options)
     if kind in ("csv", "address"):

@@ -2,15 +2,18 @@
 
 import pickle
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch.utils.data import DataLoader
 
 from helpers import shared
 from vitrel.data import Augmentation, BadImage, Draw, Reading, class_names, collate_masks, create_dataset
+from vitrel.data.readers.decode import decode_mask
 
 HOW = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "task": "segmentation"}
 COLORS = np.array([[40, 40, 40], [230, 30, 30], [30, 230, 30], [30, 30, 230]], np.uint8)  # of the classes, the last unlabeled
@@ -87,14 +90,18 @@ def test_layouts(root, tmp_path):
     assert items(f"file://{root}") == items(root)
 
 
-def test_hugging_face(root, tmp_path):
+def write_rows(root, out):
     datasets = pytest.importorskip("datasets")
     for split in ("train", "val"):
         files = [sorted((root / folder / split).iterdir()) for folder in ("images", "masks")]
         images = [[{"bytes": path.read_bytes(), "path": None} for path in paths] for paths in files]
         features = datasets.Features({"image": datasets.Image(), "label": datasets.Image()})
         rows = datasets.Dataset.from_dict(dict(zip(("image", "label"), images, strict=True)), features=features)
-        rows.to_parquet(tmp_path / "rows" / f"{'train' if split == 'train' else 'validation'}.parquet")
+        rows.to_parquet(out / f"{'train' if split == 'train' else 'validation'}.parquet")
+
+
+def test_hugging_face(root, tmp_path):
+    write_rows(root, tmp_path / "rows")
     assert class_names(str(tmp_path / "rows"), task="segmentation") == ["0", "1", "2"]
     shutil.copy(root / "classes.txt", tmp_path / "rows")
     for split in ("train", "val"):
@@ -214,6 +221,106 @@ def test_a_damaged_mask_is_an_unreadable_image(root):
     assert not image.any() and (mask == 255).all() and mask.shape == (36, 48) and data.bad_indices() == [1]
     replaced = create_dataset(str(root), "val", (36, 48), **HOW, reading=Reading(on_bad="replace"))
     assert torch.equal(replaced[1][1], replaced[2][1])
+
+
+def two_classes(root, values=(0, 1), names="field\nhouse\n"):
+    """Masks of two classes, written as `values`."""
+    (root / "classes.txt").write_text(names)
+    for path in (root / "masks").rglob("*.png"):
+        Image.fromarray(np.where(scene(int(path.stem)) == 1, *values[::-1]).astype(np.uint8)).save(path)
+
+
+def test_masks_of_two_classes_as_0_and_255_are_refused(root):
+    """In training, in evaluation and for a few chosen images; as 0 and 1 they are read."""
+    two_classes(root)
+    assert create_dataset(str(root), "train", (36, 48), **HOW).class_counts() == [6, 6]
+    two_classes(root, (0, 255))
+    for options in ({}, {"n": 2}):
+        with pytest.raises(
+            ValueError,
+            match=r"no pixel of the 6 masks of .*town has the class house \(value 1\); the value 255 occurs and means that a "
+            "pixel has no class: give every pixel the number of its class",
+        ):
+            items(root, **options)
+        with pytest.raises(ValueError, match=r"no pixel of the 3 masks of .* has a second class; the value 255 occurs"):
+            items(root, "val", **options)
+
+
+def test_numbered_classes_of_masks_as_0_and_255_are_refused_too(root, tmp_path):
+    two_classes(root, (0, 255))
+    write_rows(root, tmp_path / "rows")
+    with pytest.raises(ValueError, match="has a second class; the value 255 occurs"):
+        items(tmp_path / "rows")
+    shutil.copy(root / "classes.txt", tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"has the class house \(value 1\); the value 255 occurs"):
+        items(tmp_path / "rows")
+
+
+def test_a_class_without_a_pixel_in_training_is_named_also_if_some_are_chosen(root):
+    (root / "classes.txt").write_text("field\nhouse\nlake\npond\n")
+    with pytest.raises(ValueError, match=r"no pixel of the 6 masks of .*town has the class pond \(value 3\)"):
+        items(root, n=1)
+    assert len(items(root, "val")) == 3
+    for i in range(5):
+        Image.fromarray(np.zeros((36, 48), np.uint8)).save(root / f"masks/train/{i}.png")
+    Image.fromarray(np.arange(36 * 48, dtype=np.uint8).reshape(36, 48) % 4).save(root / "masks/train/5.png")
+    assert len(items(root, n=1)) == 1 and len(items(root, n=5)) == 5
+    Image.fromarray(np.full((36, 48), 255, np.uint8)).save(root / "masks/train/2.png")
+    with pytest.raises(ValueError, match=r"1 of 6 images has a mask in which no pixel has a class, only 255, such as .*2.png"):
+        items(root)
+
+
+def gray(path, values, bits):
+    """Write values as a gray PNG of 1, 2, 4 or 8 bits, as annotation tools do; Pillow writes 1 and 8."""
+    rows = np.unpackbits(values[..., None], axis=2)[..., 8 - bits :].reshape(len(values), -1)
+    rows = np.pad(np.packbits(rows, axis=1), ((0, 0), (1, 0)))  # before each row its filter, none
+    h, w = values.shape
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", w, h, bits, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows.tobytes())),
+        (b"IEND", b""),
+    )
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+        )
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_gray_masks_of_few_bits_are_read_as_stored(tmp_path, bits):
+    values = (np.arange(48 * 36).reshape(36, 48) % 2 ** min(bits, 5)).astype(np.uint8)
+    gray(tmp_path / "a.png", values, bits)
+    assert np.array_equal(decode_mask(tmp_path / "a.png"), values)
+    image = palette(values)
+    image.save(tmp_path / "b.png", bits=bits)
+    assert np.array_equal(decode_mask(tmp_path / "b.png"), values)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_image_and_mask_are_turned_as_viewers_turn_them(root, orientation):
+    """The mask is drawn over what a viewer shows; a mask of the stored pixels does not fit if the sides are exchanged."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    back = {6: 8, 8: 6}.get(orientation, orientation)  # the orientation that undoes it
+    expected = items(root, "val")
+    for i in range(3):
+        path = root / f"images/val/{i}.png"
+        image = Image.open(path)
+        image.getexif()[ExifTags.Base.Orientation] = back
+        stored = ImageOps.exif_transpose(image)
+        stored.save(path, exif=exif)
+    found = create_dataset(str(root), "val", (36, 48), **HOW)
+    assert found.image_sizes() == [(36, 48)] * 3
+    for i, (image, mask) in enumerate(expected):
+        assert found[i][0].numpy().tobytes() == image and found[i][1].numpy().tobytes() == mask
+    if orientation > 4:
+        Image.fromarray(scene(30).T.copy()).save(root / "masks/val/0.png")
+        with pytest.raises(ValueError, match=r"48x36 and 36x48 pixels: the image is turned by its EXIF orientation"):
+            items(root, "val")
+        Image.fromarray(scene(30).T.copy()).save(root / "masks/val/0.png", exif=exif)  # a tool that copies the tags
+        assert items(root, "val")
 
 
 def test_the_digest_covers_masks(root):

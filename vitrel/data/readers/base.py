@@ -72,6 +72,8 @@ class ImageSet(Dataset, ABC):
         reading: limits, and handling of unreadable images.
     """
 
+    upright = False  # whether images are turned by their EXIF orientation
+
     def __init__(
         self,
         classes: list[str],
@@ -104,11 +106,11 @@ class ImageSet(Dataset, ABC):
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
         """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
-        return decode(self.encoded(index), self.reading.max_pixels, self.name(index)), self.label(index)
+        return decode(self.encoded(index), self.reading.max_pixels, self.name(index), self.upright), self.label(index)
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        return image_size(self.encoded(index), self.reading.max_pixels, self.name(index))
+        return image_size(self.encoded(index), self.reading.max_pixels, self.name(index), self.upright)
 
     @property
     def epoch(self) -> int:

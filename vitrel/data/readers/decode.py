@@ -6,7 +6,8 @@ recognized by content, not by name. The rules of conversion:
 - gray is repeated into three channels, palettes are looked up, CMYK is converted as Pillow does;
 - alpha and transparent colors are dropped, not blended: the stored color stays;
 - 16 bits per channel keep their high byte;
-- the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do;
+- the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do, unless the image has a mask: image and mask are
+  then turned as viewers do, and so do the tools that masks are drawn with;
 - of an animation, the first frame is taken.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import IO, Literal, get_args
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vitrel.common.files import shown
 from vitrel.data.readers.addresses import is_address, read_bytes
@@ -95,13 +96,14 @@ class Reading:
             raise ValueError(f"cached_side must be at least 1 pixel (shorter side of cached images), not {self.cached_side}")
 
 
-def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> Image.Image:
+def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False) -> Image.Image:
     """Decode an image file, or its bytes, to a Pillow image of mode RGB.
 
     Args:
         source: path, or encoded bytes.
         max_pixels: maximum h · w.
         name: name of the image in errors; by default the path.
+        upright: turn the image by its EXIF orientation.
 
     Raises:
         BadImage: (a ValueError) the image cannot be decoded or has too many pixels; the text has its name and the reason.
@@ -115,7 +117,7 @@ def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str =
     ):
         image = _header(file, max_pixels, name)
         try:
-            return _rgb(image)
+            return _rgb(ImageOps.exif_transpose(image) if upright and _orientation(image) > 1 else image)
         except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
             if ran_out(error):
                 raise
@@ -124,6 +126,8 @@ def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str =
 
 def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> np.ndarray:
     """Return the values of a mask, [h, w] of an unsigned integer type: gray levels or indices into a palette, never its colors.
+
+    Gray levels are as stored, also of less than 8 bits, and the mask is turned by its EXIF orientation if it has one.
 
     Args:
         source, max_pixels, name: as in `decode`.
@@ -137,20 +141,35 @@ def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: 
         image = _header(file, max_pixels, name)
         if image.format != "PNG" or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(f"{name} is a {image.format} of mode {image.mode}, and a mask is a gray or palette PNG")
+        scale = {"L;2": 85, "L;4": 17}.get(image.tile[0].args, 1)  # Pillow scales levels of 2 and 4 bits to 0 to 255
         try:
-            return np.asarray(image).astype(np.uint8 if image.mode in "1LP" else np.uint16)
+            values = np.asarray(ImageOps.exif_transpose(image) if _orientation(image) > 1 else image)
+            return values.astype(np.uint8 if image.mode in "1LP" else np.uint16) // scale
         except Exception as error:
             if ran_out(error):
                 raise
             raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
 
 
-def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> tuple[int, int]:
-    """Return (height, width) of an image in pixels from its header, without decoding it; `BadImage` as `decode`."""
+def image_size(
+    source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False
+) -> tuple[int, int]:
+    """Return (height, width) of an image in pixels from its header, without decoding it; otherwise as `decode`."""
     name = name or _name(source)
     with open_image(source, name) as file:
-        w, h = _header(file, max_pixels, name).size
-    return h, w
+        image = _header(file, max_pixels, name)
+        w, h = image.size
+        return (w, h) if upright and _orientation(image) > 4 else (h, w)
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation of an image, 1 to 8, from what its header contains; from 5 on height and width are exchanged."""
+    if image.format == "PNG" and "exif" not in image.info:  # otherwise Pillow decodes a PNG to look for it after the pixels
+        return 1
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a damaged EXIF block raises SyntaxError, struct.error and others, and viewers ignore it
+        return 1
 
 
 def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:

@@ -1,17 +1,19 @@
 """Data sets for segmentation: images with masks, which give every pixel a class.
 
-A mask is a PNG of one channel, gray or palette, 8 or 16 bits, of the size of its image. Its values are the classes, 255 where a
-pixel has none; the colors of a palette do not matter. Masks are in folders beside the images (`MaskFolder`), in a column of a
-Hugging Face data set (`MaskRows`), or in a set of torchvision (`torchvision_masks`).
+A mask is a PNG of one channel, gray or palette, of 1 to 16 bits and the size of its image. Its values are the classes, 255
+where a pixel has none; the colors of a palette do not matter. Image and mask are turned by their EXIF orientation. Masks are in
+folders beside the images (`MaskFiles`), in a column of a Hugging Face data set (`MaskRows`), or in a set of torchvision
+(`torchvision_masks`).
 
-Every mask is decoded once when a data set is made: one that does not fit its image or the classes is an error before training,
-and nothing is resampled to fit.
+Every mask is decoded once when a data set is made: one that does not fit its image or the classes, or has no pixel with a
+class, is an error before training, as is a class that no mask has. Nothing is resampled to fit.
 """
 
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +28,7 @@ from vitrel.data.prepare import Picture
 from vitrel.data.readers.addresses import is_address, list_files
 from vitrel.data.readers.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256
 from vitrel.data.readers.classes import read_class_names
-from vitrel.data.readers.decode import IGNORED, SUFFIXES, BadImage, Reading, decode, decode_mask
+from vitrel.data.readers.decode import IGNORED, SUFFIXES, BadImage, Reading, decode, decode_mask, image_size
 from vitrel.data.readers.files import Files, below
 from vitrel.data.readers.folder import hidden
 from vitrel.data.readers.hub import byte_counts, image_columns, load, rows_of, source_of
@@ -54,10 +56,14 @@ class MaskSet(ImageSet):
         where: name of the data and split, for messages.
         view, options: the other arguments of `ImageSet`; `augment` has the method `joint`.
         values: {value in the masks: class} where they differ.
+        expected: number of classes, from 0, that have to occur in the masks of the split, also if only some are chosen.
 
     Raises:
-        ValueError: masks that do not fit their images or the classes; the text counts them and names some.
+        ValueError: masks that do not fit their images or the classes, which the text counts and names some of, or expected
+            classes that no mask has.
     """
+
+    upright = True
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class MaskSet(ImageSet):
         where: str,
         *view: Any,
         values: dict[int, int] | None = None,
+        expected: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(classes, samples, where, *view, **options)
@@ -76,14 +83,15 @@ class MaskSet(ImageSet):
             self.table[value] = number
         self.values = values
         self._counts = self._checked()
+        self._check_classes(samples, expected)
 
     @abstractmethod
-    def encoded_mask(self, index: int) -> str | bytes:
-        """Return the path of the mask of an image or its bytes."""
+    def mask_of(self, sample: tuple[Any, Any]) -> str | bytes:
+        """Return the path of the mask of a sample or its bytes."""
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Return (image of mode RGB, classes uint8 [h, w]); `BadImage` if either cannot be decoded."""
-        image = decode(self.encoded(index), self.reading.max_pixels, self.name(index))
+        image = decode(self.encoded(index), self.reading.max_pixels, self.name(index), self.upright)
         return image, self.table[self._values(index)].astype(np.uint8)
 
     def finish(self, picture: Picture, target: np.ndarray, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -101,7 +109,7 @@ class MaskSet(ImageSet):
         return self._counts.sum(0)[: len(self.classes)].tolist()
 
     def _values(self, index: int) -> np.ndarray:
-        return decode_mask(self.encoded_mask(index), self.reading.max_pixels, f"the mask of {self.name(index)}")
+        return decode_mask(self.mask_of(self.samples[index]), self.reading.max_pixels, f"the mask of {self.name(index)}")
 
     def _checked(self) -> np.ndarray:
         """Whether each class is in each mask, bool [n, 256]; ValueError for masks that do not fit."""
@@ -129,6 +137,8 @@ class MaskSet(ImageSet):
             return "no mask of one channel (a gray or palette PNG)", f" ({error})", present
         if values.shape != size:
             sizes = "{}x{} and {}x{} pixels".format(*values.shape, *size)
+            if values.shape == image_size(self.encoded(index), self.reading.max_pixels):
+                sizes += ": the image is turned by its EXIF orientation, as viewers do, and the mask is not"
             return "a mask of another size, and nothing is resampled: make both the same size", f" ({sizes})", present
         known = range(len(self.classes)) if self.values is None else self.values
         there = np.bincount(values.ravel()).nonzero()[0]  # faster than unique
@@ -136,7 +146,32 @@ class MaskSet(ImageSet):
         if beyond:
             return f"classes in the mask beyond the {len(self.classes)} known", f" (value {beyond[-1]})", present
         present[self.table[there]] = True
+        if not present[: len(self.classes)].any():
+            return f"a mask in which no pixel has a class, only {IGNORED}", "", present
         return "", "", present
+
+    def _check_classes(self, samples: Sequence[tuple[Any, Any]], expected: int) -> None:
+        """Raise ValueError if no mask of `samples` has one of the `expected` classes, or if all have one class and 255."""
+        seen = self._counts.any(0)
+
+        def fit() -> bool:
+            several = seen[: len(self.classes)].sum() > 1
+            return bool(seen[:expected].all() and (several or not (expected or seen[IGNORED])))
+
+        for sample in samples if len(samples) > len(self) else ():  # a class that is rare need not be among the chosen
+            if fit():
+                break
+            with suppress(ValueError):  # masks that cannot be decoded, or do not fit, are errors where they are chosen
+                values = decode_mask(self.mask_of(sample), self.reading.max_pixels)
+                seen[self.table[np.unique(values[values <= IGNORED])]] = True
+        if not fit():
+            missing = [f"{self.classes[i]} (value {i})" for i in (~seen[:expected]).nonzero()[0]]
+            what = f"has the class {', '.join(missing)}" if missing else "has a second class"
+            ignored = f"; the value {IGNORED} occurs and means that a pixel has no class" if seen[IGNORED] else ""
+            raise ValueError(
+                f"no pixel of the {len(samples)} masks of {self.where} {what}{ignored}: give every pixel the number of its "
+                "class, from 0 in the order of classes.txt, or take classes that do not occur out of that file"
+            )
 
 
 def counted(names: Sequence[str], total: int, fault: str) -> str:
@@ -148,9 +183,9 @@ def counted(names: Sequence[str], total: int, fault: str) -> str:
 class MaskFiles(MaskSet, Files):
     """Image files with files of masks: the source and the label of a sample are paths or addresses of an image and its mask."""
 
-    def encoded_mask(self, index: int) -> str:
-        """Return the path of a mask."""
-        return self.samples[index][1]
+    def mask_of(self, sample: tuple[str, str]) -> str:
+        """Return the path of the mask of a sample."""
+        return sample[1]
 
     def contents(self) -> list[str]:
         """Return one line per image, in order: the paths of image and mask relative to the folder, with a tab between."""
@@ -191,15 +226,17 @@ class MaskRows(MaskSet):
         self.image, self.mask = mask_columns(name, splits)
         own, samples = rows_of(name, split, splits, reading.val_fraction, lambda rows: [0] * len(rows))
         self.rows = splits[own].select_columns([self.image, self.mask])
-        super().__init__(row_classes(name), samples, f"{name} {own}", prepare, augment, reading=reading, **options)
+        classes = row_classes(name)
+        options["expected"] = len(classes) if split == "train" and _are_named(name) else 0
+        super().__init__(classes, samples, f"{name} {own}", prepare, augment, reading=reading, **options)
 
     def encoded(self, index: int) -> bytes | str:
         """Return the encoded image or its path."""
         return source_of(self.rows, self.samples[index][0], self.image)
 
-    def encoded_mask(self, index: int) -> bytes | str:
-        """Return the encoded mask or its path."""
-        return source_of(self.rows, self.samples[index][0], self.mask)
+    def mask_of(self, sample: tuple[int, Any]) -> bytes | str:
+        """Return the encoded mask of a sample or its path."""
+        return source_of(self.rows, sample[0], self.mask)
 
     def versions(self) -> list[str]:
         """Return the sizes of each encoded image and mask in bytes, in order."""
@@ -208,7 +245,8 @@ class MaskRows(MaskSet):
 
     def checksums(self) -> Iterable[str]:
         """Yield the SHA-256 of each encoded image and mask, in order."""
-        return (sha256(source(index)) for index in range(len(self)) for source in (self.encoded, self.encoded_mask))
+        pairs = ((self.encoded(index), self.mask_of(sample)) for index, sample in enumerate(self.samples))
+        return (sha256(source) for pair in pairs for source in pair)
 
 
 def mask_folder(root: str, split: Split, val_fraction: float | None = None) -> list[tuple[str, str]]:
@@ -305,9 +343,11 @@ def mask_columns(name: str, splits: dict[str, Any]) -> tuple[str, str]:
 
 def row_classes(name: str) -> list[str]:
     """Return the class names of a Hugging Face data set with masks (`MaskRows`)."""
-    if not is_address(name) and (Path(name) / "classes.txt").is_file():
-        return mask_classes(name)
-    return [str(i) for i in range(_largest(name) + 1)]
+    return mask_classes(name) if _are_named(name) else [str(i) for i in range(_largest(name) + 1)]
+
+
+def _are_named(name: str) -> bool:
+    return not is_address(name) and (Path(name) / "classes.txt").is_file()
 
 
 @lru_cache(8)
