@@ -103,6 +103,50 @@ def test_a_csv(flowers):
         class_names(str(flowers / "bad.csv"))
 
 
+def test_a_csv_as_excel_writes_it(flowers, tmp_path):
+    rows = [
+        ("path", " label", "split", ""),
+        *((flowers / path, f"{kind} ", split, "") for path, kind, split in rows_of(flowers)),
+    ]
+    for encoding, end in (("utf-8-sig", "\r\n"), ("utf-8", "\r"), ("utf-8", "\n")):
+        lines = [", ".join(f'"{cell}"' if i % 2 else f"{cell}" for cell in row) for i, row in enumerate(rows)]
+        lines[3:3] = ["", ",,,"]  # of cells that were emptied
+        (tmp_path / "all.csv").write_bytes((end.join(lines) + end).encode(encoding))
+        assert_same(tmp_path / "all.csv", flowers)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ("a.jpg,cat,train\nb.jpg,dog\n", "line 3 has 2 cells, and the header has 3"),
+        ("a.jpg,cat,train,7\n", "line 2 has 4 cells"),
+        ('a.jpg,cat,train\n\nb.jpg,"dog,train\nc.jpg,dog,val\n', "line 4 has a quote that is not closed"),
+        ('"a.jpg,cat,train\nb.jpg",dog,val\n', "line 2 has a quote that is not closed"),
+        ('a.jpg,"cat"s,train\n', "line 2 has a quote that is not closed, or text beside one"),
+        ("a.jpg,cat,train\nb.jpg,caf\xe9,val\n", "line 3 is not UTF-8: save the file"),
+        ("a.jpg,cat,train\nb.jpg,dog,val\n./a.jpg,cat,train\n", "line 4 has the image ./a.jpg of line 2 again: keep one row"),
+        ("a.jpg,cat,train\na.jpg,dog,train\n", "line 3 has the image a.jpg of line 2 again as dog: keep"),
+        ("a.jpg,cat,train\na.jpg,cat,val\n", "line 3 has the image a.jpg of line 2 again as val: keep"),
+        ("a.jpg,cat,train\nb.jpg, ,val\n", "line 3 has no label"),
+        (",cat,train\n", "line 2 has no path"),
+        ("a.jpg,cat,train\nb.jpg,cat,\n", "line 3 has no split"),
+        ("a.jpg,cat,Train\n", "line 2 has the split 'Train': use one of test, train, "),
+        ("a.jpg,cat,train\nb.jpg,dog,val\nc.jpg,Cat,val\n", "line 4 has the class Cat, and line 2 cat: use one spelling"),
+    ],
+)
+def test_rows_of_a_csv_that_would_be_read_wrong_are_named(tmp_path, rows, text):
+    (tmp_path / "all.csv").write_bytes(b"path,label,split\n" + rows.encode("latin-1"))
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/all.csv, {text}")):
+        class_names(f"{tmp_path}/all.csv")
+
+
+@pytest.mark.parametrize("header", ["path;label;split", "path,label,label", ""])
+def test_other_headers_of_a_csv_are_refused(tmp_path, header):
+    (tmp_path / "all.csv").write_text(f"{header}\na.jpg;cat;train\n" if ";" in header else f"{header}\na.jpg,cat,dog\n")
+    with pytest.raises(ValueError, match="it needs a header with path and label, each once and separated by commas"):
+        class_names(f"{tmp_path}/all.csv")
+
+
 def test_a_web_dataset_of_someone_else(flowers, tmp_path):
     write_tars(flowers, tmp_path / "tars", 7)
     assert_same(tmp_path / "tars", flowers)

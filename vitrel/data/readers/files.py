@@ -72,28 +72,70 @@ def files_at(root: str, split: Split, val_fraction: float | None = None) -> List
 def csv_files(path: str | Path, split: Split, val_fraction: float | None = None) -> Listed:
     """Return (path, class index) of the images of a split of a CSV with a header, and the class names.
 
-    Names are sorted, as numbers if all are digits, and an index is a place in that order. The columns are the path (`path`,
-    `image`, `file`, `filename` or `file_name`; relative to the CSV's folder, or an address), the class (`label`, `class` or
-    `target`) and, optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an evaluation split,
-    `val_fraction` of each class is taken from the training images, or from all images if no split is named.
+    Names are in `class_order`, and an index is a place in that order. The columns are the path (`path`, `image`, `file`,
+    `filename` or `file_name`; relative to the CSV's folder, or an address), the class (`label`, `class` or `target`) and,
+    optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an evaluation split, `val_fraction` of each
+    class is taken from the training images, or from all images if no split is named.
 
     Raises:
-        ValueError: columns or the split are missing, or there is neither an evaluation split nor `val_fraction`.
+        ValueError: a file that is no CSV in UTF-8, rows without a path, class or known split, an image with several rows, or
+            names of classes that differ in case alone, with the line; columns or the split are missing, or there is neither an
+            evaluation split nor `val_fraction`.
     """
-    rows = list(csv.DictReader(io.StringIO(read_text(path))))
-    columns = list(rows[0]) if rows else []
+    header, *rows = _cells(path) or [(1, [])]
+    columns = header[1]
     image, label = (one_of(names, columns) for names in (PATHS, LABELS))
-    if image is None or label is None:
+    used = [column for column in (image, label, "split") if column in columns]
+    if image is None or label is None or len(set(used)) < sum(map(columns.count, used)):
         raise ValueError(
-            f"{path} has the columns {', '.join(columns) or 'none'}: it needs a header with {PATHS[0]} and {LABELS[0]}, one "
-            "row for each image"
+            f"{path} has the columns {', '.join(columns) or 'none'}: it needs a header with {PATHS[0]} and {LABELS[0]}, each "
+            "once and separated by commas, and one row for each image"
         )
-    names = {row[label] for row in rows}
-    classes = class_order(names)
-    numbers = {name: number for number, name in enumerate(classes)}
     folder = str(path).rpartition("/")[0] if is_address(path) else str(Path(path).parent)
-    samples = [
-        (row[image] if is_address(row[image]) else os.path.join(folder, row[image]), numbers[row[label]]) for row in rows
-    ]
-    words = [row.get("split", "") for row in rows]
-    return of_split(samples, words, split, val_fraction, str(path)), classes
+    found: dict[str, tuple[int, str, str]] = {}  # {path of an image: line, class, split}
+    spelled: dict[str, tuple[int, str]] = {}  # {name of a class in lower case: line, name}
+    paths = []
+    for line, cells in rows:
+        row = dict(zip(columns, cells, strict=True))
+        where, word = f"{path}, line {line}", row.get("split", "")
+        if empty := [column for column in used if not row[column]]:
+            raise ValueError(f"{where} has no {empty[0]}: fill in or remove the row")
+        if word and word not in NAMES:
+            raise ValueError(f"{where} has the split {word!r}: use one of {', '.join(sorted(NAMES))}, or remove the row")
+        paths.append(row[image] if is_address(row[image]) else os.path.join(folder, row[image]))
+        first = found.setdefault(os.path.normpath(paths[-1]), (line, row[label], word))
+        if first[0] != line:
+            differs = [f" as {this}" for this, that in zip((row[label], word), first[1:], strict=True) if this != that]
+            raise ValueError(f"{where} has the image {row[image]} of line {first[0]} again{' and'.join(differs)}: keep one row")
+        first_name = spelled.setdefault(row[label].casefold(), (line, row[label]))
+        if first_name[1] != row[label]:
+            raise ValueError(f"{where} has the class {row[label]}, and line {first_name[0]} {first_name[1]}: use one spelling")
+    classes = class_order({name for _, name, _ in found.values()})
+    numbers = {name: number for number, name in enumerate(classes)}
+    samples = [(place, numbers[name]) for place, (_, name, _) in zip(paths, found.values(), strict=True)]
+    return of_split(samples, [word for _, _, word in found.values()], split, val_fraction, str(path)), classes
+
+
+def _cells(path: str | Path) -> list[tuple[int, list[str]]]:
+    """(line number, cells) of every row of a CSV with a cell that is not empty, without blanks around cells."""
+    try:
+        text = read_text(path)
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line} is not UTF-8: save the file in that encoding (Excel's CSV UTF-8)") from error
+    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+    rows: list[tuple[int, list[str]]] = []
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = [cell.strip() for cell in next(reader)]
+        except StopIteration:
+            return rows
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {line} has a quote that is not closed, or text beside one ({error})") from error
+        if any("\n" in cell or "\r" in cell for cell in cells):
+            raise ValueError(f"{path}, line {line} has a quote that is not closed on that line")
+        if rows and any(cells) and len(cells) != len(rows[0][1]):
+            raise ValueError(f"{path}, line {line} has {len(cells)} cells, and the header has {len(rows[0][1])}")
+        if any(cells):
+            rows.append((line, cells))
