@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.functional import center_crop
 
 from vitrel.common.extras import optional_import
 from vitrel.common.resources import out_of_memory
@@ -91,7 +92,10 @@ class AtSizes:
 
 
 class SlidingWindow(nn.Module):
-    """A segmentation model that sees windows of its training size (h, w); where they overlap, their logits are averaged."""
+    """A segmentation model that sees windows of its training size (h, w); where they overlap, their logits are averaged.
+
+    An image smaller than a window is in the middle of it, with the mean color around.
+    """
 
     def __init__(self, model: nn.Module, window: Size) -> None:
         super().__init__()
@@ -99,14 +103,17 @@ class SlidingWindow(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits [B, K, H, W] of images [B, 3, H, W]."""
-        (h, w), size = self.window, (pixels.shape[-2], pixels.shape[-1])
+        (h, w), (height, width) = self.window, pixels.shape[-2:]
+        size = max(h, height), max(w, width)
+        pixels = center_crop(pixels, list(size))  # pads with 0, the mean color after normalization
         total, times = None, torch.zeros(size, device=pixels.device)
         for top, left in window_places(size, self.window):
             logits = self.model(pixels[..., top : top + h, left : left + w])
             total = logits.new_zeros(*logits.shape[:2], *size) if total is None else total
             total[..., top : top + h, left : left + w] += logits
             times[top : top + h, left : left + w] += 1
-        return total / times
+        top, left = (size[0] - height) // 2, (size[1] - width) // 2
+        return (total / times)[..., top : top + height, left : left + width]
 
 
 class Runner:

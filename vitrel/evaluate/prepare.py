@@ -263,9 +263,12 @@ def place_of(size: Sequence[int], preprocessing: Preprocessing) -> tuple[float, 
 
 
 def window_places(size: Size, window: Size) -> list[tuple[int, int]]:
-    """Return the upper left corners of windows of `window` (h, w) over an image of `size`, half overlapping, row by row."""
+    """Return the upper left corners of windows of `window` (h, w) over an image of `size`, half overlapping, row by row.
+
+    Along an axis on which the image is not larger than the window there is one, at 0.
+    """
     starts = [
-        [*range(0, side - own, max(1, own // 2)), side - own] for side, own in zip(size, window, strict=True)
+        [*range(0, side - own, max(1, own // 2)), max(0, side - own)] for side, own in zip(size, window, strict=True)
     ]  # the last one ends with the image
     return [(top, left) for top in starts[0] for left in starts[1]]
 

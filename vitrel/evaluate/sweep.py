@@ -28,7 +28,8 @@ class Sweep:
             within the budget.
         protocols: how images fill a size: "scale", "canvas" and "native" (see `vitrel.data.Prepare`); "native" takes a size as
             a budget, and no image has more patch tokens than that size. "sliding", for segmentation, has the images of "canvas"
-            in windows of the training size, half overlapping, whose logits are averaged.
+            in windows of the training size, half overlapping, whose logits are averaged; an image smaller than a window is
+            padded to it with the mean color.
         policies: evaluate only these policies of windows and encodings; None: all. A model with none of them keeps its default.
         log_n: evaluate every policy with an attention temperature of log N too (`vitrel.position.log_n`).
         n: number of images, drawn with the seed `data_seed`; None: all.

@@ -128,8 +128,6 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
                     translations = sweep.translations if size == trained.img_size and protocol == sweep.protocols[0] else ()
                     if protocol == "sliding":
                         names_at = names_at[:1] if size == trained.img_size else ("none",)
-                        if any(side < window for side, window in zip(size, trained.img_size, strict=True)):
-                            continue  # no window fits
                     remaining = [given for given in sizes[size] if f"{format_size(given)} {protocol}" not in sweep.skip]
                     budgets = dict.fromkeys(trained.budget_of(given) if native else None for given in remaining)
                     for budget, policy in product(budgets, names_at):

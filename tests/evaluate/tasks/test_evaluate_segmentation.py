@@ -19,6 +19,7 @@ from vitrel.data.readers.decode import IGNORED
 from vitrel.evaluate import at_sizes
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.page.pictures import read_pictures
+from vitrel.evaluate.predict import SlidingWindow
 from vitrel.evaluate.prepare import Images, window_places
 from vitrel.evaluate.results.statistics import estimate
 from vitrel.evaluate.results.table import columns_of, read_csv, read_predictions
@@ -185,12 +186,32 @@ def test_a_sliding_window_joins_windows_of_the_training_size_and_says_what_they_
     model = vitrel_segmenter()
     rows = rows_of([model], folder, ((48, 80), (16, 16)), ("canvas", "sliding"), policies=("clip",))
     at = {(row["protocol"], row["img_size"]): row for row in rows}
-    assert ("sliding", "16x16") not in at  # no window fits
+    assert at["sliding", "16x16"]["tokens"] == 24  # padded to one window
+    assert at["sliding", "16x16"]["outside"] == at["canvas", "16x16"]["outside"] > 0
+    assert at["sliding", "16x16"]["resampled"] == "nothing"
     assert at["sliding", "48x80"]["tokens"] == 6 * at["sliding", "32x48"]["tokens"] == 6 * 24
     assert at["sliding", "48x80"]["gflops"] == pytest.approx(6 * at["sliding", "32x48"]["gflops"], rel=1e-3)
     assert at["sliding", "48x80"]["resampled"] == "nothing" and at["canvas", "48x80"]["unseen"] > 0
     assert at["sliding", "48x80"]["miou"] == pytest.approx(at["canvas", "48x80"]["miou"], abs=1.0)
     assert at["sliding", "32x48"]["miou"] == at["canvas", "32x48"]["miou"]
+
+
+@pytest.mark.parametrize("size", [(16, 24), (48, 24), (31, 47), (32, 48)])
+def test_an_image_smaller_than_a_window_is_padded_around_its_middle(size):
+    """Logits that are the pixels themselves come back in their places; the model sees nothing but windows."""
+    seen = []
+
+    class Echo(torch.nn.Module):
+        def forward(self, pixels):
+            seen.append(pixels)
+            return pixels
+
+    pixels = torch.randn(2, 3, *size)
+    torch.testing.assert_close(SlidingWindow(Echo(), (32, 48))(pixels), pixels)
+    assert {tuple(window.shape[-2:]) for window in seen} == {(32, 48)}
+    (top, left), (h, w) = ([max(0, own - side) // 2 for own, side in zip((32, 48), size, strict=True)], size)
+    assert torch.equal(seen[0][..., top : top + min(h, 32), left : left + w], pixels[..., :32, :])
+    assert not seen[0][..., :top, :].any() and not seen[0][..., :left].any()  # the mean color
 
 
 def test_what_does_not_fit_the_task_is_refused_by_name(folder, trained):
