@@ -199,7 +199,7 @@ def describe_trials(models: Sequence[TrainedModel], sweep: Sweep, folder: Path, 
     check_trials([trial for trial, _ in trials], sweep, images)
     for trial, key in trials:
         counts.add(len(images.dataset(trial.preprocessing)))
-        configuration = id(trial.trained), trial.size, trial.budget, trial.policy
+        configuration = id(trial.trained), *_cost_key(trial)
         if configuration not in static:
             static[configuration] = static_columns_of(trial, images)
         is_done = complete(by_key.get(row_key(key)), trial, sweep)
@@ -260,7 +260,7 @@ def _measured(
     for trial, key in trials:
         former = result = by_key.get(row_key(key))
         if not complete(result, trial, sweep):
-            configuration = trial.trained.name, trial.trained.label, trial.size, trial.budget, trial.policy  # seeds share it
+            configuration = trial.trained.name, trial.trained.label, *_cost_key(trial)  # seeds share it
             if configuration not in static:
                 # only process 0 writes rows; of several processes the last one measures attention meanwhile
                 first = rank_and_world()[0] == 0
@@ -276,6 +276,11 @@ def _measured(
         at_training = reference.get(curve, 0.0)  # 0 where the training size is skipped
         retention = round(main_metric(row) / at_training, 4) if at_training else float("nan")
         yield result._replace(row=row | {"retention": retention, "best_size": "", f"{trial.task.metric}_area": float("nan")})
+
+
+def _cost_key(trial: Trial) -> tuple:
+    """What `static_columns_of` depends on, besides the model; other protocols than sliding have the same costs at a size."""
+    return trial.size, trial.model_size, trial.budget, trial.policy
 
 
 def _keyed_trials(models: Sequence[TrainedModel], sweep: Sweep, images: Images) -> list[tuple[Trial, Row]]:
