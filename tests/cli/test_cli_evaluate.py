@@ -123,9 +123,9 @@ def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
 def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
     arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
-    tool.main([*arguments, "--policy", "divisor", "rescale", "clip", "--crop-pct", "1", "0.875", "--dry-run"])
+    tool.main([*arguments, "--policy", "divisor", "rescale", "clip", "--dry-run"])
     printed = capsys.readouterr().out
-    assert "12 rows of 8 images each; 0 of them are in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
+    assert "6 rows of 8 images each; 0 of them are in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
 
 
 @pytest.fixture
@@ -172,6 +172,83 @@ def test_mistakes_with_named_models_end_with_one_line(weights, tmp_path, capsys)
     ]:
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             tool.main([*given, *arguments])
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """A folder of images of noise, wider than high, in the classes of `checkpoint`."""
+    rng = np.random.default_rng(0)
+    for index in range(8):
+        folder = tmp_path / "photographs" / "val" / ("left", "right", "above", "below")[index % 4]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (70, 110, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+    return str(tmp_path / "photographs")
+
+
+@pytest.mark.parametrize(
+    ("given", "column", "value"),
+    [
+        (["--mean", "0.1", "0.2", "0.3"], "mean", "0.1 0.2 0.3"),
+        (["--std", "0.1", "0.2", "0.3"], "std", "0.1 0.2 0.3"),
+        (["--interpolation", "bilinear"], "interpolation", "bilinear"),
+        (["--crop-mode", "squash"], "crop_mode", "squash"),
+        (["--crop-pct", "0.5"], "crop_pct", 0.5),
+        (["--class-indices", "FILE"], "class_map", "file 0"),
+    ],
+)
+def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint, photographs, tmp_path, given, column, value):
+    """The option is in the row, and changes the logits or how they are read."""
+    indices = tmp_path / "indices.txt"
+    indices.write_text("left\t1\nright\t0\nabove\t2\nbelow\t3\n")
+    given = [str(indices) if word == "FILE" else word for word in given]
+    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", photographs, "--device", "cpu", "--protocol", "scale"]
+    arguments += ["--attention-n", "0", "--no-report", "--size", "64"]
+    frames = []
+    for out, options in (("plain", []), ("changed", given)):
+        tool.main([*arguments, *options, "--out", str(tmp_path / out)])
+        frames.append(pd.read_csv(tmp_path / out / "results.csv"))
+    found = frames[1][column][0]
+    assert found.startswith("file ") if column == "class_map" else found == value
+    assert frames[0][column][0] != found and frames[0]["nll"][0] != frames[1]["nll"][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "message"),
+    [
+        (["--img-size", "32"], "photographs", "--img-size is for models by name: .* has its own training size"),
+        (["--model-args", "{depth: 1}"], "photographs", "--model-args is for models by name: .* has its own arguments"),
+        (["--pretrained"], "photographs", "--pretrained is for models by name: .* has its own weights"),
+        (["--crop-mode", "squash", "--protocol", "native"], "photographs", "--crop-mode would change nothing: the native"),
+        (["--interpolation", "bilinear"], "shapes", "--interpolation would change nothing: shapes are drawn"),
+        (["--crop-mode", "squash"], "shapes", "--crop-mode would change nothing: shapes are drawn"),
+        (["--crop-pct", "0.5"], "shapes", "--crop-pct would change nothing: shapes are drawn"),
+        (["--follow-links"], "shapes", "--follow-links would change nothing: shapes are drawn"),
+        (["--val-fraction", "0.5"], "shapes", "--val-fraction would change nothing: shapes are drawn"),
+        (["--data-seed", "1"], "photographs", "--data-seed would change nothing: all images of"),
+        (["--mean", "0.5", "0.5"], "photographs", "mean must be three numbers"),
+    ],
+)
+def test_options_without_effect_on_a_run_are_refused(checkpoint, photographs, tmp_path, given, data, message):
+    out, data = tmp_path / "out", photographs if data == "photographs" else data
+    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", data, "--device", "cpu", "--size", "64"]
+    with pytest.raises(SystemExit, match=f"error: {message}"):
+        tool.main([*arguments, *given, "--out", str(out)])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("export", ["--format", "exported"]), ("explain", []), ("features", ["--data", "shapes"])]
+)
+@pytest.mark.parametrize("given", [["--img-size", "32"], ["--model-args", "{depth: 1}"], ["--pretrained"]])
+def test_options_for_models_by_name_are_refused_for_a_run_by_other_commands(checkpoint, name, more, given):
+    with pytest.raises(SystemExit, match=f"error: {given[0]} is for models by name"):
+        command(name).main([checkpoint("vitrel_vit_n8_none", "a.ckpt"), *more, *given])
+
+
+def test_a_temperature_needs_a_model_of_vitrel(weights, tmp_path):
+    arguments = ["vit_tiny_patch16_224", *weights, "--data", "shapes", "--size", "48", "--device", "cpu"]
+    with pytest.raises(SystemExit, match="error: --log-n would change nothing: no model here is one of vitrel"):
+        tool.main([*arguments, "--log-n", "--out", str(tmp_path / "out")])
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from vitrel.common.extras import require
 
 if TYPE_CHECKING:
     from vitrel.evaluate.checkpoint import TrainedModel
+    from vitrel.evaluate.sweep import Sweep
 
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
-    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three override the pretrained_cfg")
+    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three are for all models")
     add("--std", type=float, nargs="+", help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
     add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
@@ -113,6 +114,7 @@ def _run(args: argparse.Namespace) -> None:
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
     models = _labeled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
+    _check_effect(args, models, sweep)
     if args.dry_run:
         text = describe_trials(models, sweep, args.out, args.replace)
         print(text if rank_and_world()[0] == 0 else "", end="")
@@ -126,6 +128,30 @@ def _run(args: argparse.Namespace) -> None:
     print(f"{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.report:
         print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")
+
+
+def _check_effect(args: argparse.Namespace, models: list["TrainedModel"], sweep: "Sweep") -> None:
+    """Raise ValueError for an option that is given and would change nothing."""
+    from vitrel.data import SHAPES
+    from vitrel.evaluate.checkpoint import backbone_of
+
+    drawn = f"{args.data} are drawn for every size, not read from files"
+    whole, native = "segmentation evaluates whole images", "the native protocol does not crop"
+    same = f"all images of {args.data} are evaluated, without --n"
+    is_drawn, is_whole = args.data in SHAPES, models[0].task == "segmentation"
+    for option, given, without_effect, why in (
+        ("--interpolation", args.interpolation, is_drawn, drawn),
+        ("--crop-mode", args.crop_mode, is_drawn, drawn),
+        ("--crop-pct", args.crop_pct, is_drawn, drawn),
+        ("--follow-links", args.follow_links, is_drawn, drawn),
+        ("--val-fraction", args.val_fraction, is_drawn, drawn),
+        ("--crop-mode", args.crop_mode, is_whole, whole),
+        ("--crop-mode", args.crop_mode, sweep.protocols == ("native",), native),
+        ("--data-seed", args.data_seed, args.n is None and not is_drawn, same),
+        ("--log-n", args.log_n, not any(map(backbone_of, (one.model for one in models))), "no model here is one of vitrel"),
+    ):
+        if given and without_effect:
+            raise ValueError(f"{option} would change nothing: {why}; leave {option} out")
 
 
 def _labeled(models: list["TrainedModel"]) -> list["TrainedModel"]:

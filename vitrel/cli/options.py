@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,10 +101,10 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
 
     Args:
         random: as for `add_weights`.
-        about: arguments of `vitrel.evaluate.checkpoint.trained_model` for models by name; `restrict` is for all.
+        about: any of preprocessing, outputs and restrict of `vitrel.evaluate.checkpoint.trained_model`, for all models.
     """
     check_models(args, random)
-    from vitrel.evaluate.checkpoint import load_checkpoint, load_model, random_model
+    from vitrel.evaluate.checkpoint import adjusted, load_checkpoint, load_model, random_model
 
     weights, loaded = [*args.weights], []
     with arguments_given("--model-args", args.model_args):
@@ -117,7 +116,7 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
                 options = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
                 loaded.append(load_model(model, file, **options, **about))
             else:
-                loaded.append(replace(load_checkpoint(_checkpoint(model)), restrict=about.get("restrict", False)))
+                loaded.append(adjusted(load_checkpoint(_checkpoint(model)), **about))
     return loaded
 
 
@@ -140,18 +139,20 @@ def check_models(args: argparse.Namespace, random: bool = False) -> None:
 
     Raises:
         FileNotFoundError: a checkpoint, folder or file of weights does not exist.
-        ValueError: --weights is combined with --pretrained, their number is not that of the models given by name, or such a
-            model has no weights.
+        ValueError: --weights is combined with --pretrained, their number is not that of the models given by name, such a
+            model has no weights, or an option for models by name is given without one.
     """
-    named = []
+    named, built = [], []  # given by name; built with the arguments of the command line
     for model in _models(args):
         if is_name(model):
             named.append(model)
+            built.append(model)
         elif model.startswith(LOCAL):
             if not Path(model.removeprefix(LOCAL)).is_dir():
                 raise FileNotFoundError(
                     f"no folder {model.removeprefix(LOCAL)}: {LOCAL} takes one with config.json and weights"
                 )
+            built.append(model)
         elif not (path := _checkpoint(model)).is_file():
             raise FileNotFoundError(f"no checkpoint at {path}")
     weights = args.weights
@@ -161,6 +162,13 @@ def check_models(args: argparse.Namespace, random: bool = False) -> None:
         raise ValueError(
             f"--weights takes one file for each model given by name, in their order: got {len(weights)} files for {len(named)}"
         )
+    for option, given, models, own in (
+        ("--pretrained", args.pretrained, named, "weights"),
+        ("--model-args", args.model_args, built, "arguments"),
+        ("--img-size", args.img_size, built, "training size"),
+    ):
+        if given and not models:
+            raise ValueError(f"{option} is for models by name: {_models(args)[0]} has its own {own}, leave {option} out")
     if named and not (weights or args.pretrained or random):
         raise ValueError(f"{named[0]} has no weights: give a file (--weights), or --pretrained for timm's weights")
     check_files(*weights)

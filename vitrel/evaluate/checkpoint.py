@@ -223,11 +223,7 @@ def trained_model(
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
         raise ValueError(f"{name} predicts no classes: its num_classes is missing or 0")
-    known = preprocessing_of(model) | dict(preprocessing or {})
-    for key in ("mean", "std"):
-        if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
-            above = " above 0" if key == "std" else ""
-            raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
+    known = _checked(preprocessing_of(model) | dict(preprocessing or {}))
     return TrainedModel(
         model=model,
         name=name,
@@ -235,17 +231,38 @@ def trained_model(
         encoding=encoding_of(model),
         img_size=to_2tuple(img_size or trained_size(model)),
         classes=(),
-        mean=tuple(known["mean"]),
-        std=tuple(known["std"]),
-        crop_pct=float(known["crop_pct"]),
-        crop_mode=known["crop_mode"],
-        interpolation=known["interpolation"],
+        **known,
         seed=None,
         path=path,
         outputs=outputs,
         restrict=restrict,
         task=task or ("segmentation" if isinstance(model, Segmenter) else "classification"),
     )
+
+
+def adjusted(
+    trained: TrainedModel,
+    *,
+    preprocessing: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, int] | None = None,
+    restrict: bool = False,
+) -> TrainedModel:
+    """Return a trained model with other preprocessing or classes than its file has; arguments as in `trained_model`."""
+    outputs = trained.outputs if outputs is None else outputs
+    return replace(trained, **_checked(preprocessing or {}), outputs=outputs, restrict=restrict or trained.restrict)
+
+
+def _checked(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
+    """Preprocessing with mean and std as tuples and crop_pct as a float; ValueError where one of these is not three numbers."""
+    known = dict(preprocessing)
+    if "crop_pct" in known:
+        known["crop_pct"] = float(known["crop_pct"])
+    for key in known.keys() & {"mean", "std"}:
+        known[key] = tuple(known[key])
+        if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
+            above = " above 0" if key == "std" else ""
+            raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
+    return known
 
 
 def backbone_of(model: nn.Module) -> Backbone | None:

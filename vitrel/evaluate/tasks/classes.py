@@ -18,13 +18,11 @@ NO_CLASS = -2  # the predicted output stands for none of the data's classes
 def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
     """Return the index of the model's output for each class of the data, in the data's order.
 
-    A model that knows its classes has to know all classes of the data, by name, and may know more. For others:
-    `trained.outputs` where it is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
+    They are `trained.outputs` where it is given. A model that knows its classes has to know all classes of the data, by name,
+    and may know more. For others: an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
     classes' own order, with as many outputs as classes, and a warning if timm's readers would sort the classes otherwise.
     ValueError where classes and outputs do not match; `data` names the data in messages.
     """
-    if trained.classes:
-        return _by_name(trained, classes, data)
     count = trained.model.num_classes
     if trained.outputs is not None:
         if missing := [name for name in classes if name not in trained.outputs]:
@@ -33,6 +31,8 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
             mapping = f"{invalid[0]} to output {trained.outputs[invalid[0]]}"
             raise ValueError(f"{trained.label} has outputs 0 to {count - 1}, but its class indices map {mapping}")
         return tuple(trained.outputs[name] for name in classes)
+    if trained.classes:
+        return _by_name(trained, classes, data)
     if (outputs := _by_wordnet(count, classes)) is not None:
         return outputs
     if count != len(classes):
@@ -53,11 +53,11 @@ def class_map(trained: TrainedModel, classes: Sequence[str]) -> str:
     another order, or knows more), "wordnet" (by WordNet IDs), or "file" with a digest of `trained.outputs`; followed by
     ", restricted" where only these outputs are compared.
     """
-    if trained.classes:
-        source = "order" if list(trained.classes) == list(classes) else "names"
-    elif trained.outputs is not None:
+    if trained.outputs is not None:
         pairs = repr(sorted(trained.outputs.items()))
         source = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+    elif trained.classes:
+        source = "order" if list(trained.classes) == list(classes) else "names"
     else:
         by_id = _by_wordnet(trained.model.num_classes, classes) is not None
         source = "wordnet" if by_id else "order"
