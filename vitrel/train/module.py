@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from vitrel.common.warn import warn_once
 from vitrel.data.readers.classes import order_note
-from vitrel.data.readers.folder import warn_once
 from vitrel.models.config import preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.train.distill import Teacher

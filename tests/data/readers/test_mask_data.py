@@ -3,6 +3,7 @@
 import pickle
 import shutil
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -321,6 +322,24 @@ def test_image_and_mask_are_turned_as_viewers_turn_them(root, orientation):
             items(root, "val")
         Image.fromarray(scene(30).T.copy()).save(root / "masks/val/0.png", exif=exif)  # a tool that copies the tags
         assert items(root, "val")
+
+
+def test_splits_that_are_links_are_followed_and_other_links_told(root, tmp_path):
+    other = tmp_path / "linked"
+    for folder in ("images", "masks"):
+        (other / folder).mkdir(parents=True)
+        for split in ("train", "val"):
+            (other / folder / split).symlink_to(root / folder / split)
+    (other / "classes.txt").symlink_to(root / "classes.txt")
+    (tmp_path / "link").symlink_to(other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for data in (other, tmp_path / "link"):
+            assert items(data) == items(root) and len(items(data, "val")) == 3
+    for folder in ("images", "masks"):
+        (root / folder / "train" / "again").symlink_to("..")
+    with pytest.warns(UserWarning, match=r"left out of .*town/images: 1 folder links below its splits, such as .*train/again"):
+        assert len(items(other)) == 6 and len(items(root)) == 6
 
 
 def test_the_digest_covers_masks(root):

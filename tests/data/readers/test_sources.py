@@ -81,6 +81,22 @@ def test_a_share_of_every_class_is_for_evaluation(flowers, tmp_path, layout):
         Reading(val_fraction=1.0)
 
 
+def test_the_only_image_of_a_class_is_for_training_and_told(flowers, tmp_path):
+    data = shutil.copytree(flowers / "train", tmp_path / "data")
+    for path in sorted((data / "cat").iterdir())[1:]:
+        path.unlink()
+    with pytest.warns(
+        UserWarning, match=r"data: 1 of 3 classes have one image, which is used for training; these classes have"
+    ):
+        train, val = (items(data, split, reading=Reading(val_fraction=0.9)) for split in ("train", "val"))
+    assert [sum(kind == name for _, name in train) for kind in KINDS] == [1, 1, 1]
+    assert [sum(kind == name for _, name in val) for kind in KINDS] == [0, 9, 9]
+    rows = [(path, path.parent.name) for path in sorted(data.glob("*/0.png"))]
+    write_csv(tmp_path / "single.csv", [("path", "label"), *rows])
+    with pytest.raises(ValueError, match=r"3 of 3 classes have one image, which is used for training, so none is left"):
+        items(tmp_path / "single.csv", "val", reading=Reading(val_fraction=0.5))
+
+
 def write_csv(path, rows):
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows(rows)

@@ -12,16 +12,15 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from vitrel.common.files import shown
+from vitrel.common.warn import warn_once
 from vitrel.data.prepare import Picture
 from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import SUFFIXES, Reading
@@ -30,7 +29,6 @@ from vitrel.data.readers.splits import Split, divided, split_of
 
 SHOWN = 3  # paths in a message
 SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synology and Windows, in lower case
-_warnings: set[str] = set()  # given by this process
 
 
 class Folder(Files):
@@ -303,14 +301,6 @@ def class_folders(folder: Path) -> list[str]:
             "contain the class names, so rename these folders"
         )
     return names
-
-
-def warn_once(text: str) -> None:
-    """Give a warning, at most once per process, and only on rank 0 of a distributed run."""
-    if text in _warnings or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
-        return
-    _warnings.add(text)
-    warnings.warn(text, stacklevel=3)
 
 
 def _leads_to_folder(entry: os.DirEntry) -> bool:

@@ -9,6 +9,7 @@ Every mask is decoded once when a data set is made: one that does not fit its im
 class, is an error before training, as is a class that no mask has. Nothing is resampled to fit.
 """
 
+import os
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from vitrel.common.files import shown
+from vitrel.common.warn import warn_once
 from vitrel.data.prepare import Picture
 from vitrel.data.readers.addresses import is_address, list_files
 from vitrel.data.readers.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256
@@ -374,18 +377,32 @@ def collate_masks(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[
 
 
 def _files(folder: str) -> list[str]:
-    """The image files at or below a folder or address, sorted, as paths relative to it; without hidden ones."""
+    """The image files at or below a folder or address, sorted, as paths relative to it; without hidden ones.
+
+    The folder and those directly in it, which are the splits, may be links. Other links to folders are not followed, and told.
+    """
     if is_address(folder):
         try:
             found = [path.removeprefix(f"{folder}/") for path in list_files(folder)]
         except ValueError:
-            return []
+            found = []
     else:
-        found = sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*"))
-    return [
-        path
-        for path in found
-        if path.lower().endswith(SUFFIXES)
-        and not any(map(hidden, path.split("/")))
-        and (is_address(folder) or Path(folder, path).is_file())
-    ]
+        found = [below(path, folder) for path in sorted(_walk(folder))]
+    return [path for path in found if path.lower().endswith(SUFFIXES) and not any(map(hidden, path.split("/")))]
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the paths of all files below a folder, also of splits that are links; a warning names other links to folders."""
+    left_out: list[str] = []
+    for split in (folder, *(str(path) for path in Path(folder).glob("*") if path.is_symlink() and path.is_dir())):
+        for parent, folders, names in os.walk(split, onerror=_refuse):
+            yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
+            if parent != folder:
+                left_out += [path for name in folders if os.path.islink(path := os.path.join(parent, name))]
+    if left_out:
+        warn_once(f"left out of {shown(folder)}: {len(left_out)} folder links below its splits, such as {shown(min(left_out))}")
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # of the folder itself, which the layout's error names
+        raise error

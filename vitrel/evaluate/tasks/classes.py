@@ -8,8 +8,8 @@ import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor
 
+from vitrel.common.warn import warn_once
 from vitrel.data.readers.classes import order_note
-from vitrel.data.readers.folder import warn_once
 from vitrel.evaluate.checkpoint import TrainedModel
 
 NO_CLASS = -2  # the predicted output stands for none of the data's classes
