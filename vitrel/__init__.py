@@ -11,7 +11,6 @@ from vitrel.grid import Grid
 from vitrel.inputs import tiled_features
 from vitrel.inspect.diagnose import diagnose
 from vitrel.inspect.explain import explain
-from vitrel.inspect.resolution_report import resolution_report
 from vitrel.layers import RelativeAttention
 from vitrel.models.create import create_model
 from vitrel.models.pyramid import pyramid
@@ -46,7 +45,6 @@ __all__ = [
     "pyramid",
     "register_position",
     "relativize",
-    "resolution_report",
     "save",
     "tiled_features",
 ]

@@ -6,7 +6,6 @@ import pytest
 import timm
 import torch
 
-from vitrel import resolution_report
 from vitrel.evaluate.policies import (
     WINDOW_POLICIES,
     at_size_with,
@@ -177,7 +176,7 @@ def test_divisor_is_the_model_with_that_window_and_the_center_of_the_table(size,
     built = with_tables(swin(size, window), model, "clip")  # which reads the center of a larger table
     changed = with_policy(model, size, "divisor")
     assert changed.resampled(size) == {} and changed.unseen(size) == 0
-    [stage] = resolution_report(changed, size).stages
+    [stage] = at_size_with(model, size, "divisor").stages
     assert (stage.window, stage.padding, stage.padded_share) == (window, (0, 0), 0.0)
     with torch.no_grad():
         torch.testing.assert_close(changed(images), built(images), rtol=0, atol=1e-12)
@@ -213,7 +212,7 @@ def test_a_smaller_window_reads_the_center_and_rounds_down():
 
 def test_every_stage_has_its_own_divisor():
     model = timm.create_model("vitrel_swin_n")
-    stages = resolution_report(with_policy(model, (80, 72), "divisor"), (80, 72)).stages
+    stages = at_size_with(model, (80, 72), "divisor").stages
     assert [(s.grid, s.window) for s in stages] == [((40, 36), (4, 4)), ((20, 18), (4, 3)), ((10, 9), (2, 3))]
     assert all(stage.padded_share == 0 for stage in stages)
 
@@ -238,11 +237,13 @@ def test_blocks_of_a_plain_trunk_that_have_a_window():
     assert model.blocks[0].window == Grid(4, 4)
 
 
-def test_the_report_of_a_size_knows_the_window_trained_on():
+def test_a_larger_window_is_compared_with_that_of_training():
     model = timm.create_model("vitrel_swin_n", img_size=64, patch_size=4)
-    report = resolution_report(with_policy(model, (128, 128), "rescale"), 128)
-    assert {(e.grid, e.trained) for e in report.encodings} == {((8, 8), (4, 4))}
-    assert all("resampled by table geometric" in e.effect for e in report.encodings)
+    ready = at_size_with(model, (128, 128), "rescale")
+    assert {grid[:2] for _, grid in ready.model.encodings((128, 128))} == {(8, 8)}
+    tables = [p for name, p in model.named_parameters() if "table" in name]
+    assert ready.resampled == {"table geometric": sum(table.numel() for table in tables)}
+    assert ready.unseen == pytest.approx(1 - 7**2 / 15**2)
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitrel import resolution_report
+from vitrel.evaluate.policies import at_size_with
 from vitrel.evaluate.predict import state_hash
 from vitrel.inspect.any_model import StageWindows, at_size, trace
+from vitrel.ops.window import windows
 
 SWIN = "swin_tiny_patch4_window7_224"
 NARROW = dict(embed_dim=12, num_heads=(1, 2, 2, 4), num_classes=2)
@@ -29,7 +30,42 @@ def test_ours_stay_as_they_are(name):
     model = timm.create_model(name)
     found = at_size(model, (72, 40))
     assert found.model is model and found.resampled == model.resampled((72, 40))
-    assert found.windows == resolution_report(model, (72, 40)).stages
+    assert found.windows == at_size_with(model, (72, 40), "none").stages  # which are found without a trace
+
+
+@pytest.mark.parametrize("size", [(64, 64), (2, 2), (16, 45), (31, 90), (50, 18), (9, 130)])  # patches of 2, windows of 4
+@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
+def test_windows_of_ours_are_those_of_a_run(name, size):
+    """Grids by hooks on the blocks, padding and shift by the layout that attention uses."""
+    model, grids = timm.create_model(name, num_classes=2).eval(), []
+    for stage in model.layers:
+        for block in stage.blocks:
+            block.register_forward_pre_hook(lambda _, args: grids.append(tuple(args[0].shape[1:3])))
+    assert runs(model, size)
+    found, grids = at_size_with(model, size, "none").stages, iter(grids)
+    for stage, line in zip(model.layers, found, strict=True):
+        assert line.blocks == len(stage.blocks) and {next(grids) for _ in stage.blocks} == {line.grid}
+        h, w = line.grid
+        for block in stage.blocks:
+            layout = windows(h, w, block.attn.window, block.attn.shift)
+            count, n = len(layout.slot), block.attn.window[0] * block.attn.window[1]
+            filled = torch.zeros(count, dtype=torch.bool).index_fill(0, layout.inverse, True)
+            assert count == line.window_count[0] * line.window_count[1] * n == (h + line.padding[0]) * (w + line.padding[1])
+            assert line.padded_share == pytest.approx((~filled).double().mean().item())
+        # one axis at a time, in the shifted block, the last: where token 0 lies tells the shift
+        for axis, length in enumerate((h, w)):
+            m, s = block.attn.window[axis], block.attn.shift[axis]
+            alone = windows(length, 1, (m, 1), (s, 0))
+            assert len(alone.slot) == line.window_count[axis] * m == length + line.padding[axis]
+            assert -alone.inverse[0] % len(alone.slot) == line.shift[axis]
+    assert next(grids, None) is None
+
+
+def test_a_global_trunk_is_one_stage_without_windows():
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=2, reg_tokens=2)
+    [stage] = at_size(model, (50, 70)).windows
+    assert (stage.grid, stage.blocks, stage.window, stage.window_count) == ((7, 9), len(model.blocks), None, (1, 1))
+    assert (stage.padding, stage.padded_share, stage.shift) == ((0, 0), 0.0, (0, 0))
 
 
 @pytest.mark.parametrize(("keywords", "prefix"), [({}, 1), (dict(class_token=False, global_pool="avg"), 0)])

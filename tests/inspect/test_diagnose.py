@@ -11,7 +11,6 @@ from torch import nn
 import vitrel
 from vitrel.evaluate.predict import state_hash
 from vitrel.inspect.any_model import at_size
-from vitrel.inspect.bias_changes import own_bias_changes, timm_bias_changes
 from vitrel.inspect.footprint import border_leak
 
 SIZES = [160, 192, 224, 256]
@@ -83,11 +82,11 @@ def test_the_bias_of_swin_v2_changes_silently():
 
     with torch.no_grad():
         first = float((bias(8) - bias(16)).abs().max() / bias(8).std(correction=0))
-    (change,) = timm_bias_changes(model, found.model, (64, 64), (128, 128))
+    (change,) = vitrel.diagnose(model, 512).sizes[0].changes
     assert change.what == "bias" and change.layers == 8 and change.largest >= first - 1e-4 > 0.1
     assert found.resampled == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
     kept = swin("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8))
-    assert timm_bias_changes(kept, at_size(kept, 512).model, (64, 64), (128, 128)) == ()
+    assert vitrel.diagnose(kept, 512).sizes[0].changes == ()
     assert vitrel.diagnose(model, 320).findings.keys() == {"replaced", "bias"}
 
 
@@ -144,17 +143,35 @@ def test_borders_meet_at_the_known_larger_sizes():
 @pytest.mark.parametrize("position", ["table", "rope_normalized", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
 def test_bias_of_ours_at_another_grid(position):
     model = timm.create_model(f"vitrel_vit_n8_{position}", depth=1, embed_dim=24, num_heads=2)
-    changes = own_bias_changes(model.encodings((96, 128)))
+    native, other = vitrel.diagnose(model, [64, (96, 128)]).sizes
     expected = {"table": "bias", "decomposed": "bias", "rope_normalized": "rotation"}
-    assert [change.what for change in changes] == ([expected[position]] if position in expected else [])
-    assert own_bias_changes(model.encodings((64, 64))) == ()
+    assert [change.what for change in other.changes] == ([expected[position]] if position in expected else [])
+    assert native.changes == ()
+
+
+@pytest.mark.parametrize(
+    ("position", "unseen", "text"),
+    [
+        ("none", 0, ""),
+        ("absolute", 0, ""),
+        ("alibi", 1 - 15 * 15 / (23 * 31), "offsets that training did not have at 96x128: 68%"),
+        ("t5", 1 - 15 * 15 / (23 * 31), "offsets that training did not have at 96x128: 68% (68% read a trained edge)"),
+    ],
+)
+def test_offsets_that_training_did_not_have(position, unseen, text):
+    model = timm.create_model("vitrel_vit_n8_none", position=position, depth=1)
+    found = vitrel.diagnose(model, [64, (96, 128)])
+    assert [line.unseen for line in found.sizes] == pytest.approx([0, unseen])
+    assert [line.saturated for line in found.sizes] == pytest.approx([0, unseen if position == "t5" else 0])
+    assert found.findings.get("unseen", "") == text and text in str(found)
+    assert vitrel.diagnose(timm.create_model("test_vit"), 192).sizes[0].unseen is None  # no encoding of ours
 
 
 def test_the_size_of_a_change():
     """`clip` reads the trained table at the offsets both grids have; halved angles turn neighbors half as far."""
     model = timm.create_model("vitrel_vit_n8_table", depth=1)
     model.set_position_options(policy="clip")
-    assert own_bias_changes(model.encodings((96, 128))) == ()
+    assert vitrel.diagnose(model, (96, 128)).sizes[0].changes == ()
     eva = timm.create_model("eva02_tiny_patch14_224", depth=1, embed_dim=24, num_heads=2)
     (change,) = vitrel.diagnose(eva, 448).sizes[0].changes
     assert change.what == "rotation" and change.largest == pytest.approx(0.5)  # the fastest of its frequencies is 1
@@ -227,6 +244,11 @@ def test_a_leak_is_one_number():
         ("swin_tiny_patch4_window7_22", 224, "unknown model .*swin_tiny_patch4_window7_224"),
         ("test_vit", 0, "size is a positive whole number of pixels or"),
         ("test_vit", [(160, 160, 3)], r"not \(160, 160, 3\)"),
+        ("test_vit", [224.0], "not 224.0"),
+        ("test_vit", (224, 224.0), r"not \(224, 224.0\)"),
+        ("test_vit", "224", "not '224'"),
+        ("test_vit", (0, 64), r"not \(0, 64\)"),
+        ("test_vit", (-8, 64), r"not \(-8, 64\)"),
     ],
 )
 def test_bad_input(model, size, text):

@@ -13,7 +13,7 @@ from timm.models import group_modules, group_parameters, save_for_hf
 from timm.optim import param_groups_weight_decay
 
 from helpers import each
-from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained, resolution_report
+from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained
 from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
@@ -291,6 +291,20 @@ def test_training_step_in_another_precision(name, dtype):
     assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
 
 
+@each(("trunk", "key"), itertools.product(["vit_n8", "swin_n"], POSITIONS))
+def test_what_another_size_does_is_known_on_the_meta_device(trunk, key):
+    heads = {} if trunk == "swin_n" else {"num_heads": 4}
+    name = "vitrel_vit_n8_none" if trunk == "vit_n8" else "vitrel_swin_n"
+    with torch.device("meta"):
+        model = timm.create_model(name, position=key, **heads)
+    real = timm.create_model(name, position=key, **heads)
+    for size in ((64, 64), (96, 72)):
+        assert model.resampled(size) == real.resampled(size)
+        assert (model.unseen(size), model.saturated(size)) == (real.unseen(size), real.saturated(size))
+        if trunk == "swin_n" and POSITIONS[key].site == "attention":
+            assert not model.resampled(size) and model.unseen(size) == 0
+
+
 class Shifted(PositionEncoding):
     """An encoding of a user's, with a constant in a buffer and an initialization of its own."""
 
@@ -309,4 +323,3 @@ def test_anyones_encoding_keeps_its_own_initialization(monkeypatch):
     assert all((block.position.row == 0.25).all() and (block.position.slope == 1).all() for block in model.blocks)
     alibi = timm.create_model("vitrel_vit_n8_alibi")
     assert model.resampled((128, 128)) == {} and model.unseen((128, 128)) == alibi.unseen((128, 128)) > 0.7
-    assert "Shifted" in str(resolution_report(model, 128)) or "shifted" in str(resolution_report(model, 128))

@@ -104,7 +104,7 @@ def test_what_an_encoding_of_a_users_own_does_at_another_size(monkeypatch):
     model = timm.create_model("vitrel_vit_n8_none", position="normalized", depth=1)
     assert model.unseen((128, 128)) == timm.create_model("vitrel_vit_n8_alibi", depth=1).unseen((128, 128))
     found = vitrel.diagnose(model, [64, 128])
-    assert found.findings.keys() == {"bias"} and [len(line.changes) for line in found.sizes] == [0, 1]
+    assert found.findings.keys() == {"bias", "unseen"} and [len(line.changes) for line in found.sizes] == [0, 1]
     swin = timm.create_model("vitrel_swin_n", position="normalized")
     assert swin.unseen((128, 96)) == 0  # in windows the grid stays
     with pytest.raises(ValueError, match=r"Normalized does not know its training grid: build it with vitrel\.create_position"):

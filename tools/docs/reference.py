@@ -20,7 +20,6 @@ PACKAGES = (
     "vitrel.inputs",
     "vitrel.conformance",
     "vitrel.inspect.diagnose",
-    "vitrel.inspect.resolution_report",
     "vitrel.inspect.attention",
     "vitrel.inspect.explain",
     "vitrel.inspect.features",

@@ -17,7 +17,7 @@ sqrt(log N / log N_train) (`vitrel.position.log_n`).
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -31,9 +31,8 @@ from vitrel.common.sizes import Size, token_count
 from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.sweep import Row
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
+from vitrel.inspect.any_model import StageWindows, TracedBlock, at_size, model_at_size, stage_windows, window_and_shift
 from vitrel.inspect.footprint import border_leak
-from vitrel.inspect.resolution_report import resolution_report, stages
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, parts_with_policies
 from vitrel.ops import BACKENDS
@@ -163,8 +162,8 @@ class ModelWithPolicy(NamedTuple):
     Args:
         model: see `with_policy`.
         resampled: number of parameter values resampled, by policy.
-        unseen: shares of offsets, see `resolution_report`; NaN for a model of another library.
-        saturated: shares of offsets, see `resolution_report`; NaN for a model of another library.
+        unseen: share of offsets, see `Backbone.unseen`; NaN for a model of another library.
+        saturated: share of offsets, see `Backbone.saturated`; NaN for a model of another library.
         tokens: number of patch tokens, NaN where unknown.
         stages: grid, window and padding of every stage at this size.
     """
@@ -189,8 +188,10 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
         h, w = adapted.windows[0].grid if adapted.windows else (unknown, 1)
         return ModelWithPolicy(adapted.model, adapted.resampled, unknown, unknown, h * w, adapted.windows)
     changed, grid = with_policy(model, size, policy), backbone.token_grid(size)
-    report = resolution_report(backbone_of(changed), size)
-    return ModelWithPolicy(changed, report.resampled, report.unseen, report.saturated, grid.h * grid.w, report.stages)
+    backbone = backbone_of(changed)
+    shares = backbone.unseen(size), backbone.saturated(size)
+    stages = tuple(line for blocks, at in _stages(backbone, size) for line in _windows(blocks, at))
+    return ModelWithPolicy(changed, backbone.resampled(size), *shares, grid.h * grid.w, stages)
 
 
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
@@ -312,12 +313,29 @@ def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tu
     return h, w
 
 
-def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attention, tuple[int, int]]]:
+def _windowed(model: nn.Module, size: Size) -> Iterator[tuple[Attention, Size]]:
     """Every windowed attention layer of a vitrel model with its grid (h, w) at `size`; none for other models."""
     if not isinstance(model, Backbone):
         return
-    for blocks, grid in stages(model, model.token_grid(size)):
-        yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)  # type: ignore[misc]
+    for blocks, grid in _stages(model, size):
+        yield from ((block.attn, grid) for block in blocks if block.attn.window is not None)  # type: ignore[misc]
+
+
+def _stages(model: Backbone, size: Size) -> Iterator[tuple[Iterable[nn.Module], Size]]:
+    """The blocks of each stage of a model, with their grid (h, w) at `size`; a plain ViT has one stage."""
+    h, w, _ = model.token_grid(size)
+    if model.window_size is None:
+        yield model.blocks, (h, w)  # type: ignore[misc]
+        return
+    for stage in model.layers:
+        if not isinstance(stage.downsample, nn.Identity):
+            h, w = (h + 1) // 2, (w + 1) // 2
+        yield stage.blocks, (h, w)
+
+
+def _windows(blocks: Iterable[nn.Module], grid: Size) -> tuple[StageWindows, ...]:
+    """The windows of the blocks of a stage."""
+    return stage_windows(TracedBlock("", block, grid, (), "", *window_and_shift(block, grid), None) for block in blocks)
 
 
 def _geometry(ready: ModelWithPolicy) -> Row:

@@ -1,7 +1,7 @@
 """Inspection of position in a model, vitrel's or timm's, without changing the model.
 
-Here are `vitrel.diagnose`, `vitrel.explain` and `vitrel.resolution_report`, recorded attention, gradient footprints of blocks,
-and, in `vitrel.inspect.plot`, figures.
+Here are `vitrel.diagnose` and `vitrel.explain`, recorded attention, gradient footprints of blocks and, in
+`vitrel.inspect.plot`, figures.
 """
 
 import importlib
