@@ -33,9 +33,3 @@ def test_its_pictures_and_links_exist():
             heads = re.findall(r"^#+ (.*)$", (ROOT / target).read_text("utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert anchor[1:] in slugs, f"{target}{anchor}"
-
-
-def test_the_two_commands_come_first():
-    install, tests = re.search(r"```bash\n(.*?)\n(.*?)\n```", README)[0].splitlines()[1:3]
-    assert install.startswith('pip install -e ".[all]" && vitrel compare quickstart')
-    assert tests.startswith('pip install -e ".[dev]" && pytest')

@@ -1,11 +1,9 @@
-import io
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
-from rich.console import Console
 
 from vitrel.train.running import progress
 from vitrel.train.running.progress import EpochLines, Progress, Speed, peak_memory, progress_of
@@ -136,19 +134,3 @@ def test_the_bar_tells_what_changes_within_an_epoch(monkeypatch):
     assert list(Progress(speed).get_metrics(None, None)) == ["loss"]  # no time left before the first update
     speed.eta = 90.0
     assert Progress(speed).get_metrics(None, None) == {"loss": 1.0, "eta": "0:01:30"}
-
-
-@pytest.mark.parametrize("columns", [80, 60])
-def test_the_bar_stands_on_one_line(columns):
-    """However long the run: on several lines, each refresh would leave some behind."""
-    trainer = SimpleNamespace(max_epochs=300, state=SimpleNamespace(fn="fit"), sanity_checking=False, training=True)
-    bar = Progress(Speed())
-    trainer.progress_bar_callback, bar._trainer = bar, trainer
-    bar._init_progress(trainer)
-    bar.progress.stop()
-    bar.train_progress_bar_id = bar.progress.add_task(bar._get_train_description(299), total=10009, completed=10008)
-    bar._metric_component.update({"loss": 6.789, "top1": 0.125, "eta": "12 days, 10:00:00"})
-    console = Console(width=columns, file=io.StringIO())
-    console.print(bar.progress.make_tasks_table(bar.progress.tasks))
-    [line] = console.file.getvalue().splitlines()
-    assert "300/300" in line and len(line) <= columns and (columns < 80 or "eta: 12 days" in line)
