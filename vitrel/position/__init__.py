@@ -81,8 +81,6 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
 }
 
 _UNIVERSAL = {"temperature"}  # option of create_position, for any encoding
-_POSITIVE = {"base", "scale_base", "gamma", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
-_POSITIVE |= {"pretrained_window", "yarn_turns", "policy_strength", "reference"}
 
 
 def split_position(position: str) -> tuple[str, str]:
@@ -169,11 +167,13 @@ def check_options(position: str, options: dict) -> None:
         TypeError: no part of `position` has the option.
         ValueError: a value is impossible, or a policy unknown.
     """
-    taken, policies = _options(position) | _UNIVERSAL, [p for key in _keys(position) for p in POSITIONS[key].policies]
+    taken, parts = _options(position) | _UNIVERSAL, [POSITIONS[key] for key in _keys(position)]
+    policies = [policy for part in parts for policy in part.policies]
+    positive = {option for part in parts for option in part.positive}
     for name, value in options.items():
         if name not in taken:
             raise TypeError(f"position {position!r} has no option {name!r}; it takes {', '.join(sorted(taken))}")
-        if name in _POSITIVE and any(n is not None and not n > 0 for n in _numbers(value)):
+        if name in positive and any(n is not None and not n > 0 for n in _numbers(value)):
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
         if name in STRENGTHS and value is not None and not STRENGTHS[name] <= value < float("inf"):
             raise ValueError(f"{position} needs {name} of at least {STRENGTHS[name]}, or None for none, not {value}")

@@ -34,6 +34,7 @@ class CPB(PositionEncoding):
 
     policies = POLICIES
     lr_scale = 2.0  # an MLP, many of whose weights move every row: faster than that, rows jump
+    positive = ("hidden", "pretrained_window")
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class FIRE(PositionEncoding):
     """
 
     lr_scale = 2.0  # an MLP, many of whose weights move every row: faster than that, rows jump
+    positive = ("hidden",)
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, hidden: int = 32, **factory: Unpack[Factory]):
         super().__init__()

@@ -33,6 +33,7 @@ class Fourier(PositionEncoding):
     """
 
     site = "tokens"
+    positive = ("base",)
 
     def __init__(
         self,

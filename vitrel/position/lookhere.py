@@ -41,6 +41,7 @@ class LookHere(PositionEncoding):
     """
 
     at_larger_grid = "nothing changes"
+    positive = ("slope",)
 
     def __init__(
         self, grid: Grid, num_heads: int, head_dim: int, *, fov: int = 90, slope: float = 1.0, **factory: Unpack[Factory]

@@ -37,6 +37,7 @@ class PaPE(PositionEncoding):
     """
 
     lr_scale = 2.0  # the logits grow with the square of the offset: faster than that, far ones jump
+    positive = ("parabolas",)
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, parabolas: int = 50, **factory: Unpack[Factory]):
         super().__init__()

@@ -49,6 +49,8 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
     rotates = True
     policies: tuple[str, ...] = POLICIES
     grid: Grid
+    positive = ("base", "reference", "policy_strength", "yarn_turns")
+    switchable = ("policy", "policy_strength", "yarn_turns")
 
     def __init__(
         self, grid: Grid, policy_strength: float, yarn_turns: tuple[float, float], *perturbation: float | None
@@ -73,7 +75,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
             ValueError: a number is impossible.
         """
         applied = super().switch(options)
-        for name in ("policy_strength", "yarn_turns"):
+        for name in self.switchable[1:]:
             if name in options and self.policies:
                 setattr(self, name, options[name])
                 applied.add(name)

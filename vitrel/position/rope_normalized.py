@@ -33,6 +33,7 @@ class RopeNormalized(PositionEncoding):
     """
 
     rotates = True
+    positive = ("base",)
 
     def __init__(
         self,

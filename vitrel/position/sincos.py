@@ -27,6 +27,7 @@ class SinCos(PositionEncoding):
     """
 
     site = "tokens"
+    positive = ("base",)
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 10000.0, **factory: Unpack[Factory]):
         super().__init__()

@@ -40,6 +40,7 @@ class T5(PositionEncoding):
 
     at_larger_grid = "nothing changes"
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
+    positive = ("num_buckets", "max_distance", "init_std")
 
     def __init__(
         self,

@@ -98,6 +98,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
             small: AdamW moves a parameter by about the learning rate per update, whatever its units are. Encodings in attention
             only.
+        positive: of the class: names of its options whose numbers must be greater than 0.
+        switchable: of the class: names of its options that act only on grids other than the training grid (`switch`).
         policies: names of the policies for another grid, the default first; empty if there is no choice. An attribute of the
             class, which an instance may override.
         grid: the training grid. `create_position` sets it where a subclass does not.
@@ -112,6 +114,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     rotates: ClassVar[bool] = False
     at_larger_grid: ClassVar[str] = "evaluated"
     lr_scale: ClassVar[float] = 1.0
+    positive: ClassVar[tuple[str, ...]] = ("init_std",)
+    switchable: ClassVar[tuple[str, ...]] = ("policy",)
     policies: tuple[str, ...] = ()
     grid: Grid | None = None
     policy: str = ""

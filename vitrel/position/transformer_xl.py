@@ -34,6 +34,7 @@ class TransformerXL(PositionEncoding):
     """
 
     lr_scale = 2.0  # a weight of a projection, many of which move every row: faster than that, rows jump
+    positive = ("base", "init_std")
 
     def __init__(
         self,

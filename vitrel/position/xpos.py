@@ -36,6 +36,7 @@ class XPos(PositionEncoding):
     """
 
     rotates = True
+    positive = ("base", "scale_base", "gamma")
 
     def __init__(
         self,

@@ -17,9 +17,7 @@ from vitrel.position.perturb import STRENGTHS
 from vitrel.position.terms import Composition
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
-_FREE = {"training", "grid", "init_std", *STRENGTHS}
-_FREE |= {"policy", "policies", "policy_strength", "yarn_turns", "temperature", "temperature_grid"}
-_OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes from, where the names differ
+_FREE = {"training", "grid", "init_std", "policies", "temperature", "temperature_grid", *STRENGTHS}
 
 
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -31,7 +29,8 @@ def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     record = {}
     for name, part in model.named_modules():
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
-            options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in _FREE}
+            free = {*_FREE, *part.switchable}
+            options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in free}
             module = type(part).__module__
             own = {} if module.startswith("vitrel.") else {"module": module}  # of an encoding that is not of this package
             record[name] = {"key": key_of(part), "grid": part.grid, **own, **options}
@@ -76,7 +75,7 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
             if ours[option] != theirs[option]:
                 raise ValueError(
                     f"{name} was trained with {option}={theirs[option]!r}, the model has {ours[option]!r}: "
-                    f"position_args=dict({_OPTIONS.get(option, option)}={theirs[option]!r})"
+                    f"position_args=dict({option}={theirs[option]!r})"
                 )
         if part.refers_to_grid and ours["grid"] != theirs["grid"]:
             raise ValueError(
