@@ -288,36 +288,6 @@ def test_a_local_folder_brings_its_own_weights(tmp_path):
         load_model(f"local-dir:{tmp_path / 'none'}")
 
 
-def _empty(folder):
-    for path in folder.iterdir():
-        path.unlink()
-
-
-DAMAGES = {
-    "config cut off": lambda folder: (folder / "config.json").write_text('{"architecture": "vitrel_vit_n8_ta'),
-    "config empty": lambda folder: (folder / "config.json").write_text(""),
-    "config a list": lambda folder: (folder / "config.json").write_text("[1]"),
-    "no architecture": lambda folder: (folder / "config.json").write_text('{"num_classes": 3}'),
-    "unknown architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_none"}'),
-    "weights cut off": lambda folder: (folder / "model.safetensors").write_bytes(b"12345678abc"),
-    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
-    "other weights": lambda folder: save_file({"a": torch.zeros(1)}, folder / "model.safetensors"),
-    "no weights": lambda folder: [path.unlink() for path in folder.glob("*.*") if path.name != "config.json"],
-    "nothing": _empty,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_local_folder_is_named(tmp_path, damage):
-    save_for_hf(timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32), tmp_path, model_args={"img_size": 32})
-    DAMAGES[damage](tmp_path)
-    with pytest.raises(ValueError, match="no model can be built from") as caught:
-        load_model(f"local-dir:{tmp_path}")
-    text = str(caught.value)
-    assert str(tmp_path) in text and "Copy the folder again" in text and len(text) < 1000
-    assert "contains nothing" in text if damage == "nothing" else "bytes" in text
-
-
 def test_our_own_are_read_by_our_loader(weights):
     model, path = weights("a.pth")
     arguments = {**SMALL, "position": "absolute"}

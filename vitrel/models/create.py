@@ -1,23 +1,25 @@
 """`vitrel.create_model`: timm.create_model with helpful errors, for names and for folders with config.json and weights."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from urllib.error import URLError
 
 import timm
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import get_session
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitrel.common.names import nearest
-from vitrel.weights.hub import downloads
 from vitrel.weights.read import check_file
 
 _FILLS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"}  # of torch.nn.init and of Tensor
 _FILLS |= {"kaiming_uniform_", "kaiming_normal_"}  # which are seen as one call
-_TRANSFORMERS = ("vit", "deit", "dinov2", "swin", "swinv2")  # types of transformers whose weights `vitrel.weights` reads
 _WEIGHTS = (".safetensors", ".pth", ".bin", ".tar")  # suffixes of the files of which timm reads one
 
 
@@ -29,10 +31,10 @@ def create_model(name: str, **kwargs) -> nn.Module:
         kwargs: arguments of timm.create_model, for example pretrained, num_classes, img_size, position_args.
 
     Raises:
-        ValueError: the name is unknown (the message gives the nearest known names), the pretrained weights do not exist, or the
-            files of a folder are not of timm or damaged.
+        ValueError: the name is unknown (the message gives the nearest known names), the pretrained weights do not exist, or a
+            folder's files are damaged.
         ConnectionError: the pretrained weights are neither in timm's cache nor can be downloaded.
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such folder of timm's.
     """
     if name.startswith("local-dir:"):
         return _from_folder(Path(name.partition(":")[2]), kwargs)
@@ -42,8 +44,14 @@ def create_model(name: str, **kwargs) -> nn.Module:
         return timm.create_model(name, **kwargs)
     if timm.is_model(name) and not timm.get_pretrained_cfg(name).has_weights and not kwargs.get("pretrained_cfg"):
         raise ValueError(f"there are no pretrained weights for {name}: give a file with weights (--weights FILE), or train it")
-    with downloads(name):
-        return timm.create_model(name, **kwargs)
+    try:
+        with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not _hub_answers()):
+            return timm.create_model(name, **kwargs)
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, URLError):
+        raise ConnectionError(
+            f"the weights of {name} are not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be reached "
+            "(or HF_HUB_OFFLINE is set): give a file with the weights (--weights FILE, in Python vitrel.load)"
+        ) from None
 
 
 @contextmanager
@@ -111,44 +119,29 @@ def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     """Return timm.create_model("local-dir:FOLDER", **arguments); with `pretrained`, the weight files are checked first.
 
     Raises:
-        FileNotFoundError: there is no folder.
-        ValueError: a file is damaged; the message names the damage, the files in the folder and the fix.
+        FileNotFoundError: there is no folder, or no config.json in it.
+        ValueError: a file is damaged, or the weights do not fit.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}: local-dir: takes one that holds a model's config.json and its weights")
-    fix = "Copy the folder again, or write it again with vitrel export or timm's save_for_hf"
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no {folder / 'config.json'}: local-dir: takes a folder of timm's save_for_hf or vitrel export"
+        )
     try:
-        config = _config_of(folder)
-        if "architecture" not in config and "model_type" in config:
-            fix = "Use timm's model, for example by vitrel.from_timm(NAME, pretrained=True)"
-            if config["model_type"] in _TRANSFORMERS:
-                fix = "Name a timm model with its settings: vitrel.load(WEIGHTS_FILE, like=NAME) or vitrel convert --like NAME"
-            raise ValueError(f"its config.json is of transformers, for a model of type {config['model_type']}")
-        if not timm.is_model(str(config.get("architecture"))):
-            raise ValueError("its config.json names no architecture that timm or vitrel has")
-        for file in sorted(folder.iterdir()) if arguments.get("pretrained") else ():
+        for file in folder.iterdir() if arguments.get("pretrained") else ():
             if file.suffix in _WEIGHTS:
                 check_file(file)
         return timm.create_model(f"local-dir:{folder}", **arguments)
     except (MemoryError, TypeError):  # the arguments are wrong, not the file
         raise
     except Exception as error:  # a damaged file raises almost anything
-        reason = " ".join(str(error).split())[:300].rstrip(".") or "a file is cut off"
-        files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())[:6]) or "nothing"
-        raise ValueError(f"no model can be built from {folder}: {reason}; it contains {files}. {fix}") from error
+        reason = " ".join(f"{error or type(error).__name__}".split())[:600]
+        raise ValueError(f"no model can be built from {folder}: {reason}") from error
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json.
-
-    Raises:
-        ValueError: it holds no JSON object.
-        OSError: it cannot be read.
-    """
+def _hub_answers() -> bool:
+    """Return whether the hub answers within 5 seconds; left alone, huggingface_hub would try for about a minute."""
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"its config.json is damaged ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"its config.json is damaged (it holds a {type(config).__name__}, not an object)")
-    return config
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of several libraries: names that do not resolve, proxies, certificates, timeouts
+        return False
+    return True
