@@ -420,7 +420,8 @@ def flip(path):
 
 
 def without(path):
-    save_file({name: value for name, value in load_file(path).items() if name != "norm.weight"}, path, metadata=meta_of(path))
+    metadata = {name: value for name, value in meta_of(path).items() if name != "crc32"}
+    save_file({name: value for name, value in load_file(path).items() if name != "norm.weight"}, path, metadata=metadata)
 
 
 def meta_of(path):

@@ -1,7 +1,7 @@
 """save and load: write a vitrel model to one file, and read such files, checkpoints and others' weights as vitrel models.
 
 A file is .safetensors. Its metadata hold, as JSON under "vitrel": `format`, an integer; `model`, the configuration of
-vitrel.models.config; `position`, the description of the encodings by vitrel.weights.record; `checksums`, a CRC-32 per tensor.
+vitrel.models.config; `position`, the description of the encodings by vitrel.weights.record.
 """
 
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-from safetensors.torch import save as to_bytes
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from vitrel.models.create import check_model_name, create_model, create_sized, o
 from vitrel.models.segmenter import BODY, Segmenter
 from vitrel.position import PositionEncoding
 from vitrel.weights.load import apply_plan, plan_weights
-from vitrel.weights.read import check_file, checksums, guarding, read_file
+from vitrel.weights.read import check_file, guarding, read_file, write_safetensors
 from vitrel.weights.record import check_encodings, position_record
 from vitrel.weights.rotate import Rotation
 from vitrel.weights.swin_names import rename_swin, swin_arguments
@@ -60,9 +59,8 @@ def save(model: nn.Module, path: str | Path) -> None:
         raise ValueError(f"the model differs from what its arguments build, so it cannot be saved: {difference}")
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     about = {"format": FORMAT, "model": config._asdict(), "position": position_record(model)}
-    about["checksums"] = checksums({"state_dict": state})
     with atomic_write(path) as part:
-        part.write_bytes(to_bytes(state, metadata={"format": "pt", "vitrel": json.dumps(about)}))
+        write_safetensors(part, state, about)
 
 
 def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module:

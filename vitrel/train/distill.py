@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from vitrel.models.config import stored_arguments
 from vitrel.train.tuning import check_registered
 from vitrel.weights.load import load_pretrained, read_file
-from vitrel.weights.read import checksums
 from vitrel.weights.unwrap import unwrap
 
 
@@ -93,7 +92,7 @@ class Teacher:
     Attributes:
         classes: the class names stored in its checkpoint, or None.
         num_classes: number of its classes.
-        digest: SHA-256 over the checksums of its weights.
+        digest: SHA-256 of its weights.
 
     Raises:
         ValueError: an unknown name, weights that do not fit, or another number of classes.
@@ -130,7 +129,11 @@ class Teacher:
                 "teacher of the same classes, or distillation.labels: false, which needs no labels"
             )
         # identifies the teacher by its weights, since its file may be moved
-        self.digest = hashlib.sha256(repr(checksums(model.state_dict())).encode()).hexdigest()
+        digest = hashlib.sha256()
+        for name, value in model.state_dict().items():
+            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        self.digest = digest.hexdigest()
         self.size = to_2tuple(size or model.pretrained_cfg["input_size"][-2:])
         self.model = DistillationTeacher(model).requires_grad_(False).eval()
 

@@ -8,8 +8,7 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
                 "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
-                "task": "segmentation" and "head": str of a model for segmentation,
-                "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from vitrel train}}
+                "task": "segmentation" and "head": str of a model for segmentation}}
 
 With the entry v = checkpoint["vitrel"], the model is rebuilt by
 `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])`. `model_args` leaves
@@ -304,7 +303,7 @@ class Classifier(LightningModule):
         self.log_dict(dict(self.task.values), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring), but no checksums.
+        """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring).
 
         Every rank has to call it, since the means are summed over ranks.
         """

@@ -1,9 +1,8 @@
 """Read weights from a file: check that it is complete and undamaged, and load nothing but tensors and plain values.
 
 Damage by a disk or a bad copy is found by checksums: a torch file is a zip archive with a CRC-32 per record (which torch itself
-does not check), and files of vitrel also hold a CRC-32 per tensor ("checksums" in the "vitrel" entry, by the tensor's path in
-the file). Other libraries' .safetensors and torch's old format have no checksums, so damage to their numbers is not found.
-Checksums do not protect against changes made on purpose.
+does not check), and .safetensors of vitrel hold a CRC-32 of all tensors. Other libraries' .safetensors and torch's old format
+have no checksums, so damage to their numbers is not found. Checksums do not protect against changes made on purpose.
 """
 
 import argparse
@@ -19,11 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 ARRAYS = (".npz", ".npy")  # weights of JAX models, which timm's models read themselves
 _CHUNK = 2**20  # bytes
+_CRC = "crc32"  # key in the metadata of .safetensors
 _TORCH = (b"PK", b"\x80")  # first bytes of a torch file: of a zip archive, and before version 1.6 of a pickle
 _SHOWN = 5
 _REFUSED = (
@@ -43,17 +44,14 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
 
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: the file is no checkpoint, damaged, or would run code; the message gives path, size and reason, with the
-            damaged record or tensor.
+        ValueError: the file is no checkpoint, damaged, or would run code; the message gives path, size and reason.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
     about = f"{path} ({path.stat().st_size:,} bytes)"
     try:
-        loaded = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, allowed)
-        _check_tensors(loaded)
-        return loaded
+        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, allowed)
     except MemoryError:
         raise
     except _Damaged as error:
@@ -114,12 +112,23 @@ def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[
         raise ValueError(_REFUSED.format(what, ascii(names[1])[1:-1][:200] if names else "pickled objects")) from None
 
 
-def checksums(tree: Any) -> dict[str, int]:
-    """Return {path: CRC-32 of values, dtype and shape} of every tensor in nested dictionaries and lists.
+def write_safetensors(path: Path, state: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write tensors as .safetensors, with `about` as JSON under "vitrel" in its metadata and a CRC-32 of the tensors beside it.
 
-    A path is, e.g., "state_dict.head.bias". About 0.03 s for 100 MB on one core.
+    Args:
+        path: of the file.
+        state: contiguous tensors by name.
+        about: plain values.
     """
-    return {path: _crc(tensor) for path, tensor in _tensors(tree)}
+    content = memoryview(to_bytes(state, metadata={"format": "pt", "vitrel": json.dumps(about)}))
+    begin = 8 + int.from_bytes(content[:8], "little")  # of the tensors, after the length of a JSON header and the header
+    header = json.loads(bytes(content[8:begin]))
+    header["__metadata__"][_CRC] = str(zlib.crc32(content[begin:]))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors are aligned
+    with path.open("wb") as file:
+        for part in (len(text).to_bytes(8, "little"), text, content[begin:]):
+            file.write(part)
 
 
 class _Damaged(Exception):
@@ -135,8 +144,21 @@ def _read_torch(path: Path, allowed: tuple[type, ...]) -> object:
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {}).get("vitrel", "{}"))
-        return {"state_dict": {name: file.get_tensor(name) for name in file.keys()}, "vitrel": about}  # noqa: SIM118
+        metadata = file.metadata() or {}
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if _CRC in metadata and metadata[_CRC] != str(_crc_of_tensors(path)):
+        raise _Damaged("its tensors are not what was saved (checksum)")
+    return {"state_dict": state, "vitrel": json.loads(metadata.get("vitrel", "{}"))}
+
+
+def _crc_of_tensors(path: Path) -> int:
+    """Return the CRC-32 of a .safetensors file after its header."""
+    crc = 0
+    with path.open("rb") as file:
+        file.seek(int.from_bytes(file.read(8), "little"), 1)
+        while part := file.read(_CHUNK):
+            crc = zlib.crc32(part, crc)
+    return crc
 
 
 def _check_records(path: Path) -> None:
@@ -155,36 +177,6 @@ def _check_records(path: Path) -> None:
                 raise _Damaged(f"its record {record.filename!a} is not what was saved ({error})") from error
 
 
-def _check_tensors(loaded: object) -> None:
-    """Raise `_Damaged` with the first tensor that does not match its checksum.
-
-    Nothing is raised for tensors without a checksum, files without any, and checksums whose tensor is missing.
-    """
-    about = loaded.get("vitrel") if isinstance(loaded, dict) else None
-    sums = about.get("checksums") if isinstance(about, dict) else None
-    if isinstance(sums, dict):
-        wrong = [path for path, tensor in _tensors(loaded) if path in sums and _crc(tensor) != sums[path]]
-        if wrong:
-            raise _Damaged(
-                f"the tensor {wrong[0]}{_more(wrong)} is not what was saved (checksum; if it was changed on purpose, "
-                "remove 'checksums' from 'vitrel')"
-            )
-
-
-def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (path, tensor) of every tensor in nested dictionaries and lists."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, dict | list | tuple):
-        for name, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _tensors(part, f"{path}.{name}" if path else str(name))
-
-
-def _crc(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode(), zlib.crc32(flat.numpy()))
-
-
 def _unsafe_objects(path: Path, error: Exception) -> str:
     """Describe the objects for which torch refused the file, "" for another error. Names may be hostile, so are escaped."""
     text = str(error)
@@ -199,8 +191,4 @@ def _unsafe_objects(path: Path, error: Exception) -> str:
     names = [ascii(name)[1:-1][:80] for name in names]
     if not names and zipfile.is_zipfile(path):
         return "a pickle that is not of a state dict"
-    return f"{', '.join(names[:_SHOWN])}{_more(names, _SHOWN)}" if names else ""
-
-
-def _more(names: list[str], shown: int = 1) -> str:
-    return f", and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -19,7 +19,7 @@ from vitrel.common.files import atomic_write
 from vitrel.common.resources import lack_of
 from vitrel.train.metrics import CSVLog, merit
 from vitrel.train.running.resume_check import run_settings
-from vitrel.weights.read import checksums, read_file
+from vitrel.weights.read import read_file
 
 STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "ctrl-c"}  # the exit status is 128 + the signal's number
 
@@ -49,13 +49,7 @@ class AtomicIO(TorchCheckpointIO):
         self.folder = Path(folder)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write the checkpoint; OSError if that fails (e.g. disk full), with the old file unchanged and no temporary file left.
-
-        Adds to checkpoint["vitrel"], if it exists, the checksums of the tensors outside "callbacks"; `read_file` verifies them.
-        """
-        if "vitrel" in checkpoint:  # callbacks store only single numbers, under names that contain paths
-            parts = {name: part for name, part in checkpoint.items() if name != "callbacks"}
-            checkpoint["vitrel"]["checksums"] = checksums(parts)
+        """Write the checkpoint; OSError if that fails (e.g. disk full), with the old file unchanged and nothing beside it."""
         try:
             os.stat(self.folder)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
