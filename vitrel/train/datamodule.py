@@ -20,7 +20,6 @@ from vitrel.data import (
     SHAPES,
     Augmentation,
     Drawn,
-    ImageSet,
     Reading,
     class_names,
     collate_masks,
@@ -122,7 +121,7 @@ class ImageData(LightningDataModule):
             self.workers = min(8, (os.cpu_count() or 1) // self.trainer.num_devices)
         check_workers(self.workers)
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
-        strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation reads the original files, and all of them
+        strict = replace(self.reading, on_bad="raise")  # evaluation reads all images
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
         self.train_set, self._listing = self._train_set(preprocessing), None
         options = {"n": self.n_val, "reading": strict, "task": self.task}
@@ -176,11 +175,6 @@ class ImageData(LightningDataModule):
         options = {"n": n, "seed": self.seed, "reading": self.reading, "task": self.task}
         chosen = create_dataset(self.data, "train", self.size, **preprocessing, **options)
         return torch.stack([chosen[i][0] for i in range(len(chosen))])
-
-    def teardown(self, stage: str) -> None:
-        """Free the cached images, because Lightning keeps the trainers of former runs, and their data, in memory."""
-        if isinstance(getattr(self, "train_set", None), ImageSet):
-            self.train_set.forget()
 
     @property
     def batches(self) -> int:

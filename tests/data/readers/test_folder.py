@@ -98,14 +98,8 @@ def plain(size=(24, 32)):
     return Prepare(size, **RAW)
 
 
-@pytest.fixture(params=[None, 24], ids=["decoded", "cached"])
-def side(request):
-    """`cached_side`: an unreadable image is treated in the same way every time, with a cache too."""
-    return request.param
-
-
-def test_an_unreadable_image_stops_by_default(damaged, side):
-    data = Folder(damaged, "train", plain(), reading=Reading(cached_side=side))
+def test_an_unreadable_image_stops_by_default(damaged):
+    data = Folder(damaged, "train", plain())
     for _ in range(2):
         data[0]
         with pytest.raises(BadImage, match=r"cannot decode .*train/cat/1.png: the file is empty; repair or remove it"):
@@ -113,8 +107,8 @@ def test_an_unreadable_image_stops_by_default(damaged, side):
     assert data.bad_indices() == []
 
 
-def test_an_unreadable_image_is_replaced_by_the_next_with_its_label(damaged, side):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace", cached_side=side))
+def test_an_unreadable_image_is_replaced_by_the_next_with_its_label(damaged):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace"))
     for _ in range(2):
         image, label = data[1]
         assert label == 1 and torch.equal(image, data[3][0])  # over number 2 and into the next class
@@ -137,16 +131,16 @@ def test_a_replaced_image_is_augmented_as_the_one_asked_for(damaged):
     assert requested == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
 
 
-def test_too_many_in_a_row_stop(damaged, side):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace", bad_limit=2, cached_side=side))
+def test_too_many_in_a_row_stop(damaged):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace", bad_limit=2))
     for _ in range(2):
         with pytest.raises(BadImage, match=r"2 images in a row cannot be read, .* the last: cannot decode .*2.png"):
             data[1]
     assert data[2][1] == 1
 
 
-def test_evaluation_can_leave_an_unreadable_image_out(damaged, side):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="leave_out", cached_side=side))
+def test_evaluation_can_leave_an_unreadable_image_out(damaged):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="leave_out"))
     for index, size in ((1, (24, 32)), (Draw(2, (8, 40)), (8, 40))):
         image, label = data[index]
         assert label == -1 and image.shape == (3, *size) and not image.any()
@@ -436,17 +430,17 @@ def another_fault(*args, **how):
 
 
 @pytest.mark.parametrize("fail", [no_memory, no_more])
-@pytest.mark.parametrize("where", ["vitrel.data.readers.decode._rgb", "vitrel.data.readers.base.resize", "prepare", "augment"])
+@pytest.mark.parametrize("where", ["vitrel.data.readers.decode._rgb", "prepare", "augment"])
 def test_memory_that_runs_out_names_image_and_size_and_is_no_bad_image(root, monkeypatch, where, fail):
     Image.fromarray(picture(24, 32)).save(root / "train" / "cat" / "1.png", "JPEG")
     module, _, name = where.rpartition(".")
     if module:
         monkeypatch.setattr(sys.modules[module], name, fail)
     prepare, augment = fail if where == "prepare" else plain(), fail if where == "augment" else None
-    data = Folder(root, "train", prepare, augment, reading=Reading(on_bad="replace", cached_side=8))
+    data = Folder(root, "train", prepare, augment, reading=Reading(on_bad="replace"))
     with pytest.raises(MemoryError, match=r"memory ran out while .*train/cat/1.png \(\d+x\d+ pixels\) was") as caught:
         data[Draw(1, (40, 48)) if augment else 1]
-    assert ("(24x32" in str(caught.value)) == bool(module) and ("at 40x48" in str(caught.value)) == bool(augment)
+    assert "(24x32" in str(caught.value) and ("at 40x48" in str(caught.value)) == bool(augment)
     assert out_of_memory(caught.value) and data.bad_indices() == []
 
 

@@ -430,11 +430,6 @@ def test_what_would_move_the_image_alone_is_refused(root, settings):
     assert len(list(views(root, policy="3a"))) == 6
 
 
-def test_a_cache_is_refused(root):
-    with pytest.raises(ValueError, match="images with masks are not cached"):
-        items(root, reading=Reading(cached_side=32))
-
-
 def test_camvid():
     data = create_dataset(str(shared("data/camvid")), "val", (192, 256), **HOW)
     assert len(data) == 101 and len(data.classes) == 11 and data.class_counts()[3] == 101  # a road in every image

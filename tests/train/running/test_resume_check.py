@@ -42,7 +42,6 @@ def refused(args, folder):
 
 CHANGES = {
     "--data.augment.erase=0.3": "data.augment.erase: 0.2, now 0.3",
-    "--data.reading.cached_side=30": "data.reading.cached_side: None, now 30",
     "--data.train_sizes=[32, 24]": "train_sizes: [], now [[32, 32], [24, 24]]",
     "--data.repeats=2": "repeats: 1, now 2",
     "--model.mixing.mixup=0.3": "mixing.mixup: 0.2, now 0.3",

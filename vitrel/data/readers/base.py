@@ -1,4 +1,4 @@
-"""The base class of data sets that read images: preparation, augmentation, unreadable images, caching."""
+"""The base class of data sets that read images: preparation, augmentation, unreadable images."""
 
 import hashlib
 import json
@@ -14,11 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import resize
 
 from vitrel.data.augment import AugmentationError
-from vitrel.data.prepare import Picture, as_tensor
+from vitrel.data.prepare import Picture
 from vitrel.data.readers.addresses import file_state, is_address, read_bytes
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size, names_image
 from vitrel.data.readers.splits import Split as Split
@@ -89,7 +87,6 @@ class ImageSet(Dataset, ABC):
         self.classes, self.prepare, self.augment, self.reading = classes, prepare, augment, reading
         self.bad = shared(torch.zeros(len(self.samples), dtype=torch.uint8))
         self._epoch = shared(torch.zeros(1, dtype=torch.int64))
-        self._cached: dict[int, tuple[Tensor, int]] = {}  # with reading.cached_side
         self._sizes: list[tuple[int, int]] | None = None
 
     @abstractmethod
@@ -121,10 +118,6 @@ class ImageSet(Dataset, ABC):
         """Set the epoch that seeds the augmentation, in running loader processes too."""
         self._epoch.fill_(epoch)
 
-    def forget(self) -> None:
-        """Free the images cached in this process, not in loader processes; they are decoded again when needed."""
-        self._cached.clear()
-
     def __len__(self) -> int:
         return len(self.bad)
 
@@ -137,20 +130,19 @@ class ImageSet(Dataset, ABC):
         if found is None:
             return self.left_out(draw.size or self.prepare.size)
         picture, target, source = found
-        at_size = " at {}x{}".format(*draw.size) if draw.size else ""
+        name = f"{self.name(source)} ({picture.height}x{picture.width} pixels)"
         try:
-            with names_image(lambda: f"{self._with_size(picture, source)} was prepared{at_size}"):
+            with names_image(lambda: f"{name} was prepared{' at {}x{}'.format(*draw.size) if draw.size else ''}"):
                 return self.finish(picture, target, draw)
         except AugmentationError as error:
-            raise AugmentationError(f"{self._with_size(picture, source)}: {error}") from error.__cause__
+            raise AugmentationError(f"{name}: {error}") from error.__cause__
 
-    def _readable(self, index: int) -> tuple[Picture, Any, int] | None:
+    def _readable(self, index: int) -> tuple[Image.Image, Any, int] | None:
         """(image, target, index) of an image or of its replacement, by `on_bad`; None if it is left out."""
-        read = self.read if self.reading.cached_side is None else self._from_cache
         for step in range(self.reading.bad_limit):
             source = (index + step) % len(self)
             try:
-                return *read(source), source
+                return *self.read(source), source
             except BadImage as error:
                 if self.reading.on_bad == "raise":
                     raise
@@ -243,22 +235,6 @@ class ImageSet(Dataset, ABC):
     def bad_indices(self) -> list[int]:
         """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""
         return self.bad.nonzero().flatten().tolist()
-
-    def _from_cache(self, index: int) -> tuple[Tensor, int]:
-        """The result of `read`, with a longer shorter side reduced to `cached_side` pixels; the cached tensor itself."""
-        if index not in self._cached:
-            picture, label = self.read(index)
-            image = as_tensor(picture).contiguous()
-            if min(image.shape[-2:]) > self.reading.cached_side:
-                with names_image(lambda: f"{self._with_size(image, index)} was reduced to be cached"):
-                    image = resize(image, [self.reading.cached_side], InterpolationMode.BICUBIC, antialias=True)
-            self._cached[index] = image, label
-        return self._cached[index]
-
-    def _with_size(self, image: Picture, index: int) -> str:
-        """Name and size of an image, for messages."""
-        h, w = image.shape[-2:] if isinstance(image, Tensor) else image.size[::-1]
-        return f"{self.name(index)} ({h}x{w} pixels)"
 
 
 def sha256(path: str | Path | bytes) -> str:

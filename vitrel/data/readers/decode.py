@@ -53,7 +53,7 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings of reading image files: limits, unreadable images, cache, symbolic links.
+    """Settings of reading image files: limits, unreadable images, symbolic links.
 
     Args:
         max_pixels: images with more pixels count as unreadable, before they are decoded; at most 178,956,970, Pillow's limit.
@@ -62,8 +62,6 @@ class Reading:
             "leave_out" mark the image in the data set's `bad`.
         bad_limit: "replace" raises an error after this number of unreadable images in a row.
         bad_share: training stops when more than this share of its images is unreadable.
-        cached_side: cache decoded training images in the memory of each loader process, with larger images reduced to this
-            shorter side in pixels (antialiased bicubic); for small data sets. Null: no cache.
         follow_links: also read folders that symbolic links inside class folders point to (image folders only). Class folders
             and image files may always be links, and a file that several links point to counts once.
         val_fraction: share of the images of every class that is used for evaluation, where the data has no evaluation split,
@@ -77,7 +75,6 @@ class Reading:
     on_bad: OnBad = "raise"
     bad_limit: int = 100
     bad_share: float = 0.01
-    cached_side: int | None = None
     follow_links: bool = False
     val_fraction: float | None = None
 
@@ -92,8 +89,6 @@ class Reading:
             raise ValueError(f"bad_share must be between 0 and 1, not {self.bad_share}")
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction must be a share of the images, above 0 and below 1, not {self.val_fraction}")
-        if self.cached_side is not None and self.cached_side < 1:
-            raise ValueError(f"cached_side must be at least 1 pixel (shorter side of cached images), not {self.cached_side}")
 
 
 def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False) -> Image.Image:

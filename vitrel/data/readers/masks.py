@@ -79,8 +79,6 @@ class MaskSet(ImageSet):
         **options: Any,
     ) -> None:
         super().__init__(classes, samples, where, *view, **options)
-        if self.reading.cached_side is not None:
-            raise ValueError("images with masks are not cached, since masks are not resampled: leave out reading.cached_side")
         self.table = np.arange(256)
         for value, number in (values or {}).items():
             self.table[value] = number

@@ -57,7 +57,6 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "data.augment": None if data.augment is None else asdict(data.augment),
         "data.region": data.region,
         "data.reading.val_fraction": data.reading.val_fraction,
-        "data.reading.cached_side": data.reading.cached_side,
         "preprocessing": module.preprocessing,
         "images per batch of all devices": data.batch_size * trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
