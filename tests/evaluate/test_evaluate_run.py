@@ -137,7 +137,11 @@ def other_weights(model):
     [
         (other_weights, {}, "other weights of vitrel_vit_n8_none"),
         (lambda model: replace(other_weights(model), seed=1), {}, "other weights"),  # would count as a second seed
-        (lambda model: replace(model, img_size=(64, 64)), {}, "train_size of vitrel_vit_n8_none: 32x32 there, 64x64 now"),
+        (
+            lambda model: replace(model, img_size=(64, 64), train_sizes=()),
+            {},
+            "train_size of vitrel_vit_n8_none: 32x32 there, 64x64 now",
+        ),
         (lambda model: replace(model, mean=(0.4,) * 3), {}, "mean of vitrel_vit_n8_none: 0.5 0.5 0.5 there, 0.4 0.4 0.4 now"),
         (lambda model: replace(model, restrict=True), {}, "order there, order, restricted now"),
         (lambda model: model, {"n": 7}, "n_asked: none there, 7 now"),

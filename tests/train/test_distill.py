@@ -194,6 +194,7 @@ def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(wei
     recipe.teacher.model.register_forward_pre_hook(lambda model, args: seen.append(tuple(args[0].shape[2:])))
     fit(recipe, max_epochs=1)
     assert seen[:4] == [(32, 32), (True, (16, 16)), (32, 32), (True, (24, 40))]
+    assert [*recipe.train_sizes] == [(16, 16), (24, 40)]
     assert {shape for entry in seen if len(entry) == 2 and entry[0] is False for shape in [entry[1]]} == {(32, 32)}
     images = torch.randn(2, 3, 32, 32)
     small = F.interpolate(images, (24, 40), mode="bicubic", antialias=True)

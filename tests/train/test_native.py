@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from helpers import shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
-from vitrel.common.sizes import native_size
+from vitrel.common.sizes import Budget, native_size
 from vitrel.data import Augmentation, BadImage, create_dataset
+from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import run
 from vitrel.train.batch_order import Filled, NativeOrder, evaluation_batches
 from vitrel.train.datamodule import ImageData
@@ -163,6 +164,8 @@ def test_a_run_evaluates_every_image_and_is_resumed_at_its_shape_alone(command, 
     run(args)
     top1 = float(rows(tmp_path / "run" / "metrics.csv")[-1]["val/top1"])
     assert top1 * 28 == pytest.approx(round(top1 * 28), abs=1e-3)  # of 28 images
+    trained = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert trained.train_sizes == (Budget(16), Budget(25)) and trained.img_size == (32, 32)
     for change, text in (("--data.tokens=20", "data.tokens: 16, now 20"), ("--data.train_sizes=null", "train_sizes: ")):
         with pytest.raises(ValueError, match=text):
             run([*resumed(args, tmp_path / "run"), change])

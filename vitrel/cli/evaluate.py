@@ -5,7 +5,7 @@
     vitrel evaluate runs/a --data photographs --size 100t 196t --protocol scale native
 
 Writes results.csv, predictions.npz, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html
-into --out. The training size is always evaluated too. Existing rows in --out are reused: the same command resumes an
+into --out. The training sizes are always evaluated too. Existing rows in --out are reused: the same command resumes an
 interrupted evaluation, and a command with other sizes or models adds its rows. A folder with rows of other weights, images or
 settings is an error, unless --replace moves its files into a folder replaced-N. --dry-run prints the rows with their costs.
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help=kept)
     add("--protocol", nargs="+", dest="protocols",
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
-        "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
+        "ratios, with at most the patch tokens of a size); default scale canvas, native if trained so")  # fmt: skip
     add("--policy", nargs="+", dest="policies",
         help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")  # fmt: skip
     add("--log-n", action="store_true", help="evaluate an attention temperature of log N too, beside each policy")
@@ -109,11 +109,14 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.checkpoint import read_class_indices
     from vitrel.evaluate.results.table import left_out_note
     from vitrel.evaluate.run import describe_trials, evaluate_rows, run_sweep
+    from vitrel.evaluate.trials import default_protocols
 
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
     models = _labeled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
+    if args.protocols is None:
+        sweep = replace(sweep, protocols=default_protocols(models))
     _check_effect(args, models, sweep)
     if args.dry_run:
         text = describe_trials(models, sweep, args.out, args.replace)

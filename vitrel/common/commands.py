@@ -1,9 +1,11 @@
 """Commands that are printed as next steps: complete, quoted for the shell, on a line of their own."""
 
+import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from vitrel.common.sizes import Size, format_size
+from vitrel.common.sizes import Budget, Size, format_size
 
 
 def command_line(command: str, *words: str | Path) -> str:
@@ -11,8 +13,22 @@ def command_line(command: str, *words: str | Path) -> str:
     return shlex.join(["vitrel", command, *map(str, words)])
 
 
-def evaluate_line(model: str | Path, data: str, size: Size, out: str | Path) -> str:
-    """Return the command that evaluates `model` at a half, once, one and a half times and twice the size (h, w) in pixels."""
-    sizes = dict.fromkeys(tuple(max(1, round(side * factor)) for side in size) for factor in (0.5, 1, 1.5, 2))
-    texts = [str(h) if h == w else format_size((h, w)) for h, w in sizes]
-    return command_line("evaluate", model, "--data", data, "--size", *texts, "--out", out)
+def evaluate_line(model: str | Path, data: str, trained: Sequence[Size | Budget], out: str | Path) -> str:
+    """Return the command that evaluates `model` at its training sizes, and at smaller and larger ones.
+
+    These are half the smallest, and one and a half and twice the largest, by their sides.
+
+    Args:
+        trained: sizes (h, w) in pixels, or budgets of tokens of a model trained at native shape, which is evaluated so.
+    """
+
+    def scaled(size: Size | Budget, factor: float) -> Size | Budget:
+        if isinstance(size, Budget):
+            return Budget(max(1, round(size.tokens * factor**2)))
+        return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
+
+    by_area = sorted(trained, key=lambda size: size.tokens if isinstance(size, Budget) else math.prod(size))
+    sizes = dict.fromkeys([scaled(by_area[0], 0.5), *by_area, scaled(by_area[-1], 1.5), scaled(by_area[-1], 2)])
+    texts = [str(size[0]) if isinstance(size, tuple) and size[0] == size[1] else format_size(size) for size in sizes]
+    protocol = ["--protocol", "native"] if any(isinstance(size, Budget) for size in trained) else []
+    return command_line("evaluate", model, "--data", data, "--size", *texts, *protocol, "--out", out)

@@ -1,6 +1,6 @@
 """Image sizes and grids as text, height first; budgets of tokens; and the image size for a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt, log, sqrt
@@ -40,6 +40,19 @@ def parse_size_or_budget(text: str | int) -> Size | Budget:
 def format_size(size: Sequence[int] | Budget) -> str:
     """Format (160, 224) -> "160x224", height first, and Budget(196) -> "196t"."""
     return str(size) if isinstance(size, Budget) else f"{size[0]}x{size[1]}"
+
+
+def nearest_size(size: Size, others: Iterable[Size]) -> Size:
+    """Return that of `others`, (h, w) in pixels, whose area is nearest to that of `size` by ratio; of equal ones the first."""
+    return min(others, key=lambda other: abs(log(other[0] * other[1] / (size[0] * size[1]))))
+
+
+def sizes_in_words(sizes: Sequence[Size | Budget]) -> str:
+    """Return sizes in words: "64x64 px", "48x48, 80x80 and 64x96 px"; budgets as "native shape, 196 tokens at most"."""
+    budgets = [str(size.tokens) for size in sizes if isinstance(size, Budget)]
+    *first, last = budgets or [format_size(size) for size in sizes]
+    listed = f"{', '.join(first)} and {last}" if first else last
+    return f"native shape, {listed} tokens at most" if budgets else f"{listed} px"
 
 
 def token_count(size: Size, patch: Size) -> int:

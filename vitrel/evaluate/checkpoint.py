@@ -15,7 +15,7 @@ from timm.models import load_checkpoint as load_timm_checkpoint
 from torch import nn
 
 from vitrel.common.files import shown
-from vitrel.common.sizes import Budget, Size, native_size, token_count
+from vitrel.common.sizes import Budget, Size, native_size, nearest_size, parse_size_or_budget, token_count
 from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.inspect.any_model import model_name, trained_size
 from vitrel.models.backbone import Backbone
@@ -36,7 +36,7 @@ class TrainedModel:
         name: timm name.
         label: name in tables and plots.
         encoding: keys of its position encodings, see `encoding_of`.
-        img_size: training size (h, w) in pixels.
+        img_size: training size (h, w) in pixels; of several, that for which the model was built, or the nearest.
         classes: names in the order of the outputs, () where unknown.
         mean: of the preprocessing, as in `vitrel.data.Prepare`.
         std: as in `vitrel.data.Prepare`.
@@ -49,6 +49,8 @@ class TrainedModel:
         restrict: compare only the logits of the data's classes.
         model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
         task: what it predicts, one of `vitrel.evaluate.tasks.base.TASKS`.
+        train_sizes: all training sizes, (h, w) in pixels, or budgets of patch tokens if it was trained at native shape; by
+            default img_size.
     """
 
     model: nn.Module
@@ -68,10 +70,23 @@ class TrainedModel:
     model_args: str = ""
     crop_mode: str = "center"
     task: str = "classification"
+    train_sizes: tuple[Size | Budget, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.train_sizes:
+            object.__setattr__(self, "train_sizes", (self.img_size,))
         for name in ("name", "label"):  # may contain a file's path, with characters that need escaping
             object.__setattr__(self, name, shown(getattr(self, name)))
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it was trained at native shape."""
+        return isinstance(self.train_sizes[0], Budget)
+
+    @property
+    def train_pixels(self) -> tuple[Size, ...]:
+        """Its training sizes in pixels, `img_size` first; for a budget, the largest square of whole patches within it."""
+        return tuple(dict.fromkeys((self.img_size, *map(self.size_of, self.train_sizes))))
 
     @property
     def patch(self) -> Size | None:
@@ -119,7 +134,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         classes = tuple(model.pretrained_cfg.get("label_names") or ())
         return replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
     model, about = read_checkpoint(path)
-    return TrainedModel(
+    trained = TrainedModel(
         model=model,
         name=about["model"],
         label=label or _label_of(about["model"], path),
@@ -134,7 +149,10 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         seed=seed if seed is not None else about.get("seed"),
         path=path,
         task=about.get("task", "classification"),
+        train_sizes=tuple(map(parse_size_or_budget, about.get("train_sizes") or ())),
     )
+    sizes = [trained.size_of(size) for size in trained.train_sizes]
+    return trained if trained.img_size in sizes else replace(trained, img_size=nearest_size(trained.img_size, sizes))
 
 
 def _label_of(name: str, path: Path) -> str:

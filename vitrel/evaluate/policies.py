@@ -93,10 +93,15 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
     backbone = backbone_of(model)
     if backbone is None:
         return ()
-    if not any(isinstance(part, Attention) and part.window is not None for part in backbone.modules()):
+    if not has_windows(backbone):
         return backbone.policies
     parts = (part for part in model.modules() if isinstance(part, PositionEncoding))
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
+
+
+def has_windows(backbone: Backbone) -> bool:
+    """Whether any attention layer of a model has windows."""
+    return any(isinstance(part, Attention) and part.window is not None for part in backbone.modules())
 
 
 def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Module:

@@ -5,6 +5,7 @@
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace as replaced
@@ -21,7 +22,7 @@ from vitrel.common.modules import evaluating
 from vitrel.common.processes import on_all, rank_and_world
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
-from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
+from vitrel.common.sizes import Budget, Size, format_size, nearest_size, parse_size_or_budget, sizes_in_words
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.measure import Evaluated, measure
 from vitrel.evaluate.policies import gflops
@@ -47,7 +48,15 @@ from vitrel.evaluate.results.table import (
 from vitrel.evaluate.results.text import markdown, summary, table_page
 from vitrel.evaluate.sweep import Row, Sweep
 from vitrel.evaluate.tasks.classes import class_map
-from vitrel.evaluate.trials import Trial, check_trials, class_names_of, sizes_of, static_columns_of, trials_of
+from vitrel.evaluate.trials import (
+    Trial,
+    check_trials,
+    class_names_of,
+    default_protocols,
+    sizes_of,
+    static_columns_of,
+    trials_of,
+)
 
 with optional_import():
     import pandas as pd
@@ -85,7 +94,7 @@ def at_sizes(
             preprocessed as a folder is; or a function from (H, W) to a data set of (normalized float32 [3, H, W], label), for
             which the only protocol is "scale". An attribute `classes` of the data set gives names of classes, by label.
         sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). The
-            training size is evaluated too.
+            training sizes are evaluated too.
         label: the model's name in the table.
         img_size: training size (h, w) in pixels, by default that of the model's `pretrained_cfg`.
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation, instead of those of the `pretrained_cfg`.
@@ -93,7 +102,8 @@ def at_sizes(
         restrict: compare only the logits of the data's classes.
         task: "classification" or "segmentation", by default the first for all models but a `Segmenter`. For
             segmentation a data set has masks [h, w] of each image's size instead of labels, with 255 where there is no class.
-        settings: fields of `Sweep`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
+        settings: fields of `Sweep`: protocols (by default those of `default_protocols`), policies, n, batch_size, device,
+            crop_pct, attention_n, ...
 
     Raises:
         ValueError: for invalid settings, for data or classes that do not fit the model, and for unsupported sizes.
@@ -105,6 +115,7 @@ def at_sizes(
         settings = {"protocols": ("scale",)} | settings
         if tuple(settings["protocols"]) != ("scale",):
             raise ValueError("a function from size to data resizes images itself: only protocols=('scale',) is possible")
+    settings = {"protocols": default_protocols([trained])} | settings
     for name in ("protocols", "policies"):
         if settings.get(name) is not None:
             settings[name] = tuple(settings[name])
@@ -114,7 +125,7 @@ def at_sizes(
     )
     source = None if isinstance(data, (str, Path)) else source_of(data)
     if source is None:
-        check_data(sweep, trained.img_size, sizes_of(trained, sweep), trained.task)
+        check_data(sweep, trained.img_size, trained.train_pixels + sizes_of(trained, sweep), trained.task)
     images = Images(sweep, source)
     trials = _keyed_trials([trained], sweep, images)
     with _restored(trained.model), _progress([trial for trial, _ in trials], len(trials)) as advance:
@@ -147,7 +158,7 @@ def run_sweep(
     Args:
         title: of the page and plots.
     """
-    for train_size, sizes in dict.fromkeys((trained.img_size, sizes_of(trained, sweep)) for trained in models):
+    for train_size, sizes in dict.fromkeys((one.img_size, one.train_pixels + sizes_of(one, sweep)) for one in models):
         check_data(sweep, train_size, sizes, models[0].task)
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
@@ -254,7 +265,8 @@ def _measured(
     A complete result in `previous` with the same `row_key` is yielded instead of measuring; see `evaluate_rows`.
     """
     by_key, trials = _gathered(keyed, previous)
-    reference: dict[tuple[int, str, float], float] = {}  # the metric at the training size, by model, protocol and crop
+    # the metric at the training sizes, by model, protocol and crop
+    references: dict[tuple[int, str, float], dict[Size, float]] = defaultdict(dict)
     static: dict[tuple, Row] = {}
     check_trials([trial for trial, _ in trials], sweep, images)
     for trial, key in trials:
@@ -271,9 +283,11 @@ def _measured(
         else:
             advance(trial, 1.0)
         row, curve = result.row, (id(trial.trained), trial.protocol, trial.crop_pct)
-        if trial.size == trial.trained.img_size:  # comes first; in the native protocol its first budget is that of the size
-            reference.setdefault(curve, main_metric(row))
-        at_training = reference.get(curve, 0.0)  # 0 where the training size is skipped
+        if trial.is_training:  # comes first; in the native protocol its first budget is that of the size
+            references[curve].setdefault(trial.size, main_metric(row))
+        at_training = 0.0  # where no training size is evaluated
+        if references[curve]:
+            at_training = references[curve][nearest_size(trial.size, references[curve])]
         retention = round(main_metric(row) / at_training, 4) if at_training else float("nan")
         yield result._replace(row=row | {"retention": retention, "best_size": "", f"{trial.task.metric}_area": float("nan")})
 
@@ -352,7 +366,7 @@ def _header(
     """Three lines printed at the start: the models, the images and sizes, the number of rows and the output folder."""
     trials = [trial for trial, _ in keyed]
     texts = [
-        f"{model.label} ({model.model.num_classes} classes, trained at {format_size(model.img_size)} px)" for model in models
+        f"{model.label} ({model.model.num_classes} classes, trained at {sizes_in_words(model.train_sizes)})" for model in models
     ]
     sizes = ", ".join(dict.fromkeys(format_size(trial.size) for trial in trials))
     ready = len(trials) - len(_left(keyed, tables.rows.values(), sweep))

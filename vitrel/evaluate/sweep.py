@@ -12,6 +12,7 @@ PROTOCOLS = ("scale", "canvas", "native", "sliding")
 
 
 DEFAULT_PROTOCOLS = PROTOCOLS[:2]
+NATIVE = PROTOCOLS[2:3]  # the default for models trained at native shape
 MARGIN = 2.0  # points
 
 

@@ -7,9 +7,10 @@ from itertools import product
 from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.data import BadImage
-from vitrel.evaluate.checkpoint import TrainedModel
+from vitrel.evaluate.checkpoint import TrainedModel, backbone_of
 from vitrel.evaluate.policies import (
     at_size_with,
+    has_windows,
     native_columns,
     policies_at,
     policies_of,
@@ -17,9 +18,10 @@ from vitrel.evaluate.policies import (
     static_columns,
 )
 from vitrel.evaluate.prepare import Images, Preprocessing, window_places
-from vitrel.evaluate.sweep import Row, Sweep
+from vitrel.evaluate.sweep import DEFAULT_PROTOCOLS, NATIVE, Row, Sweep
 from vitrel.evaluate.tasks.base import Task, task_named
 from vitrel.evaluate.tasks.classes import class_outputs
+from vitrel.grid import unseen_share
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ class Trial:
         return self.trained.img_size if self.protocol == "sliding" else self.size
 
     @property
+    def is_training(self) -> bool:
+        """Whether the model was trained at this size: in pixels in any protocol, or at this budget of the native protocol."""
+        if self.trained.is_native:
+            return self.budget is not None and Budget(self.budget) in self.trained.train_sizes
+        return self.size in self.trained.train_sizes
+
+    @property
     def windows(self) -> int:
         """The number of forward passes for an image: 1, in the sliding protocol that of its windows."""
         return len(window_places(self.size, self.trained.img_size)) if self.protocol == "sliding" else 1
@@ -84,14 +93,21 @@ class Trial:
         return Preprocessing(self.size, protocol, self.crop_pct, *as_trained, self.budget, patch, trained.task)
 
 
-def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
-    """Return the trials of a sweep: first every model at its training size, to which retention refers, then size by size.
+def default_protocols(models: Iterable[TrainedModel]) -> tuple[str, ...]:
+    """Return the protocols for models where none are named: scale and canvas, native for models trained at native shape."""
+    kinds = {trained.is_native for trained in models}
+    return (DEFAULT_PROTOCOLS if False in kinds else ()) + (NATIVE if True in kinds else ())
 
-    A model's training size is evaluated even if `sweep.sizes` does not list it. There is one trial for every protocol, every
-    crop (`sweep.crop_pct`, by default the model's own) and every policy that makes a difference at the size (`policies_at`).
-    `sweep.skip` leaves out a size in one protocol, training sizes included. The native protocol does not crop, and reads every
-    size as a token budget; budgets with the same size in pixels have a trial each. Translations are evaluated only at the
-    training size in the first protocol: scale and canvas have the same images there. Trials that share images are adjacent.
+
+def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
+    """Return the trials of a sweep: first every model at its training sizes, to which retention refers, then size by size.
+
+    A model's training sizes are evaluated even if `sweep.sizes` does not list them. There is one trial for every protocol,
+    every crop (`sweep.crop_pct`, by default the model's own) and every policy that makes a difference at the size
+    (`policies_at`). `sweep.skip` leaves out a size in one protocol, training sizes included. The native protocol does not crop,
+    and reads every size as a token budget; budgets with the same size in pixels have a trial each. Translations are evaluated
+    only at the training size (`TrainedModel.img_size`) in the first protocol: scale and canvas have the same images there.
+    Trials that share images are adjacent.
 
     Raises ValueError for a policy that no model has, and for a token budget or the native protocol with a model that has no
     patch size.
@@ -111,10 +127,12 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
         names = ", ".join(sorted(available)) or "none"
         raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are: {names}")
     models_and_sizes = [(trained, _sizes_by_pixels(trained, sweep)) for trained in models]
-    train_sizes = dict.fromkeys(trained.img_size for trained in models)
-    by_size = [(size, [pair for pair in models_and_sizes if pair[0].img_size == size]) for size in train_sizes]
+    train_sizes = dict.fromkeys(size for trained in models for size in trained.train_pixels)
+    by_size = [(size, [pair for pair in models_and_sizes if size in pair[0].train_pixels]) for size in train_sizes]
     others = dict.fromkeys(size for at in zip(*(sizes_of(trained, sweep) for trained in models), strict=True) for size in at)
-    by_size += [(size, [pair for pair in models_and_sizes if size in pair[1] and pair[0].img_size != size]) for size in others]
+    by_size += [
+        (size, [pair for pair in models_and_sizes if size in pair[1] and size not in pair[0].train_pixels]) for size in others
+    ]
     trials = []
     for size, pairs in by_size:
         policies = [policies_at(trained.model, size, sweep.policies, sweep.log_n) for trained, _ in pairs]
@@ -136,7 +154,7 @@ def trials_of(models: Sequence[TrainedModel], sweep: Sweep) -> list[Trial]:
 
 
 def sizes_of(trained: TrainedModel, sweep: Sweep) -> tuple[Size, ...]:
-    """Return every size of a sweep in pixels (h, w), in its order, without adding the training size.
+    """Return every size of a sweep in pixels (h, w), in its order, without adding the training sizes.
 
     A token budget becomes the largest square of the model's patches within it, so two entries may be equal.
     """
@@ -144,8 +162,10 @@ def sizes_of(trained: TrainedModel, sweep: Sweep) -> tuple[Size, ...]:
 
 
 def _sizes_by_pixels(trained: TrainedModel, sweep: Sweep) -> dict[Size, list[Size | Budget]]:
-    """{size in pixels: sizes and token budgets of the sweep with these pixels}, the training size first."""
-    by_pixels: dict[Size, list[Size | Budget]] = {trained.img_size: [trained.img_size]}
+    """{size in pixels: sizes and token budgets of the sweep with these pixels}, the training sizes first."""
+    by_pixels: dict[Size, list[Size | Budget]] = {}
+    for given in trained.train_sizes:
+        by_pixels.setdefault(trained.size_of(given), []).append(given)
     for given, size in zip(sweep.sizes, sizes_of(trained, sweep), strict=True):
         by_pixels.setdefault(size, []).append(given)
     return by_pixels
@@ -183,9 +203,25 @@ def static_columns_of(trial: Trial, images: Images, leak: bool = False, batch: i
     model, patch = trial.trained.model, trial.trained.patch
     columns = static_columns(model, trial.model_size, trial.policy, leak, batch)
     columns |= {name: columns[name] * trial.windows for name in ("tokens", "gflops")}
-    if trial.budget is None or patch is None:
-        return columns
-    return columns | native_columns(model, trial.policy, images.shapes(trial.preprocessing), patch)
+    if trial.budget is not None and patch is not None:
+        columns |= native_columns(model, trial.policy, images.shapes(trial.preprocessing), patch)
+    largest = _unseen_at_most(trial)
+    return columns | {name: min(columns[name], largest) for name in ("unseen", "saturated")}  # NaN stays NaN
+
+
+def _unseen_at_most(trial: Trial) -> float:
+    """The share of offsets at a trial's size that no training size of its model had, 1 where the model's own count holds.
+
+    That count is for the grid that the model was built for, which is all of its training but for global attention at several
+    sizes or at native shape.
+    """
+    trained, backbone = trial.trained, backbone_of(trial.trained.model)
+    if backbone is None or trained.train_sizes == (trained.img_size,) or has_windows(backbone):
+        return 1.0
+    if trial.is_training:
+        return 0.0
+    grid = backbone.token_grid(trial.size)
+    return min(unseen_share(backbone.token_grid(size), grid) for size in trained.train_pixels) if trial.budget is None else 1.0
 
 
 def line_columns(trial: Trial) -> Row:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from vitrel.common.resources import check_workers
-from vitrel.common.sizes import native_size, token_count
+from vitrel.common.sizes import Budget, Size, native_size, token_count
 from vitrel.data import (
     SHAPES,
     Augmentation,
@@ -138,6 +139,13 @@ class ImageData(LightningDataModule):
         self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
         self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
 
+    @property
+    def trained_at(self) -> Sequence[Size | Budget]:
+        """Sizes (h, w) in pixels of training batches, or budgets of tokens at native shape; known after `setup`."""
+        if self.protocol == "native":
+            return [Budget(tokens) for tokens in self.budgets]
+        return self.train_sizes or [self.size]
+
     def _native_order(self, model: nn.Module, even: bool) -> NativeOrder:
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
@@ -148,10 +156,11 @@ class ImageData(LightningDataModule):
         self.patch = to_2tuple(embed.patch_size)
         budget, *budgets = (token_count(size, self.patch) for size in (self.size, *(self.train_sizes or [])))
         self.budget = self.tokens or budget
+        self.budgets = budgets or [self.budget]
         sizes = self.train_set.image_sizes()
         self.val_set.image_sizes()  # an image that cannot be read stops the run here, not after an epoch
         ranks = self.trainer.global_rank, self.trainer.world_size
-        return NativeOrder(sizes, self.batch_size, self.budget, self.patch, budgets, self.repeats, even, *ranks, self.seed)
+        return NativeOrder(sizes, self.batch_size, self.budget, self.patch, self.budgets, self.repeats, even, *ranks, self.seed)
 
     def _train_set(self, preprocessing: dict[str, Any]) -> Dataset:
         if self.region is None:

@@ -5,7 +5,8 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
     {"state_dict": {"model.<parameter>": tensor, ...}, in segmentation "model.features.body.<parameter>", ...
      "hyper_parameters": {the arguments of Classifier, plain values},
      "epoch_means": {"epoch": int, "train/loss": [[sum, weight] of every rank], "train/top1": [...]} of the epoch so far,
-     "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
+     "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W],
+                "train_sizes": ["HxW", ...], at native shape budgets of patch tokens as "196t", "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
                 "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
                 "task": "segmentation" and "head": str of a model for segmentation}}
@@ -22,6 +23,7 @@ in "current_model_state", under the same names, and "averaging_state" counts the
 import math
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
@@ -29,11 +31,13 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from timm.layers import to_2tuple
 from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.common.warn import warn_once
 from vitrel.data.readers.classes import order_note
 from vitrel.models.config import preprocessing_of
@@ -138,6 +142,14 @@ class Classifier(LightningModule):
     def preprocessing(self) -> dict[str, Any]:
         """Dictionary of mean, std, crop_pct, crop_mode and interpolation from the model's cfg."""
         return preprocessing_of(self.model)
+
+    @property
+    def train_sizes(self) -> Sequence[Size | Budget]:
+        """Sizes (h, w) in pixels of the images that the model sees in training, or budgets of tokens at native shape."""
+        distillation = self.objective.distillation
+        if distillation is not None and distillation.sizes is not None:
+            return [to_2tuple(size) for size in distillation.sizes]
+        return getattr(self.trainer.datamodule, "trained_at", [self.img_size])
 
     @property
     def ignores_labels(self) -> bool:
@@ -315,6 +327,7 @@ class Classifier(LightningModule):
             "model_args": arguments,
             "classes": self.classes,
             "img_size": list(self.img_size),
+            "train_sizes": [format_size(size) for size in self.train_sizes],
             "position": self.position,
             **preprocessing,
             "data": data.data,

@@ -9,6 +9,7 @@ import torch
 import vitrel
 from helpers import printed_commands
 from vitrel.common.lock import LOCK
+from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import Classifier, run
 from vitrel.train.metrics import CSVLog, epochs_of
 
@@ -125,6 +126,20 @@ def test_the_output_says_where_a_run_goes_on_and_what_its_folder_stands_for(comm
     assert "a run's folder stands for its last.ckpt" in said
     [args] = printed_commands(said)
     assert args.models == [str(tmp_path)] and args.data == "shapes" and (32, 32) in args.size and len(args.size) == 4
+
+
+def test_several_training_sizes_are_recorded_and_shown(command, tmp_path, capfd):
+    arguments = [arg for arg in command("--trainer.max_epochs=1") if "enable_progress_bar" not in arg]
+    run([*arguments, "--data.train_sizes=[24, [40, 32]]"])
+    said = capfd.readouterr().out
+    assert "at 24x24 and 40x32 px" in said
+    [args] = printed_commands(said)
+    assert args.protocols is None and {(24, 24), (40, 32)} < {*args.size}
+    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
+    assert load_checkpoint(checkpoint).train_sizes == ((24, 24), (40, 32)) and summary(tmp_path)["train_sizes"] == [
+        "24x24",
+        "40x32",
+    ]
 
 
 def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):

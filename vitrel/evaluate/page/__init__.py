@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader
 from timm.data import ImageNetInfo
 
 from vitrel.common.files import atomic_write, shown
+from vitrel.common.sizes import sizes_in_words
 from vitrel.evaluate.page.changed import PLACE, Place, changed_images, place_of
 from vitrel.evaluate.page.charts import (
     METRICS,
@@ -40,10 +41,12 @@ from vitrel.evaluate.results.aggregate import (
     by_area,
     curves,
     is_missing,
+    is_training,
     known_number,
     main_metric,
     mean_interval,
     protocol_names,
+    train_sizes_of,
 )
 from vitrel.evaluate.results.statistics import over_seeds
 from vitrel.evaluate.results.table import COLUMNS, Predictions, line_key, read_csv, read_predictions, read_translation
@@ -159,6 +162,7 @@ def contents(
     for record, (intervals, row) in zip(records, details, strict=True):
         texts = {"resampled": resampled_text(row), "change": difference_text(row), "judged": verdict_text(row)}
         record |= {"intervals": intervals, "name": _row_name(row), "metric": main_metric(row)} | texts
+        record["is_training"] = is_training(row)
     metrics = [key for key in METRICS if key in present and any(row[key] for row in table if known_number(row.get(key)))]
     sizes = sorted({row["img_size"] for row in table}, key=by_area)
     place = {id(row): at for at, row in enumerate(judged.rows)}
@@ -168,7 +172,8 @@ def contents(
     described: Mapping[str, str] = {} if pictures is None else pictures["words"]
     predicted = [] if predictions is None else list(predictions.images.classes)
     raw = dict.fromkeys([*(classes or {"names": []})["names"], *predicted, *described])
-    points, trained = points_of(drawn, records), [*dict.fromkeys(row["train_size"] for row in records)]
+    points, trained = points_of(drawn, records), _trained(table)
+    homes = {row["label"]: row["img_size"] for row in reversed(table) if is_training(row)}
     protocols = [*dict.fromkeys(row["protocol"] for row in table)]
     data_name = ", ".join(dict.fromkeys(Path(str(row["data"])).name or str(row["data"]) for row in table))
     words = class_words(raw, described)
@@ -187,7 +192,7 @@ def contents(
         "curves": [{key: curve[key] for key in ("name", "label", "policy")} for curve in drawn],
         "sizes": sizes,
         "protocols": protocols,
-        "trained": {row["label"]: row["train_size"] for row in records},
+        "trained": {label: homes.get(label, sizes[0]) for label in dict.fromkeys(row["label"] for row in table)},
         "words": words,
         "metric": judged.metric,
         "title": judged.title,
@@ -207,7 +212,7 @@ def contents(
         "judged": judged,
         "by_size": [records[place[id(row)]] for row in judged.by_size],
         "accuracy": [_by_size(protocol, drawn, records, sizes) for protocol in protocols],
-        "lead": _lead(records, data_name, protocols, sizes, trained),
+        "lead": _lead(records, data_name, protocols, sizes),
         "claims": _claims(folder),
         "seen": _seen(pictures, words),
         "scenes": _scenes(pictures),
@@ -229,8 +234,12 @@ def plot_all(judged: Judged, folder: Path, title: str = "") -> list[Path]:
         | {"intervals": {judged.metric: [row["low"], row["high"]]}, "resampled": resampled_text(row)}
         for row in table
     ]
-    points, trained = points_of(_drawn(table), records), [*dict.fromkeys(row["train_size"] for row in table)]
-    return draw_plots(judged.metric, points, trained, folder, title)
+    return draw_plots(judged.metric, points_of(_drawn(table), records), _trained(table), folder, title)
+
+
+def _trained(table: Sequence[Row]) -> list[str]:
+    """The sizes of the rows at a training size of their model."""
+    return [*dict.fromkeys(row["img_size"] for row in table if is_training(row))]
 
 
 def _drawn(table: Sequence[Row]) -> list[Item]:
@@ -320,10 +329,17 @@ def _by_size(protocol: str, drawn: Sequence[Item], records: Sequence[Item], size
             lines.append({"name": curve["name"], "rows": rows})
     shown_sizes = [size for size in sizes if any(size in line["rows"] for line in lines)]
     best = {size: max(line["rows"][size]["metric"] for line in lines if size in line["rows"]) for size in shown_sizes}
-    return {"protocol": protocol, "sizes": shown_sizes, "lines": lines, "best": best if len(lines) > 1 else {}}
+    trained = [size for size in shown_sizes if any(line["rows"].get(size, {}).get("is_training") for line in lines)]
+    return {
+        "protocol": protocol,
+        "trained": trained,
+        "sizes": shown_sizes,
+        "lines": lines,
+        "best": best if len(lines) > 1 else {},
+    }
 
 
-def _lead(records: Sequence[Item], data: str, protocols: Sequence[str], sizes: Sequence[str], trained: Sequence[str]) -> str:
+def _lead(records: Sequence[Item], data: str, protocols: Sequence[str], sizes: Sequence[str]) -> str:
     """The sentence below the title: models, data, seeds, sizes, device."""
 
     def many(n: int, what: str) -> str:
@@ -334,9 +350,9 @@ def _lead(records: Sequence[Item], data: str, protocols: Sequence[str], sizes: S
     counted = many(max(seeds), "seed") if min(seeds) == max(seeds) else f"{min(seeds)} to {many(max(seeds), 'seed')}"
     devices = ", ".join(dict.fromkeys(f"{row['device']}, {row['dtype']}" for row in records))
     images = many(int(max(row["n"] for row in records)), "image")
+    trained = "; ".join(dict.fromkeys(sizes_in_words(train_sizes_of(row)) for row in records))
     return (
-        f"{models} on {data} ({images}): {counted}, trained at {', '.join(trained)}, evaluated at {many(len(sizes), 'size')}; "
-        f"{devices}."
+        f"{models} on {data} ({images}): {counted}, trained at {trained}, evaluated at {many(len(sizes), 'size')}; {devices}."
     )
 
 

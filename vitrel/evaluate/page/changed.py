@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrel.evaluate.results.aggregate import aggregate, by_area, curves, protocol_names
+from vitrel.evaluate.results.aggregate import aggregate, by_area, curves, is_training, protocol_names
 from vitrel.evaluate.results.table import Predictions, line_key
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.tasks.base import Predicted
@@ -33,12 +33,14 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
     fewer than two sizes are left out; so are tasks without a class of an image.
     """
     predicted: dict[Place, Predicted] = {}
-    protocol_of, trained = protocol_names(rows), {}
+    protocol_of = protocol_names(rows)
+    trained: dict[tuple[str, str], str] = {}  # {(label, protocol): a training size}
     for row in rows:
         stored = predictions.rows.get(line_key(row))
         if stored is not None and "predicted" in stored.arrays:
             predicted.setdefault(place_of(row, protocol_of), stored)
-            trained[row["label"]] = row["train_size"]
+            if is_training(row):
+                trained.setdefault((row["label"], protocol_of(row)), row["img_size"])
     items = []
     for label, policy, table in curves(aggregate(rows)) if predicted else ():
         for protocol in dict.fromkeys(row["protocol"] for row in table):
@@ -53,7 +55,8 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
             read = np.all([one.seen for one in of_sizes], axis=0)
             changes = read & (classes != classes[0]).any(0)
             right = classes == of_sizes[0].arrays["labels"]
-            at_training = right[sizes.index(trained[label])] if trained[label] in sizes else right.any(0)
+            home = trained.get((label, protocol))
+            at_training = right[sizes.index(home)] if home in sizes else right.any(0)
             order = np.lexsort((right.sum(0), ~at_training))  # right at the training size first, then right at few sizes
             chosen = [int(image) for image in order if changes[image]][:CHANGED]
             items.append(

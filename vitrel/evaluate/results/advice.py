@@ -4,7 +4,8 @@ All comparisons are of the task's metric (top-1, mIoU), by `vitrel.evaluate.resu
 predictions are stored. A statement is made only where it is shown; the rest is said to be unknown, with the number of images or
 seeds that would tell.
 
-reference    The row at the training size, of the same model and protocol, under its first policy. Without it: no verdicts.
+reference    The row at the training size, of several the nearest, of the same model and protocol, under its first policy.
+             Without it: no verdicts. A model trained at native shape has its training sizes in the native protocol only.
 margin       The loss, in points, that does not matter.
 safe         The whole interval of the difference to the reference lies above -margin.
 loses        It lies below 0, and the size is not safe.
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrel.common.sizes import parse_size
+from vitrel.common.sizes import Budget, format_size, nearest_size, parse_size, sizes_in_words
 from vitrel.evaluate.results.aggregate import (
     NO_SCORES,
     Sample,
@@ -36,12 +37,14 @@ from vitrel.evaluate.results.aggregate import (
     contrast,
     does_nothing,
     groups_of,
+    is_training,
     known_number,
     main_metric,
     merged,
     protocols_of,
     sample_of,
     table_order,
+    train_sizes_of,
 )
 from vitrel.evaluate.results.statistics import Estimate, holm, needed, p_values, pooled
 from vitrel.evaluate.sweep import MARGIN, Row
@@ -49,7 +52,7 @@ from vitrel.evaluate.tasks.base import capital, task_of
 
 SAFE, LOSES, UNKNOWN = "safe", "loses", "cannot tell"
 COLUMNS = {  # of judged rows, besides those of `aggregate`
-    "difference": "accuracy minus that at the training size, points",
+    "difference": "accuracy minus that at the training size, of several the nearest, points",
     "difference_low": "lower end of its interval, at the level of Holm's procedure for safe",
     "difference_high": "upper end of its interval, at the level of Holm's procedure for loses",
     "verdict": "safe: shown to be less than the margin below the training size; loses: shown to be below it; else cannot tell",
@@ -60,8 +63,8 @@ COLUMNS = {  # of judged rows, besides those of `aggregate`
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice on one model, about its first protocol: at most three sentences. The first says
-    how it compares with the other models.
+    """The advice on one model, about its first protocol, of those with a row at a training size if there are any: at most
+    three sentences. The first says how it compares with the other models.
     """
 
     label: str
@@ -143,7 +146,7 @@ def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGI
         for size, policies in sizes.items():
             for place in policies.values():
                 place.row["used"] = place is chosen[size]
-    first = {label: next(iter(of_label)) for label, of_label in used.items()}
+    first = {label: _protocol_of_training(of_label) or next(iter(of_label)) for label, of_label in used.items()}
     of_first = {label: used[label][first[label]] for label in used}
     compared = _compared(of_first, first)
     advice = [Advice(label, first[label], _sentences(of_first[label], compared[label], margin)) for label in first]
@@ -151,6 +154,11 @@ def judge(rows: Sequence[Row], scores: Scores = NO_SCORES, margin: float = MARGI
     judged = table_order([place.row for place in places])
     task = task_of(rows[0])
     return Judged(judged, advice, margin, _headline(compared, of_first), task.metric, task.title)
+
+
+def _protocol_of_training(of_label: Mapping[str, Used]) -> str:
+    """The first protocol with a row at a training size; "" for none."""
+    return next((name for name, used in of_label.items() if any(is_training(place.row) for place in used.values())), "")
 
 
 def better_of(low: float, high: float, margin: float = MARGIN) -> str:
@@ -203,11 +211,16 @@ def _add_verdicts(models: Iterable[Sizes], margin: float) -> None:
         every = [place for policies in sizes.values() for place in policies.values()]
         for place in every:
             place.row.update(dict.fromkeys(("difference", "difference_low", "difference_high"), math.nan), verdict="", more="")
-        at_training = sizes.get(every[0].row["train_size"])
-        if at_training:
-            reference = next(iter(at_training.values()))
-            families.append([place for place in every if place is not reference])
-            found.append([contrast([place.sample], [reference.sample]) for place in families[-1]])
+        references = {
+            parse_size(size): next(iter(policies.values()))
+            for size, policies in sizes.items()
+            if is_training(next(iter(policies.values())).row)
+        }
+        if references:
+            families.append([place for place in every if place not in references.values()])
+            nearest = [references[nearest_size(parse_size(place.row["img_size"]), references)] for place in families[-1]]
+            pairs = zip(families[-1], nearest, strict=True)
+            found.append([contrast([place.sample], [reference.sample]) for place, reference in pairs])
     tests = zip(families, found, _by_family(found, -margin), _by_family(found, 0.0, above=False), strict=True)
     for places, estimates, safe, loses in tests:
         for place, one, *levels in zip(places, estimates, holm(safe), holm(loses), strict=True):
@@ -379,11 +392,15 @@ def _points(differences: Sequence[float]) -> str:
 def _sizes_sentence(used: Used) -> str:
     """At which sizes the model is safe, at which it loses, and what would decide about the others."""
     anchor, by_verdict = _anchor(used), defaultdict[str, list[str]](list)
-    trained = pixels(anchor["train_size"])
-    if anchor["img_size"] != anchor["train_size"]:
-        return f"evaluate it at its training size, {trained}, too: without it no size can be called safe"
-    if len(used) == 1:
-        return f"only its training size, {trained}, was evaluated"
+    at = train_sizes_of(anchor)
+    native = isinstance(at[0], Budget)
+    trained = sizes_in_words(at) if native else pixels(*map(format_size, at))
+    name = f"training size{'s' if len(at) > 1 else ''}, {trained}"
+    if not is_training(anchor):
+        how = " (--protocol native)" if native else ""
+        return f"evaluate it at its {name}{how}, too: without it no size can be called safe"
+    if all(is_training(place.row) for place in used.values()):
+        return f"only its {name}, {'were' if len(used) > 1 else 'was'} evaluated"
     for size, place in used.items():
         by_verdict[place.row["verdict"]].append(size)
     parts = []
@@ -402,7 +419,7 @@ def _where(sizes: Sequence[str], used: Used, all_sizes: str = "every size") -> s
     """Sizes in words; `all_sizes` where they are all that were evaluated, "every other size" for all but the training size."""
     if len(sizes) == len(used) > 1:
         return all_sizes
-    if len(sizes) == len(used) - 1 > 1 and _anchor(used)["train_size"] not in sizes:
+    if len(sizes) > 1 and {*sizes} == {size for size, place in used.items() if not is_training(place.row)}:
         return "every other size"
     return pixels(*(size for size in used if size in sizes))
 
@@ -429,9 +446,9 @@ def _best_size(used: Used, margin: float) -> str:
 
 
 def _anchor(used: Used) -> Row:
-    """The row at the training size, else that with the highest accuracy."""
-    rows = {size: place.row for size, place in used.items()}
-    return rows.get(next(iter(rows.values()))["train_size"]) or max(rows.values(), key=main_metric)
+    """The row with the highest accuracy, of those at training sizes if there are any."""
+    rows = [place.row for place in used.values()]
+    return max([row for row in rows if is_training(row)] or rows, key=main_metric)
 
 
 def _majority(row: Row) -> float:

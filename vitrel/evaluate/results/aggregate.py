@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrel.common.sizes import parse_size
+from vitrel.common.sizes import Budget, Size, parse_size, parse_size_or_budget
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.results.statistics import Estimate, estimate, estimate_of_means
 from vitrel.evaluate.results.table import Key, as_text, line_key, read_predictions
@@ -198,6 +198,19 @@ def does_nothing(row: Row) -> bool:
     """Whether the position encoding of a row's model is known to change attention by less than NEGLIGIBLE."""
     share: Any = row.get("position_share")
     return known_number(share) and share < NEGLIGIBLE
+
+
+def train_sizes_of(row: Row) -> list[Size | Budget]:
+    """Return the sizes, or for a model trained at native shape the budgets, that the column train_size of a row lists."""
+    return [parse_size_or_budget(text) for text in row["train_size"].split()]
+
+
+def is_training(row: Row) -> bool:
+    """Whether a row is at a size of training (`Trial.is_training`)."""
+    trained = train_sizes_of(row)
+    if isinstance(trained[0], Budget):
+        return not is_missing(row["budget"]) and Budget(int(row["budget"])) in trained
+    return parse_size(row["img_size"]) in trained
 
 
 def is_missing(value: Any) -> bool:

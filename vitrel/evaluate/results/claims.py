@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrel.common.sizes import format_size, parse_size
-from vitrel.evaluate.results.aggregate import NO_SCORES, Scores, contrast, main_metric, sample_of
+from vitrel.evaluate.results.aggregate import NO_SCORES, Scores, contrast, is_training, main_metric, sample_of
 from vitrel.evaluate.results.statistics import holm
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.tasks.base import TASKS, task_named, task_of
@@ -157,7 +157,7 @@ def _accuracy_trained(rows: Sequence[Row], label: str) -> float:
 
     A policy in `label` ("label/policy") is ignored. ValueError where there is no row.
     """
-    found = [main_metric(row) for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
+    found = [main_metric(row) for row in rows if row["label"] == label.split("/")[0] and is_training(row)]
     if not found:
         labels = ", ".join(dict.fromkeys(row["label"] for row in rows))
         raise ValueError(f"a claim names {label!r}, which has no rows at its training size; the labels are {labels}")

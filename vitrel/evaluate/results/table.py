@@ -57,7 +57,8 @@ COLUMNS = {
     "encoding": "position encoding",
     "seed": "seed of training",
     "img_size": "size of evaluation, height x width in pixels",
-    "train_size": "size of training, height x width in pixels",
+    "train_size": "sizes of training, height x width in pixels; for a model trained at native shape, maximum numbers of tokens "
+    "as 196t",
     "protocol": "scale: same field of view, objects grow with the image; canvas: objects keep their size in pixels, a larger "
     "image shows more content or padding; native: the whole image at its own aspect ratio",
     "budget": "native: maximum number of patch tokens of an image, by default those of img_size; else empty",
@@ -66,7 +67,7 @@ COLUMNS = {
     "n": "number of images",
     "majority": "accuracy (top-1, or mIoU) of always predicting the most frequent class, percent",
     "left_out": "number of images that could not be read; bad_images.csv names them",
-    "retention": "top-1, or mIoU, divided by that at the training size, same protocol and crop",
+    "retention": "top-1, or mIoU, divided by that at the nearest training size, same protocol and crop",
     "best_size": "smallest size with the highest top-1, or mIoU, for the same model, seed, protocol, crop and policy",
     **_of_tasks(lambda name: name.endswith("_area")),
     "tokens": "patch tokens, without class tokens; native: mean over images",
@@ -178,7 +179,7 @@ def settings_columns(trial: Trial, sweep: Sweep) -> Row:
         "model": trained.name,
         "model_args": trained.model_args,
         "encoding": trained.encoding,
-        "train_size": format_size(trained.img_size),
+        "train_size": " ".join(format_size(size) for size in trained.train_sizes),
         "links": "followed" if sweep.follow_links else "",
         "data_seed": sweep.data_seed,
         "n_asked": sweep.n,

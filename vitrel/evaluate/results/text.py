@@ -13,6 +13,7 @@ import numpy as np
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
+from vitrel.common.sizes import sizes_in_words
 from vitrel.evaluate.results.advice import Judged, better_of
 from vitrel.evaluate.results.aggregate import (
     by_area,
@@ -20,8 +21,10 @@ from vitrel.evaluate.results.aggregate import (
     curves,
     does_nothing,
     is_missing,
+    is_training,
     main_metric,
     protocols_of,
+    train_sizes_of,
 )
 from vitrel.evaluate.results.statistics import TAIL, estimate
 from vitrel.evaluate.results.table import PREDICTIONS, Key, as_text, line_key, read_csv, read_predictions, write_frame
@@ -103,7 +106,7 @@ def verdict_text(row: Row) -> str:
     """Return the verdict of a judged row with what would decide; "training size" for the reference."""
     if row["verdict"]:
         return f"{row['verdict']}: {row['more']} would" if row["more"] else row["verdict"]
-    return "training size" if row["img_size"] == row["train_size"] else "-"
+    return "training size" if is_training(row) else "-"
 
 
 def resampled_text(row: Row) -> str:
@@ -136,7 +139,7 @@ def accuracy_tables(table: Sequence[Row]) -> str:
             lines.append([label, policy, _resampled(rows), *(by_size.get(size, "-") for size in sizes)])
         head = ["model", "policy", "values resampled at other sizes", *sizes]
         parts.append(f"{capital(task_of(table[0]).title)} in percent, {protocol} protocol:\n\n" + markdown(head, lines))
-    trained = ", ".join(dict.fromkeys(row["train_size"] for row in table))
+    trained = "; ".join(dict.fromkeys(sizes_in_words(train_sizes_of(row)) for row in table))
     over = ", ".join(dict.fromkeys(row["interval"] for row in table))
     return "\n".join(parts) + f"\nTrained at {trained}. ± is half the width of the 95 % interval, over {over}.\n"
 

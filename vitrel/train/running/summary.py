@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from vitrel.common.commands import evaluate_line
 from vitrel.common.files import atomic_write, commit
 from vitrel.common.machine import hardware_name
-from vitrel.common.sizes import format_size
+from vitrel.common.sizes import format_size, parse_size_or_budget, sizes_in_words
 from vitrel.inspect.attention import NEGLIGIBLE, position_shares
 from vitrel.train.metrics import CSVLog, best_of, epochs_of
 from vitrel.train.running.execution import ShardedStrategy
@@ -104,7 +104,7 @@ class Summary(Callback):
             folder, metric = self.path.parent, module.task.metric
             value, epoch = best[f"val/{metric}"], int(best["epoch"]) + 1
             print(f"best {TITLES[metric]} {value:.4f} after epoch {epoch}: {folder}/checkpoints/best.ckpt")
-            command = evaluate_line(folder, self.fixed["data"], self.fixed["img_size"], folder / "evaluation")
+            command = evaluate_line(folder, self.fixed["data"], module.train_sizes, folder / "evaluation")
             print(f"at other sizes (a run's folder stands for its last.ckpt):\n  {command}", flush=True)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
@@ -159,7 +159,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "positions": sorted({part["key"] for part in module.position.values()}),
         "parameters": sum(p.numel() for p in module.model.parameters()),  # type: ignore[misc]
         "img_size": list(module.img_size),
-        "tokens": data.budget if data.protocol == "native" else None,
+        "train_sizes": [format_size(size) for size in module.train_sizes],
         "data": data.data,
         "classes": module.num_classes,
         "train_images": len(data.train_set),
@@ -170,8 +170,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 def _header(about: dict[str, Any], folder: Path) -> str:
     """Two lines to print at the start: model, classes and size; data, epochs and folder."""
-    tokens = about["tokens"]
-    size = f"{format_size(about['img_size'])} px" if tokens is None else f"native shape, {tokens} tokens at most"
+    size = sizes_in_words([parse_size_or_budget(text) for text in about["train_sizes"]])
     return (
         f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size}\n"
         f"{about['train_images']:,} training and {about['val_images']:,} evaluation images of {about['data']}; "
