@@ -6,7 +6,6 @@ Importing it registers the models with timm: `import timm, vitrel; timm.create_m
 from vitrel import evaluate
 from vitrel.conformance import assert_position_conforms, check
 from vitrel.convert import from_timm, load, relativize, save
-from vitrel.cpu.optimize import optimize
 from vitrel.grid import Grid
 from vitrel.inputs import tiled_features
 from vitrel.inspect.diagnose import diagnose
@@ -39,7 +38,6 @@ __all__ = [
     "from_timm",
     "load",
     "load_pretrained",
-    "optimize",
     "pad_prefix",
     "position_bias",
     "pyramid",

@@ -20,7 +20,6 @@ from helpers.timm_peers import WINDOWS, apart, peer, scattered
 from helpers.variants import SMALL as FEW
 from helpers.variants import VARIANTS
 from vitrel.convert import absolute_to_relative, drop_absolute
-from vitrel.cpu.optimize import restore
 from vitrel.models.config import PREPROCESSING
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
@@ -185,19 +184,6 @@ def test_mixed_types(tmp_path):
     assert [p.dtype for p in again.parameters()] == [p.dtype for p in model.parameters()]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(image), again(image))
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
-def test_after_optimize(name, tmp_path):
-    """The file is that of the model before, and so is what is loaded."""
-    model = ours(name)
-    vitrel.save(model, tmp_path / "before.safetensors")
-    vitrel.save(vitrel.optimize(model, linears="onednn"), tmp_path / "after.safetensors")
-    assert meta_of(tmp_path / "after.safetensors") == meta_of(tmp_path / "before.safetensors")
-    restore(model)
-    for file in ("after", "before"):
-        assert_equal(vitrel.load(tmp_path / f"{file}.safetensors"), model)
 
 
 THROUGH_TIMM = ["vit_base_patch16_224", "beit", "deit_tiny_distilled_patch16_224", "sam", "swinv2", "relativize keep",

@@ -10,7 +10,6 @@ from torch import nn
 
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import format_size
-from vitrel.cpu import optimize
 from vitrel.evaluate import measure, prepare
 from vitrel.evaluate.predict import Runner, peak_mb, reset_peak, translate
 from vitrel.evaluate.results.table import columns_of
@@ -250,24 +249,6 @@ def test_a_compiled_model_gives_the_same_row_from_batches_of_one_size(trained, n
     assert len(graphs) == 1 and compiled.row["compile"] is True
     assert (compiled.row["top1"], compiled.row["n"], compiled.row["unchanged"]) == (plain.row["top1"], 12, True)
     assert compiled.row["nll"] == pytest.approx(plain.row["nll"], abs=1e-5)
-
-
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
-def test_an_optimized_model_gives_the_same_row_and_is_plain_afterwards(name, trained, noise, monkeypatch):
-    model, seen = trained(name), []
-    kinds = [type(module) for module in model.model.modules()]
-    [plain] = evaluate_rows([model], sweep(**ONE))
-    product = optimize.product
-    monkeypatch.setattr(optimize, "onednn_is_faster", lambda model: True)
-    monkeypatch.setattr(optimize, "product", lambda *args: seen.append(args) or product(*args))
-    [optimized] = evaluate_rows([model], sweep(**ONE, optimize=True))
-    assert seen and optimized.row["optimize"] is True and plain.row["optimize"] is False
-    for column in ("top1", "n", "unchanged", "state_hash_after"):
-        assert optimized.row[column] == plain.row[column]
-    assert optimized.row["nll"] == pytest.approx(plain.row["nll"], abs=1e-5)
-    assert [type(module) for module in model.model.modules()] == kinds
-    with pytest.raises(ValueError, match="optimize works on the CPU"):
-        sweep(**ONE, optimize=True, compile=True)
 
 
 CPU = torch.device("cpu")

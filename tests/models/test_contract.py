@@ -14,7 +14,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
 
-import vitrel
 from helpers import each
 from helpers.variants import MODELS, perturbed
 from helpers.variants import small_model as build
@@ -107,7 +106,7 @@ def test_intermediate_layers_are_timms(n, how, twins):
 
 
 def test_masks_of_intermediates_in_other_models(twins):
-    """With gradient checkpointing and optimized they are the same; blocks with windows have masks of their own."""
+    """With gradient checkpointing they are the same; blocks with windows have masks of their own."""
     _, ours = twins
     image, mask = torch.randn(1, 3, 64, 64), torch.rand(67, 67) < 0.5
     mask[:, 0] = True
@@ -115,9 +114,6 @@ def test_masks_of_intermediates_in_other_models(twins):
     changed = copy.deepcopy(ours)
     changed.set_grad_checkpointing()
     torch.testing.assert_close(changed.forward_intermediates(image, attn_mask=mask), wanted)
-    with torch.no_grad():
-        found = vitrel.optimize(copy.deepcopy(ours)).forward_intermediates(image, attn_mask=mask)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     windowed = build("vitrel_vit_n8_table", class_token=False, global_pool="avg", block_args=dict(window=4))
     with pytest.raises(ValueError, match="a windowed layer computes its own mask"):
         windowed.get_intermediate_layers(image, attn_mask=mask[:64, :64])

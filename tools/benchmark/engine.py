@@ -38,15 +38,15 @@ class Visit(NamedTuple):
     mode: str
     set: Arguments = {}  # noqa: RUF012
     row: Arguments = {}  # noqa: RUF012
-    checks: tuple[str, ...] = ("ours", "peer", "both")
+    checks: tuple[str, ...] = ("ours", "peer")
     plan: Repeats | None = None
 
 
 class Contender(NamedTuple):
     """One way to compute a case. args: build its call. truth: build the definition's (None: not checked).
 
-    of: "ours", "peer", "both" (a peer's model optimized by vitrel) or "floor" (no position, not comparable). env: environment
-    variables. skips: modes of visits to leave out.
+    of: "ours", "peer" or "floor" (no position, not comparable). env: environment variables. skips: modes of visits to leave
+    out.
     """
 
     name: str

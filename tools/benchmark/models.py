@@ -141,9 +141,7 @@ class ModelCall:
         self.net, self.ours = net.to(device, _cast(dtype)), ours
         self.dtype, self.forward, self.optimizer = dtype, self.net, None
         torch.backends.cudnn.allow_tf32 = dtype != "float32"  # the patch embedding is a convolution
-        if how == "optimized":
-            vitrel.cpu.optimize.optimize(self.net.eval())
-        elif how == "compiled":
+        if how == "compiled":
             self.forward = torch.compile(self.net, dynamic=False)
 
     def set(self, side: int, batch: int, mode: str) -> None:
@@ -226,7 +224,7 @@ def model_call(
 ) -> ModelCall:
     """Return the call of a worker. library: "ours" (vitrel with timm's weights), "timm", "torchvision" or "transformers".
 
-    how: "eager", "optimized", "compiled", "reference". native: side of the images for which the model is built. dtype:
+    how: "eager", "compiled", "reference". native: side of the images for which the model is built. dtype:
     "float32", "float64" or "amp". visit: arguments of ModelCall.set.
     """
     size = (native, native)
@@ -296,9 +294,9 @@ def visits_of(model: str, setting: Setting) -> tuple[Visit, ...]:
     """
     (few, many), side = setting.batches, _native(model, setting)
     known = [
-        ("inference", few, side, ("ours", "peer", "both")),
+        ("inference", few, side, ("ours", "peer")),
         ("inference", many, side, ()),
-        ("training", few, side, ("ours", "peer", "both")),
+        ("training", few, side, ("ours", "peer")),
         ("training", many, side, ()),
         ("inference", few, setting.sides[1], ("ours",)),
     ]
@@ -329,14 +327,12 @@ def _case(name: str, model: str, contenders: list[Contender], setting: Setting, 
 
 
 def _plain(model: str, setting: Setting, kind: str) -> list[Contender]:
-    """Return the contenders that are not compiled: timm's first, ours, optimized on a CPU, other libraries'."""
+    """Return the contenders that are not compiled: timm's first, ours, other libraries'."""
     few, (native, other) = setting.batches[0], (_native(model, setting), setting.sides[1])
     training = _modes(model, setting, lambda v: v["mode"] == "training")
     large = _modes(model, setting, lambda v: v["batch"] != few)
     large_training = tuple(mode for mode in training if mode in large)
     found = [_contender("timm", model, "eager", setting), _contender("ours", model, "eager", setting)]
-    if kind != "gpu":
-        found.append(_contender("ours", model, "optimized", setting, skips=training))
     if model == "Swin-T":
         found.append(_contender("timm", model, "eager", setting, True, large_training))
     if kind != "quick" and "Swin" in model:

@@ -76,11 +76,10 @@ def _goals(measured: Measured) -> list[str]:
 
 def _speeds(measured: Measured) -> list[str]:
     ways = (
-        ("ours", "timm"), ("ours, optimized", "timm"), ("ours, optimized", "ours"), ("ours, compiled", "timm, compiled"),
-        ("ours", "timm, fused attention"), ("ours", "torchvision"), ("ours", "transformers"),
+        ("ours", "timm"), ("ours, compiled", "timm, compiled"), ("ours", "timm, fused attention"), ("ours", "torchvision"),
+        ("ours", "transformers"),
     )  # fmt: skip
-    head = ("", "eager / timm", "optimized / timm", "optimized / eager", "compiled / timm compiled", "eager / timm fused",
-            "/ torchvision", "/ transformers")  # fmt: skip
+    head = ("", "eager / timm", "compiled / timm compiled", "eager / timm fused", "/ torchvision", "/ transformers")
     body = []
     for model in MODELS:
         for number, visit in enumerate(visits_of(model, _CPU)):

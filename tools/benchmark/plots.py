@@ -13,11 +13,10 @@ Row = dict[str, Any]
 
 COLORS = {  # vitrel warm, peers cold; distinguishable with common color blindness
     "ours": ("#D55E00", "#E69F00", "#CC79A7", "#8C2D04", "#999933"),
-    "both": ("#000000",),
     "peer": ("#0072B2", "#56B4E9", "#009E73", "#4D4D4D", "#332288", "#117733", "#88CCEE"),
     "floor": ("0.5",),
 }
-_DASHES = {"ours": "-", "both": "-.", "peer": "--", "floor": ":"}
+_DASHES = {"ours": "-", "peer": "--", "floor": ":"}
 _MARKERS = "osD^vPX*"
 
 

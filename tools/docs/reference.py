@@ -25,7 +25,6 @@ PACKAGES = (
     "vitrel.inspect.features",
     "vitrel.inspect.plot",
     "vitrel.evaluate.run",
-    "vitrel.cpu.optimize",
     "vitrel.data",
     "vitrel.train",
 )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
     "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "val_fraction",
-    "log_n", "crop_pct", "translations", "attention_n", "border_leak", "compile", "optimize", "margin",
+    "log_n", "crop_pct", "translations", "attention_n", "border_leak", "compile", "margin",
     "report", "photographs",
 )  # fmt: skip
 
@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="float32", help="float32, or bfloat16 autocast on a GPU")
     add("--compile", action="store_true", help="run the models through torch.compile")
-    add("--optimize", action="store_true", help="run the models through vitrel.optimize, which is faster on many CPUs")
     add("--on-bad-image", choices=("raise", "count"), default="raise",
         help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
     add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")

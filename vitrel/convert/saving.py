@@ -391,7 +391,7 @@ def _differences(model: Backbone, config: Config) -> Iterator[str]:
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the settings that decide what a module computes, without its submodules and tensors."""
-    kind = getattr(module, "same_as", type(module))  # of layers of vitrel.optimize
+    kind = type(module)
     settings: dict[str, Any] = {"type": kind.__name__, "module": kind.__module__}
     if kind.__name__ in ("DropPath", "Dropout"):  # act in training only, and pruning changes their rates
         return settings

@@ -104,7 +104,7 @@ def _measure_share(trial: Trial, sweep: Sweep, images: Images, advance: Callable
     trained, device, (rank, world) = trial.trained, sweep.torch_device, rank_and_world()
     before, parameters = state_hash(trained.model), list(trained.model.parameters())
     window = trained.img_size if trial.protocol == "sliding" else None
-    with AtSizes(trained.model, trial.policy, device, sweep.optimize, window) as at:
+    with AtSizes(trained.model, trial.policy, device, window) as at:
         model, options = at(trial.size) if sweep.compile else at, (device, sweep.batch_size, sweep.dtype, sweep.compile)
         runner, halvings = Runner(model, *options), images.halvings
         reset_peak(device)

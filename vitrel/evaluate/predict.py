@@ -21,7 +21,6 @@ from torchvision.transforms.functional import center_crop
 from vitrel.common.extras import optional_import
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Size
-from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
 from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.policies import with_policy
@@ -53,30 +52,25 @@ MIB = 2**20
 class AtSizes:
     """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
-    On exit the model is on the CPU and is not optimized, even if it was before. `states` has the state-dict hash of every copy
-    that was made for a size of a model of another library.
+    On exit the model is on the CPU. `states` has the state-dict hash of every copy that was made for a size of a model of
+    another library.
 
     Args:
-        optimized: run it through vitrel.optimize.
         window: (h, w) in pixels: the model is made for this size, and slides over images of any other.
     """
 
-    def __init__(
-        self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False, window: Size | None = None
-    ) -> None:
-        self.model, self.policy, self.device, self.optimized, self.window = model, policy, device, optimized, window
+    def __init__(self, model: nn.Module, policy: str, device: torch.device, window: Size | None = None) -> None:
+        self.model, self.policy, self.device, self.window = model, policy, device, window
         self.states: list[str] = []
         self._size: Size | None = None
 
     def __enter__(self) -> "AtSizes":
         self.model.to(self.device)
-        if self.optimized:
-            optimize(self.model)
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._leave()
-        restore(self.model).cpu()
+        self.model.cpu()
 
     def __call__(self, size: Size) -> nn.Module:
         """Return the model prepared for `size` (h, w) pixels; valid until the next call with another size."""

@@ -48,8 +48,6 @@ class Sweep:
         border_leak: test whether tokens see the opposite border (models with windows; seconds per size).
         skip: combinations of size and protocol to leave out, such as "192x192 canvas".
         compile: run the models through torch.compile.
-        optimize: run the models through vitrel.optimize (CPU only); rows made without it stay valid, because it changes only
-            speed and memory.
         margin: the loss, in points, that does not matter (`vitrel.evaluate.results.advice`).
         report: write report.html into an output folder.
         photographs: whether the report may contain images of the data.
@@ -78,7 +76,6 @@ class Sweep:
     border_leak: bool = True
     skip: tuple[str, ...] = ()
     compile: bool = False
-    optimize: bool = False
     margin: float = MARGIN
     report: bool = False
     photographs: bool = True
@@ -94,10 +91,6 @@ class Sweep:
         checked_device(self.device)
         if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
-        if self.optimize and (self.compile or self.torch_device.type != "cpu"):
-            raise ValueError(
-                "optimize works on the CPU and without torch.compile: leave out optimize, or use cpu without compile"
-            )
         if self.compile and "native" in self.protocols:
             raise ValueError(
                 "the native protocol has many image shapes, and torch.compile would compile for each: leave out one of the two"

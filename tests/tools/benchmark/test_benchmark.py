@@ -534,7 +534,7 @@ def test_table_of_models(tmp_path):
         row(SWIN, "timm", 900.0),
         row(SWIN, "timm, compiled", 600.0, call=200e6),
         row(SWIN, "ours", 700.0, "ours"),
-        row(SWIN, "ours, optimized", 250.0, "ours", call=120e6),
+        row(SWIN, "ours, compiled", 250.0, "ours", call=120e6),
         {"kind": "failed", "case": SWIN, "mode": "inference", "contender": "other", "text": "not installed: x"} | MACHINE,
         row(SWIN, "ours", 1.0, "ours", code="older"),
     ]
@@ -542,7 +542,7 @@ def test_table_of_models(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert "How: by hand" in text and "Zen, 1 thread, torch 2, timm 1, python 3.12, commit abc" in text
     assert f"### {SWIN}, inference" in text and "| over timm, compiled |" in text
-    assert "| ours, optimized | 312.5 | 2.40x (2.40 to 2.40) | 900 | 120 | 0.60 | 61.0 | 193 | 1 |" in text
+    assert "| ours, compiled | 312.5 | 2.40x (2.40 to 2.40) | 900 | 120 | 0.60 | 61.0 | 193 | 1 |" in text
     assert f"| other | {SWIN}, inference | failed: not installed: x |" in text
     with pytest.raises(ValueError, match="measure first"):
         write(model_page, "Models", rows[1:], tmp_path)

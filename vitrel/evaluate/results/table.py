@@ -114,7 +114,6 @@ COLUMNS = {
     "device": "device of the computation",
     "backend": "attention backend",
     "compile": "whether torch.compile was used",
-    "optimize": "whether vitrel.optimize was used",
     "data": "data evaluated on",
     "images": "digest of the images: names, labels and contents of files; for generated images and data sets passed in Python, "
     "of the settings",
@@ -190,7 +189,6 @@ def settings_columns(trial: Trial, sweep: Sweep) -> Row:
         "mean": " ".join(f"{value:g}" for value in trained.mean),
         "std": " ".join(f"{value:g}" for value in trained.std),
         "compile": sweep.compile,
-        "optimize": sweep.optimize,
         "dtype": sweep.dtype,
         "device": device_name(sweep.torch_device),
     }
