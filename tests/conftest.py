@@ -3,7 +3,6 @@
 import gc
 import os
 
-os.environ["VITREL_PROFILE"] = "off"  # no test depends on what was measured on this machine, in subprocesses neither
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; subprocesses inherit them
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 

@@ -61,7 +61,6 @@ def test_warnings_are_one_line(capsys, monkeypatch):
         (["evaluate", "a", "--pretrained", "--size", "96", "--data", "shapes", "--class-indices", "nowhere"], 1),
         (["plot", "local-dir:nowhere"], 1),
         (["explain", "a.ckpt"], 1),
-        (["tune", "a.ckpt"], 1),
         (["export", "vitrel_swin_n", "--format", "exported"], 1),
         (["list", "--json", "no/such/file.json"], 1),
         (["train", "--help"], 0),

@@ -1,9 +1,14 @@
-"""Doubles of a GPU: what would wait for one, and its autocast."""
+"""Doubles of a GPU: what would wait for one, its autocast, and tensors that hold no values."""
 
 import contextlib
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import vitrel
+from vitrel import geometry
 
 READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "is_nonzero", "item")
 
@@ -33,3 +38,23 @@ def autocast(dtype):
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", before)
+
+
+@contextlib.contextmanager
+def fake_gpu(name, dtype=torch.float32, **options):
+    """A model on a GPU that holds no values, in a mode in which new tensors hold none either; it can be compiled."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def computed(name, key, device):
+        with mode:
+            value = geometry._makers[name](*key, device=device)
+        return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+    geometry.clear()
+    torch._dynamo.reset()
+    model = vitrel.create_model(name, num_classes=2, device="meta", **options).to(dtype)
+    with mock.patch.object(geometry, "_computed", computed), mock.patch("torch.cuda.is_current_stream_capturing", bool), mode:
+        try:
+            yield model.to_empty(device="cuda")
+        finally:
+            geometry.clear()

@@ -10,8 +10,8 @@ from torch import nn
 import oracles
 from vitrel import POSITIONS, create_position
 from vitrel.grid import Grid
-from vitrel.ops import BACKENDS, attention, capability
-from vitrel.ops.dispatch import Call
+from vitrel.ops import BACKENDS, attention
+from vitrel.ops.reference import Call
 
 KEYS = list(POSITIONS)
 GENERAL = ("sdpa", "reference")  # backends that support nearly everything; the rest have separate tests
@@ -91,14 +91,14 @@ def small_model(name: str, **keywords) -> nn.Module:
 def call(terms, grid, **how) -> Call:
     """Return a call of attention with the terms on a grid: float32 on the CPU, without gradients."""
     grid = Grid(*grid)
-    plain = dict(entry="attention", terms=terms, grid=grid, heads=2, width=8, queries=grid.tokens)
+    plain = dict(terms=terms, grid=grid, heads=2, width=8, queries=grid.tokens)
     return Call(**plain | dict(dtype=torch.float32, device=torch.device("cpu"), grad=False) | how)
 
 
 def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) -> str:
     """Return why a backend refuses the terms on a grid in training, "" if it supports them."""
     how = {"heads": heads, "width": width, "dtype": torch.float64, "grad": True} | how
-    return capability.refusal(backend, call(terms, grid, **how))
+    return BACKENDS[backend].refuses(call(terms, grid, **how))
 
 
 def serving(terms, grid, heads: int = 2, width: int = 8, **how) -> list[str]:

@@ -8,13 +8,10 @@ from torch.utils._pytree import tree_leaves
 
 import vitrel
 from helpers import each
-from helpers.gpu import Unread, autocast
+from helpers.gpu import Unread, autocast, fake_gpu
 from helpers.launches import Launches
 from helpers.variants import MODELS
-from vitrel import geometry
 from vitrel.ops import BACKENDS, use_backend
-from vitrel.ops.backends import flex
-from vitrel.ops.capability import TABLE
 
 
 def few_blocks(name):
@@ -72,11 +69,9 @@ def test_hardly_more_operators_than_timms(ours, twin):
         model = vitrel.create_model(ours, **(NARROW["swin"] | {"drop_path_rate": 0.0} if "swin" in ours else NARROW["vit"]))
         other = twin(size)
         for train in (False, True):
-            theirs, here = launches(other, size, train), launches(model, size, train)
-            with use_backend("sdpa"):  # which a GPU takes
-                count = launches(model, size, train)
+            theirs, count = launches(other, size, train), launches(model, size, train)
             assert count <= allowed[train], f"{ours} at {size}, {train=}: {count} operators"
-            assert max(count, here) <= theirs + 4, f"{ours} at {size}, {train=}: {count}, {here}, timm's {theirs}"
+            assert count <= theirs + 4, f"{ours} at {size}, {train=}: {count}, timm's {theirs}"
 
 
 @each("name", MODELS)
@@ -131,56 +126,39 @@ def on_every_backend(model, image, backward=False):
 
 @pytest.mark.slow
 def test_every_backend_on_a_device_that_holds_no_values():
-    """In bfloat16 by autocast; what reads a value raises. Not flex: PyTorch needs a real GPU to compile it."""
+    """In bfloat16 by autocast; what reads a value raises."""
     served = set()
     for name in KINDS:
         model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))
-        with FakeTensorMode(allow_non_fake_inputs=True), autocast(torch.bfloat16), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flex, "_run", lambda q, k, v, **how: q + k.mean() + v)
+        with FakeTensorMode(allow_non_fake_inputs=True), autocast(torch.bfloat16):
             model.to_empty(device="cuda")
             served.update(on_every_backend(model, torch.zeros(2, 3, 48, 80, device="cuda")))
-    assert served == {"triton", "augmented_qk", "flex", "sdpa", "reference"}
+    assert served == set(BACKENDS)
 
 
 @pytest.mark.slow
 def test_backward_passes_on_a_device_that_holds_no_values(monkeypatch):
-    """Without a GPU, autograd refuses fake tensors of one. Flex computes another gradient there than on a CPU."""
+    """Without a GPU, autograd refuses fake tensors of one."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setitem(TABLE, "flex", TABLE["flex"]._replace(unsupported=(("", "not here"),)))
     served = set()
     for name in KINDS:
         model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))
         served.update(on_every_backend(model, torch.zeros(2, 3, 48, 80, device="meta"), backward=True))
-    assert served == {"triton", "augmented_qk", "sdpa", "reference"}
+    assert served == set(BACKENDS)
 
 
-GRAPHS = [("vit_n8_deberta", "flex"), ("swin_n", "triton"), ("swin_n", "sdpa")]
+GRAPHS = [("vit_n8_deberta", "augmented_qk"), ("swin_n", "triton"), ("swin_n", "sdpa")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), GRAPHS)
-def test_a_compiled_graph_is_of_one_device(name, backend, monkeypatch):
+def test_a_compiled_graph_is_of_one_device(name, backend):
     """It reads its constants there, so that nothing is copied in a forward pass, nor in a CUDA graph."""
-    mode, graphs = FakeTensorMode(allow_non_fake_inputs=True), []
-
-    def computed(name, key, device):
-        with mode:
-            value = geometry._makers[name](*key, device=device)
-        return (value,) if isinstance(value, torch.Tensor) else tuple(value)
-
-    monkeypatch.setattr(geometry, "_computed", computed)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    geometry.clear()
-    torch._dynamo.reset()
+    graphs = []
     few = {"depth": 1} if name.startswith("vit") else {"depths": (2,), "num_heads": (1,)}
-    model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few).requires_grad_(False)
-    with mode, use_backend(backend):
-        model.to_empty(device="cuda")
+    with fake_gpu(f"vitrel_{name}", **few) as model, use_backend(backend), torch.no_grad():
         compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
-        try:
-            compiled(torch.zeros(2, 3, 48, 80, device="cuda"))
-        finally:
-            geometry.clear()
+        compiled(torch.zeros(2, 3, 48, 80, device="cuda"))
     (graph,) = graphs
     values = [(node.name, leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("example_value"))]
     assert [node for node, value in values if isinstance(value, torch.Tensor) and value.device.type != "cuda"] == []

@@ -44,7 +44,7 @@ def test_equals_the_oracle_of_each_window(key, options, size):
             for slot, at in slots.items():
                 weights = oracles.softmax(logits[n, slot, list(slots)])
                 expected[(*at, n)] = sum(p * v[n, y, x].numpy() for p, (y, x) in zip(weights, slots.values(), strict=True))
-    for backend in serving(terms, Grid(h, w), heads, dim, entry="window_attention", window=window):
+    for backend in serving(terms, Grid(h, w), heads, dim, window=window):
         out = window_attention(qkv, terms, Grid(h, w), window, shift, heads, backend=backend).detach()
         np.testing.assert_allclose(out[0].view(h, w, heads, dim).numpy(), expected, atol=3e-6)
 
@@ -73,7 +73,7 @@ def test_backends_agree_on_gradients(key, options):
     encoding = perturbed(make(key, Grid(3, 4), 2, 8, dtype=double, **options))
     qkv = torch.randn(2, 5, 7, 48, dtype=double, requires_grad=True)
     weight, leaves = torch.randn(2, 5, 7, 16, dtype=double), [qkv, *encoding.parameters()]
-    backends = serving(encoding(Grid(3, 4)), Grid(5, 7), entry="window_attention", window=(3, 4))
+    backends = serving(encoding(Grid(3, 4)), Grid(5, 7), window=(3, 4))
     assert len(backends) > 1
     found = []
     for backend in backends:

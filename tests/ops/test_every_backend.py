@@ -21,7 +21,6 @@ NAMES = ["triton"] if INTERPRETED else [name for name in BACKENDS if name != "tr
 ENTRIES = ["attention", "window_attention"]
 HALVES = [(torch.float16, False)] + [(torch.float16, True), (torch.bfloat16, False)] * (not INTERPRETED)  # with autocast?
 HEADS, D, GRID, IMAGE = 2, 16 if INTERPRETED else 4, Grid(3, 4), Grid(5, 7)  # GRID is also the window
-FORWARD_ONLY = ("flex",)  # on a CPU
 
 IN_TABLES = ["bias", "query", "key", "value", "gates", "gated rows"]
 OUTSIDE = ["query_bias", "temperature", "cosines", "sines", "cosines of keys", "sines of keys"]
@@ -107,7 +106,7 @@ def assert_near(found, expected):
 @pytest.mark.slow
 @each(("entry", "name", "axis"), CASES)
 def test_one_tensor_alone_requires_a_gradient(entry, name, axis):
-    """Its gradient is the reference's. Backends without a backward pass refuse; no other backend refuses for a gradient."""
+    """Its gradient is the reference's, and no backend refuses for a gradient."""
     run, leaf = runner(entry, name, axis)
     leaf.requires_grad_()
     weight = torch.randn(run("reference", leaf).shape)
@@ -117,7 +116,7 @@ def test_one_tensor_alone_requires_a_gradient(entry, name, axis):
         with torch.no_grad():
             alone = served(lambda backend=backend: run(backend, leaf))
         out = served(lambda backend=backend: run(backend, leaf))
-        assert (out is None) == (alone is None or backend in FORWARD_ONLY), backend
+        assert (out is None) == (alone is None), backend
         if out is not None:
             assert out.requires_grad, f"{backend} drops the gradient"
             assert_near(torch.autograd.grad((out * weight).sum(), leaf)[0], expected)
@@ -155,7 +154,7 @@ def test_one_tensor_alone_is_mapped(entry, name, axis):
 
 
 def test_tokens_need_no_derivative_in_attention():
-    """They are added before it, so a backend without a backward pass serves. All other tensors are looked at."""
+    """They are added before it. All other tensors are looked at."""
     leaves = [torch.zeros(1, requires_grad=True) for _ in range(14)]
     table = Table("hw", *leaves[:4], (leaves[4], leaves[5]))
     terms = Terms(leaves[6], (leaves[7], leaves[8]), (leaves[9], leaves[10]), leaves[11], 1.0, leaves[12], (table,))
@@ -163,8 +162,6 @@ def test_tokens_need_no_derivative_in_attention():
     assert all(needs_gradient(leaf) for leaf in terms.in_attention) and not needs_gradient(None, torch.zeros(1))
     with torch.no_grad():
         assert not needs_gradient(*leaves)
-    tokens = Terms(tokens=leaves[6], tables=(Table(bias=leaf_of("bias", "hw")),))
-    assert INTERPRETED or not compute("flex", inputs_of("attention"), tokens).requires_grad
 
 
 @pytest.mark.slow(seconds=4)
@@ -232,19 +229,18 @@ def test_finite_biases_out_of_range_stay_finite(entry, kind, dtype, cast):
     weight, count = torch.randn(exact.shape), 0
     expected = torch.autograd.grad((exact * weight).sum(), leaves)
     for backend in NAMES:
-        with torch.no_grad() if backend in FORWARD_ONLY else torch.enable_grad(), torch.autocast("cpu", dtype, enabled=cast):
+        with torch.autocast("cpu", dtype, enabled=cast):
             out = served(lambda backend=backend: compute(backend, inputs, terms))
         if out is None:
             continue
         count += 1
         torch.testing.assert_close(out.float(), exact, atol=0.06, rtol=0.06, msg=prefixed(backend))
-        if backend not in FORWARD_ONLY:
-            *gradients, of_bias = torch.autograd.grad((out.float() * weight).sum(), [*leaves, bias])
-            assert of_bias.isfinite().all()
-            for a, b in zip(gradients, expected, strict=True):
-                assert a.isfinite().all()
-                if dtype == torch.float16:  # at 1e38 the log-sum-exp of flash attention, in float32, has no digits left
-                    torch.testing.assert_close(a.float(), b.float(), atol=0.1, rtol=0.1, msg=prefixed(backend))
+        *gradients, of_bias = torch.autograd.grad((out.float() * weight).sum(), [*leaves, bias])
+        assert of_bias.isfinite().all()
+        for a, b in zip(gradients, expected, strict=True):
+            assert a.isfinite().all()
+            if dtype == torch.float16:  # at 1e38 the log-sum-exp of flash attention, in float32, has no digits left
+                torch.testing.assert_close(a.float(), b.float(), atol=0.1, rtol=0.1, msg=prefixed(backend))
     assert INTERPRETED or count > 1
 
 

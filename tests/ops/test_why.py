@@ -9,7 +9,6 @@ import torch
 
 from vitrel import Grid, Terms
 from vitrel.ops import BACKENDS, attention, dispatch, use_backend, why, window_attention
-from vitrel.ops.capability import refusal
 from vitrel.ops.reference import Call
 
 IMAGE = torch.randn(1, 3, 64, 64)
@@ -25,23 +24,24 @@ def test_every_backend_has_the_same_interface():
     shape = {"heads": 2, "width": 16, "queries": 64}
     how = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": False}
     calls = {
-        attention: Call(entry="attention", terms=Terms(), grid=grid, **shape, **how),
-        window_attention: Call(entry="window_attention", terms=Terms(), grid=grid, window=(4, 4), **shape, **how),
+        attention: Call(terms=Terms(), grid=grid, **shape, **how),
+        window_attention: Call(terms=Terms(), grid=grid, window=(4, 4), **shape, **how),
     }
-    for name, backend in BACKENDS.items():
+    for backend in BACKENDS.values():
         for entry, call in calls.items():
             if hasattr(backend, entry.__name__):
                 own, wanted = inspect.signature(getattr(backend, entry.__name__)), inspect.signature(entry)
                 assert list(own.parameters.values()) == list(wanted.parameters.values())[:-1]
             else:
-                assert refusal(name, call)
+                assert backend.refuses(call)
 
 
 def test_why_names_the_backend_and_what_the_others_say():
     text = why(small(), IMAGE)
     first, *others = text.splitlines()
     what = "2 x attention, 8x8 + 1 tokens, 65 queries, 3 heads of 32, float32 on cpu, training"
-    assert first == f"{what}: reference (first of auto that serves it)"
+    assert first == f"{what}: reference (auto)"
+    assert others.pop(0).startswith("    auto: calls that sdpa refuses: ")
     assert len(others) == len(BACKENDS) - 1
     assert "    sdpa: scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output" in others
 
@@ -55,7 +55,7 @@ def test_why_of_an_entry_a_swin_and_a_compiled_model():
     )
     text = why(torch.compile(timm.create_model("vitrel_swin_n", num_classes=2)), IMAGE)
     assert text.count("tokens in windows of 4x4") == 3
-    assert ": sdpa (first of auto that serves it)" in text
+    assert ": sdpa (auto)" in text
     assert why(torch.nn.Identity(), IMAGE) == "no attention of vitrel was called"
 
 
@@ -64,13 +64,13 @@ def test_what_is_asked_for_serves_or_says_why_not():
     with use_backend("reference"):
         assert "reference (given by name)" in why(model, IMAGE)
         plain = model(IMAGE)
-    assert "sdpa (first of auto" in why(model, IMAGE)
+    assert "sdpa (auto)" in why(model, IMAGE)
     torch.testing.assert_close(plain, model(IMAGE))
     with use_backend("sdpa"), pytest.raises(ValueError, match=r"backend 'sdpa' refuses: .*Table\.value"):
         small()(IMAGE)
-    assert "sdpa (first of auto" in why(model, IMAGE)  # the error has left nothing behind
+    assert "sdpa (auto)" in why(model, IMAGE)  # the error has left nothing behind
     with (
-        pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, triton, bias_by_row"),
+        pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, triton, augmented_qk"),
         use_backend("cuda"),
     ):
         pass
@@ -102,6 +102,6 @@ def test_the_environment_asks_too(monkeypatch):
     monkeypatch.setenv("VITREL_BACKEND", "fast")
     again = importlib.util.module_from_spec(importlib.util.find_spec("vitrel.ops.dispatch"))
     again.__spec__.loader.exec_module(again)
-    with pytest.raises(ValueError, match="unknown backend 'fast'; choose auto, triton, bias_by_row"):
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose auto, triton, augmented_qk"):
         again.attention(*torch.zeros(3, 1, 1, 4, 8), Terms(), Grid(2, 2))
     assert dispatch.chosen["auto"] == "auto"

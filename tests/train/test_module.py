@@ -141,3 +141,14 @@ def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     assert held["optim"]["schedule"]["sched"] == "cosine" and held["objective"]["loss"] == "ce"
     assert held["execution"]["compile"] is False and held["ema"]["decay"] == 0.9
     assert set(held) == set(inspect.signature(Classifier).parameters)
+
+
+def test_a_run_of_other_classes_is_not_resumed(tmp_path):
+    """In another order they would be other labels, and as many."""
+    fit(small(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    other = Tensors()
+    other.classes = ["c1", "c0", "c2", "c3"]
+    with pytest.raises(
+        ValueError, match=r"cannot resume: the checkpoint's classes is \['c0', 'c1', .*, this run's is \['c1', 'c0'"
+    ):
+        fit(small(), other, ckpt_path=tmp_path / "last.ckpt")

@@ -17,7 +17,7 @@ from vitrel.position.terms import Terms
 Function = Callable[[Shape, Sequence[Tensor], Terms, Sequence[Tensor]], Tensor]
 FLOOR = "sdpa without bias"
 GATHERED = "sdpa + gathered bias"
-_SLOW = 1024  # tokens above which uncompiled flex_attention and the definition take minutes on a CPU
+_SLOW = 1024  # tokens above which the definition takes minutes on a CPU
 
 
 class Method(NamedTuple):
@@ -36,23 +36,19 @@ def methods(shape: Shape, gpu: bool) -> list[Method]:
     chosen = [_backend("sdpa", "peer")]
     if gpu or os.environ.get("TRITON_INTERPRET") == "1":
         chosen.append(_backend("triton", "ours"))
-    chosen += [_backend(name, "ours") for name in ("auto", *BACKENDS) if name not in ("triton", "sdpa", "flex", "reference")]
+    chosen += [_backend(name, "ours") for name in ("auto", *BACKENDS) if name not in ("triton", "sdpa", "reference")]
     if gpu or shape.grid.tokens <= _SLOW:
-        chosen += [_backend("flex", "peer"), _backend("reference", "peer")]
+        chosen.append(_backend("reference", "peer"))
     softmax = window_softmax if shape.window else global_softmax
     chosen.append(Method("softmax", softmax, "peer"))
     if shape.encoding != "rope" or shape.window:  # else there is no bias, and it would be the backend
         chosen.append(Method(GATHERED, gathered_sdpa, "peer"))
     if not shape.window or shape.tokens % (shape.window[0] * shape.window[1]) == 0:
         chosen.append(Method(FLOOR, _floor, "floor"))
-    return chosen + (_compiled(shape, chosen, gpu) if shape.compiled else [])
-
-
-def _compiled(shape: Shape, chosen: list[Method], gpu: bool) -> list[Method]:
-    peers = [(method.name, method.function) for method in chosen if method.name in ("sdpa", "softmax", GATHERED)]
-    if not shape.window and not gpu and shape.encoding in ("table", "factorized"):  # on a GPU the backend is compiled
-        peers.append(("flex", global_flex))
-    return [Method(f"{name} compiled", _compile(function), "peer") for name, function in peers]
+    if not shape.compiled:
+        return chosen
+    peers = [method for method in chosen if method.name in ("sdpa", "softmax", GATHERED)]
+    return [*chosen, *(Method(f"{method.name} compiled", _compile(method.function), "peer") for method in peers)]
 
 
 def _compile(function: Function) -> Function:
@@ -94,29 +90,6 @@ def gathered_sdpa(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: S
         bias = bias.repeat(len(q) // len(penalty), 1, 1, 1)
     bias = None if bias is None else bias.to(q.dtype)
     return _reversed(shape, F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
-
-
-def global_flex(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """flex_attention that computes the offset class of every pair, so no index [N, N] is cached."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    grid, tables = shape.grid, terms.tables
-    h, w, prefix = grid
-
-    def score_mod(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        own, other = i - prefix, j - prefix
-        row, column = own // w - other // w + h - 1, own % w - other % w + w - 1
-        for table in tables:
-            offset = {"h": row, "w": column, "hw": row * (2 * w - 1) + column}[table.axis]
-            if prefix:
-                first = grid.offset_classes(table.axis)
-                of_prefix = torch.where(other < 0, first + 2, first)
-                offset = torch.where(own < 0, of_prefix, torch.where(other < 0, first + 1, offset))
-            score = score + table.bias[head, offset]
-        return score
-
-    q, k, v = inputs
-    return flex_attention(*rotated(q, k, terms), v, score_mod=score_mod)
 
 
 def _gathered(terms: Terms, indices: Sequence[Tensor]) -> Tensor | None:

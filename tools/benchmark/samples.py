@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from vitrel.common.files import commit as commit_of
-from vitrel.common.machine import driver_version, hardware_name, installed_version, processor_name
+from vitrel.common.machine import hardware_name, installed_version, processor_name
 
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
@@ -19,6 +20,7 @@ KEY = ("kind", "case", "mode", "contender")  # columns that identify a measureme
 STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")
 CARRIED = ("cpu", "python", "commit")  # further columns of every row
 ENDS = ("refused", "wrong", "failed")  # kinds of rows that hold a reason instead of times
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Samples:
@@ -72,7 +74,7 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
     return {
         "device": hardware_name(device),
         "cpu": processor_name(),
-        "driver": driver_version() if gpu else "",
+        "driver": _driver_version() if gpu else "",
         "cuda": str(torch.version.cuda) if gpu else "",
         "cudnn": str(torch.backends.cudnn.version()) if gpu else "",
         "torch": torch.__version__,
@@ -106,6 +108,15 @@ def footer(about: dict[str, Any]) -> str:
     threads = f"{about['threads']} thread{'s' if about['threads'] != '1' else ''}"
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "timm", "python") if about.get(name))
     return ", ".join(filter(None, (about["device"], threads, versions, f"commit {about['commit']}" if about["commit"] else "")))
+
+
+def _driver_version() -> str:
+    """Return the version of the NVIDIA driver, or where the system does not say, the newest CUDA version that it serves."""
+    try:
+        words = re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", _DRIVER.read_text("utf-8", "replace"))
+    except OSError:
+        words = []
+    return words[0] if words else str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")())
 
 
 def _fingerprint(patterns: Iterable[str]) -> str:

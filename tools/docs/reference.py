@@ -12,7 +12,6 @@ PACKAGES = (
     "vitrel.grid",
     "vitrel.position",
     "vitrel.ops",
-    "vitrel.tune",
     "vitrel.layers",
     "vitrel.models",
     "vitrel.weights.load",

@@ -29,7 +29,6 @@ COMMANDS = {  # {name: help}, in the order of a project
     "plot": "plot position in a model: by offset, as an embedding, in the attention of an image",
     "explain": "print every term that position adds to attention, for a few tokens of a small grid",
     "convert": "convert a timm model or a file of weights to a vitrel model, optionally with relative position",
-    "tune": "measure which attention backend is fastest on this device; attention uses it from then on",
     "export": "export a trained model as a torch.export program, an ONNX graph, or a folder for timm",
     "completion": "print the completion script for a shell",
 }

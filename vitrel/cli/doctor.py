@@ -2,23 +2,18 @@
 
     vitrel doctor
     vitrel doctor --json doctor.json
-    vitrel doctor --gpu                 # test and measure vitrel on a GPU, at most 30 minutes; writes an archive to send to us
 
-Attention backends are those for the bias table of a ViT-S/16 at 224 px, global and in windows, for inference and for training.
-
---gpu runs `vitrel tune`, the benchmarks of attention and models (in a clone of the repository), and trains the quickstart in
-bf16 on the GPU and in float32 on the CPU. --quick runs a small form of each, also on a CPU.
+Attention backends are those for the bias table of a ViT-S/16 at 224 px, global and in windows, for inference and for training,
+in float32 on a CPU and in bfloat16 on a GPU.
 """
 
 import argparse
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from vitrel.cli.options import add_json, check_folders, write_json
 from vitrel.common.extras import EXTRAS, absent, install_command
-from vitrel.common.files import shown
 from vitrel.common.machine import installed_version, processor_name
 
 PACKAGES = (
@@ -32,46 +27,16 @@ GRID, WINDOW, HEADS, DIM = (14, 14), 7, 6, 64  # of ViT-S/16 at 224 px, in Swin'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel doctor`."""
     add_json(parser, "write the information")
-    parser.add_argument("--gpu", action="store_true", help="tune, benchmark and train on a GPU, and pack the results")
-    parser.add_argument("--quick", action="store_true", help="with --gpu, a small form of every step, also on a CPU")
-    parser.add_argument("--device", help="with --gpu: cuda, cuda:1, or cpu with --quick; default the first GPU")
-    parser.add_argument("--out", "-o", type=Path, help="with --gpu: folder of the results; default runs/gpu")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the information or write it as JSON, or run the steps of --gpu."""
-    if not args.gpu and (args.quick or args.device or args.out):
-        args.usage_error("--quick, --device and --out belong to --gpu")
-    if args.gpu:
-        _check_gpu(args)
-        return
+    """Print the information or write it as JSON."""
     check_folders(args.json)
     information = examine()
     if args.json:
         write_json(args.json, information)
     if args.json != "-":
         print(as_text(information))
-
-
-def _check_gpu(args: argparse.Namespace) -> None:
-    import torch
-
-    from vitrel.cli.gpu_check import check_gpu
-    from vitrel.common.processes import checked_device
-
-    device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
-    if device == "cpu" and not args.quick:
-        args.usage_error("--device cpu needs --quick: the full form measures a GPU")
-    if device != "cpu":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "PyTorch sees no GPU here (vitrel doctor says which build it is); --quick runs a small form on the CPU"
-            )
-        checked_device(device)  # an unknown device fails here, not in the third step
-    archive, unfinished = check_gpu(args.out or Path("runs/gpu"), device, args.quick, examine())
-    print(f"please attach {shown(archive)} to an issue; it has logs, tables and samples, and no weights")
-    if unfinished:
-        raise ValueError(f"{'; '.join(unfinished)} (the same command runs this again, all else is done)")
 
 
 def examine() -> dict[str, Any]:
@@ -92,26 +57,12 @@ def examine() -> dict[str, Any]:
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))}
         | {"cuda of torch": torch.version.cuda or "none"},
         "devices": devices,
-        "profiles": {device: _profile(device) for device in devices},
         "extras": {
             extra: f"lacks {', '.join(missing)}: {install_command(extra)}" if (missing := absent(*modules)) else "complete"
             for extra, modules in EXTRAS.items()
         },
         "attention": {f"{device}, {mode}": _serves(device, mode) for device in devices for mode in ("inference", "training")},
     }
-
-
-def _profile(device: str) -> str:
-    """Which profile attention on a device follows, or how to make one."""
-    import torch
-
-    from vitrel.ops.profile import path_for, profile_of
-
-    path = path_for(torch.device(device))
-    profile = profile_of(torch.device(device))
-    if profile is not None:
-        return f"{shown(profile.path)}, {len(profile.cases)} cases"
-    return "off" if path is None else f"none that fits at {shown(path)}; vitrel tune makes one"
 
 
 def _serves(device: str, mode: str) -> list[str]:
@@ -129,8 +80,9 @@ def _serves(device: str, mode: str) -> list[str]:
 
     grid, window = Grid(*GRID), Grid(WINDOW, WINDOW)
     grad = mode == "training"
-    q, k, v = (torch.randn(1, HEADS, grid.tokens, DIM, device=device, requires_grad=grad) for _ in range(3))
-    qkv = torch.randn(1, *GRID, 3 * HEADS * DIM, device=device, requires_grad=grad)
+    how: dict = {"device": device, "dtype": torch.bfloat16 if "cuda" in device else torch.float32, "requires_grad": grad}
+    q, k, v = (torch.randn(1, HEADS, grid.tokens, DIM, **how) for _ in range(3))
+    qkv = torch.randn(1, *GRID, 3 * HEADS * DIM, **how)
     with torch.set_grad_enabled(grad):
         global_terms, window_terms = (create_position("table", size, HEADS, DIM).to(device)(size) for size in (grid, window))
         of_global = why(attention, q, k, v, global_terms, grid)

@@ -1,15 +1,11 @@
 """This machine as files and reports record it: names of its processor and GPUs, versions of its packages."""
 
 import platform
-import re
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def hardware_name(device: "torch.device") -> str:
@@ -27,17 +23,6 @@ def processor_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def driver_version() -> str:
-    """Return the version of the NVIDIA driver, or where the system does not say, the newest CUDA version that it serves."""
-    import torch
-
-    try:
-        words = re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", _DRIVER.read_text("utf-8", "replace"))
-    except OSError:
-        words = []
-    return words[0] if words else str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")())
 
 
 def installed_version(package: str) -> str:

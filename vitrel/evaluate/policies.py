@@ -39,6 +39,7 @@ from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
 
+CPU = torch.device("cpu")
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
 
 
@@ -199,19 +200,27 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
     return ModelWithPolicy(changed, backbone.resampled(size), *shares, grid.h * grid.w, stages)
 
 
-def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
+def static_columns(
+    model: nn.Module,
+    size: Size,
+    policy: str,
+    leak: bool = False,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Row:
     """Return the columns of results.csv that need no images: tokens, windows, resampling, backend, gflops, border_leak.
 
     Args:
         leak: run the border-leak test (else NaN).
-        batch: the batch size that the attention backend is chosen for.
+        device: that the attention backend is chosen for.
+        dtype: in which attention computes, that of autocast if it is on.
     """
     ready = at_size_with(model, size, policy)
     windows = any(stage.window is not None for stage in ready.stages)
     leaked = border_leak(backbone_of(ready.model) or ready.model, size) if leak and windows else None
     share = float("nan") if leaked is None else round(leaked, 4)
     backbone = backbone_of(ready.model)
-    backend = _timm_backend(ready.model) if backbone is None else _vitrel_backend(backbone, size, batch)
+    backend = _timm_backend(ready.model) if backbone is None else _vitrel_backend(backbone, size, device, dtype)
     return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
 
 
@@ -357,15 +366,15 @@ def _geometry(ready: ModelWithPolicy) -> Row:
     }
 
 
-def _vitrel_backend(model: Backbone, size: Size, batch: int) -> str:
-    """The attention backends that vitrel.ops chooses for the layers at this image and batch size, joined by "+"."""
+def _vitrel_backend(model: Backbone, size: Size, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention backends that vitrel.ops chooses for the layers at this image size, joined by "+"."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    names, weight, grid = {layer.backend for layer in layers}, layers[0].proj.weight, model.token_grid(size)
+    names, grid = {layer.backend for layer in layers}, model.token_grid(size)
     if "auto" in names:
         heads, window = layers[0].num_heads, layers[0].window
         how: dict = dict(
-            entry="attention" if window is None else "window_attention", window=window, grid=grid, queries=grid.tokens,
-            heads=heads, width=len(weight) // heads, dtype=weight.dtype, device=weight.device, grad=False, batch=batch,
+            window=window, grid=grid, queries=grid.tokens, heads=heads, width=len(layers[0].proj.weight) // heads,
+            dtype=dtype, device=device, grad=False,
         )  # fmt: skip
         with torch.no_grad():
             terms = [encoding(part) for encoding, part in model.encodings(size) if encoding.site == "attention"]

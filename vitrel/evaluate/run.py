@@ -212,7 +212,7 @@ def describe_trials(models: Sequence[TrainedModel], sweep: Sweep, folder: Path, 
         counts.add(len(images.dataset(trial.preprocessing)))
         configuration = id(trial.trained), *_cost_key(trial)
         if configuration not in static:
-            static[configuration] = static_columns_of(trial, images)
+            static[configuration] = static_columns_of(trial, images, sweep)
         is_done = complete(by_key.get(row_key(key)), trial, sweep)
         ready += is_done
         lines.append(_line(trial, static[configuration], is_done))
@@ -276,7 +276,7 @@ def _measured(
             if configuration not in static:
                 # only process 0 writes rows; of several processes the last one measures attention meanwhile
                 first = rank_and_world()[0] == 0
-                static[configuration] = static_columns_of(trial, images, sweep.border_leak, sweep.batch_size) if first else {}
+                static[configuration] = static_columns_of(trial, images, sweep, sweep.border_leak) if first else {}
             result = measure(trial, sweep, images, advance)
             row = key | static[configuration] | result.row
             result = result._replace(row=row, translation=_all_translations(former, result))

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import torch
+
 from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.data import BadImage
@@ -198,10 +200,11 @@ def _check_shapes(trial: Trial, images: Images) -> None:
         ) from error
 
 
-def static_columns_of(trial: Trial, images: Images, leak: bool = False, batch: int = 1) -> Row:
+def static_columns_of(trial: Trial, images: Images, sweep: Sweep, leak: bool = False) -> Row:
     """Return `static_columns` of a trial, in the native protocol updated with `native_columns` of the images' shapes."""
     model, patch = trial.trained.model, trial.trained.patch
-    columns = static_columns(model, trial.model_size, trial.policy, leak, batch)
+    on = sweep.torch_device, getattr(torch, sweep.dtype)
+    columns = static_columns(model, trial.model_size, trial.policy, leak, *on)
     columns |= {name: columns[name] * trial.windows for name in ("tokens", "gflops")}
     if trial.budget is not None and patch is not None:
         columns |= native_columns(model, trial.policy, images.shapes(trial.preprocessing), patch)

@@ -1,7 +1,7 @@
 """Attention with position terms: `attention` and `window_attention`, computed by one of several backends.
 
 `reference` defines the result, `dispatch` chooses the backend of a call, `why` reports which backend served a call and why the
-others did not. vitrel.tune measures which backend is fastest on this device.
+others did not.
 """
 
 from vitrel.ops.dispatch import BACKENDS, attention, window_attention

@@ -1,10 +1,8 @@
 """The functions `attention` and `window_attention`, and the choice of the backend that computes them.
 
-A backend is a module with one or both of the functions below, without their argument `backend`. What it serves, and when "auto"
-prefers it, is a row of the capability table (vitrel.ops.capability). "auto" takes the backend that is fastest by the profile of
-this device (vitrel.ops.profile) and serves the call. Without a profile, or where it says nothing about a call, it takes the
-first row that is preferred and serves the call. A backend given by name that does not serve a call raises ValueError with the
-reason.
+A backend is a module with one or both of the functions below, without their argument `backend`, and `refuses(call)`, the reason
+why it does not serve a call. "auto" takes the backend of the first row of vitrel.ops.auto that has the call and whose backend
+serves it. A backend given by name that refuses a call raises ValueError with the reason.
 """
 
 import contextlib
@@ -17,19 +15,15 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops import reference, sdpa
-from vitrel.ops.backends import augmented_qk, bias_by_row, flex, triton_backend, window_kinds
-from vitrel.ops.capability import TABLE, preferred, refusal
-from vitrel.ops.profile import fastest
+from vitrel.ops.auto import Row, rows_of
+from vitrel.ops.backends import augmented_qk, triton_backend
 from vitrel.ops.reference import Call, needs_gradient
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
 BACKENDS: dict[str, ModuleType] = {
     "triton": triton_backend,
-    "bias_by_row": bias_by_row,
     "augmented_qk": augmented_qk,
-    "window_kinds": window_kinds,
-    "flex": flex,
     "sdpa": sdpa,
     "reference": reference,
 }
@@ -69,13 +63,11 @@ def attention(
     if mask is not None:
         mask = _check_mask(mask)
     call = Call(
-        entry="attention",
         terms=terms,
         grid=grid,
         heads=q.shape[-3],
         width=q.shape[-1],
         queries=q.shape[-2],
-        batch=q.shape[0],
         dtype=q.dtype,
         device=q.device,
         grad=needs_gradient(q, k, v, mask) or needs_gradient(*terms.in_attention),
@@ -120,15 +112,12 @@ def window_attention(
             raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected {expected}")
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
     call = Call(
-        entry="window_attention",
         terms=terms,
         grid=grid,
         window=window,
-        shift=shift,
         heads=num_heads,
         width=qkv.shape[3] // (3 * num_heads),
         queries=qkv.shape[1] * qkv.shape[2],
-        batch=qkv.shape[0],
         dtype=qkv.dtype,
         device=qkv.device,
         grad=needs_gradient(qkv) or needs_gradient(*terms.in_attention),
@@ -138,7 +127,7 @@ def window_attention(
 
 
 def choose(backend: str, call: Call) -> ModuleType:
-    """Return the backend module for a call: the one named, or for "auto" the fastest by the profile, or else `by_rule`.
+    """Return the backend module for a call: the one named, or for "auto" that of `row_of`.
 
     Args:
         backend: a key of BACKENDS, or "auto", which first stands for the backend set by `use_backend` or VITREL_BACKEND, if
@@ -146,26 +135,23 @@ def choose(backend: str, call: Call) -> ModuleType:
         call: what is to be computed.
 
     Raises:
-        ValueError: the name is unknown, or a backend given by name (or set so) does not serve the call.
+        ValueError: the name is unknown, or a backend given by name (or set so) refuses the call.
     """
-    given = chosen["auto"] if backend == "auto" else backend
-    if given == "auto":
-        serving = [name for name in fastest(call) if name in TABLE and not refusal(name, call)]
-        name = serving[0] if serving else by_rule(call)
-    elif given not in BACKENDS:
-        raise ValueError(f"unknown backend {given!r}; choose auto, {', '.join(BACKENDS)}")
-    elif reason := refusal(given, call):
-        raise ValueError(f"backend {given!r} refuses: {reason}; use backend='auto'")
-    else:
-        name = given
+    name = chosen["auto"] if backend == "auto" else backend
+    if name == "auto":
+        name = row_of(call).backend
+    elif name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
+    elif reason := BACKENDS[name].refuses(call):
+        raise ValueError(f"backend {name!r} refuses: {reason}; use backend='auto'")
     for record in _records:
         record(backend, call, name)
     return BACKENDS[name]
 
 
-def by_rule(call: Call) -> str:
-    """Return the name of the backend that "auto" takes without a profile."""
-    return next(name for name in TABLE if preferred(name, call) and not refusal(name, call))
+def row_of(call: Call) -> Row:
+    """Return the row of vitrel.ops.auto by which "auto" takes a backend for a call."""
+    return next(row for row in rows_of(call) if not BACKENDS[row.backend].refuses(call))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ class Call(NamedTuple):
     It is built by keyword.
     """
 
-    entry: str  # "attention" | "window_attention"
     terms: Terms  # on `grid`; for window_attention, on the window's grid
     grid: Grid  # of the keys; for window_attention, of the image
     heads: int  # H
@@ -30,12 +29,14 @@ class Call(NamedTuple):
     dtype: torch.dtype  # of q, k and v
     device: torch.device  # of q, k and v
     grad: bool  # True if q, k, v, the mask or a tensor of the terms needs a derivative
-    window: tuple[int, int] | None = None  # (h, w) in tokens; None for attention
-    shift: tuple[int, int] = (0, 0)  # of windows, (h, w) in tokens
+    window: tuple[int, int] | None = None  # (h, w) in tokens for window_attention; None for attention
     mask: Tensor | None = None  # as given to attention
     dropout_p: float = 0.0  # probability of dropping an attention weight
-    batch: int = 1  # B
-    compiled: bool = False  # True: to be chosen for as in a graph of torch.compile; inside one it need not be set
+
+
+def refuses(call: Call) -> str:
+    """Return "": every call is served."""
+    return ""
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -30,8 +30,16 @@ from vitrel.ops.reference import (
 from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
-_FULL = (torch.float32, torch.float64)  # dtypes without rounding to half precision
+HALF = (torch.float16, torch.bfloat16)
+SCALED_KEYS = "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
 _HIDDEN = -1e30  # of a pair, where a bias may not be -inf
+
+
+def refuses(call: Call) -> str:
+    """Return the reason why SDPA does not serve a call, "" if it does."""
+    if any([table.value is not None for table in call.terms.tables]):
+        return "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"
+    return SCALED_KEYS if call.terms.key_rotary is not None and computed_in(call) in HALF else ""
 
 
 def attention(
@@ -185,7 +193,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
 
 def _is_learned(bias: Tensor, q: Tensor) -> bool:
     """Return whether SDPA would choose its math kernel, the only one of a CPU whose mask gets a gradient, in full precision."""
-    learned = q.device.type == "cpu" and computed_in(q) in _FULL and needs_gradient(bias)
+    learned = q.device.type == "cpu" and computed_in(q) not in HALF and needs_gradient(bias)
     return learned and not _is_recorded_or_transformed(q)  # graphs and exported programs keep one fused operator
 
 
@@ -216,7 +224,7 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
             return "MATH"
     if q.device.type != "cuda":
         return ""
-    half = computed_in(q) in (torch.float16, torch.bfloat16)
+    half = computed_in(q) in HALF
     queries, keys = (x.shape[-2] if is_known(x.shape[-2]) else None for x in (q, k))
     grad, mask_grad = needs_gradient(q, k, v), needs_gradient(bias)
     return sdpa_faults.kernels(q.device.index, half, queries, keys, grad, mask_grad)

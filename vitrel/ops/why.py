@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vitrel.ops.capability import TABLE, preferred, refusal
-from vitrel.ops.dispatch import BACKENDS, Call, chosen, recording
-from vitrel.ops.profile import relative
+from vitrel.ops.dispatch import BACKENDS, Call, chosen, recording, row_of
 
 
 @contextlib.contextmanager
@@ -30,8 +28,8 @@ def use_backend(name: str) -> Iterator[None]:
 def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     """Run function(*args, **kwargs) and return a text that says which backend served each of its attention calls.
 
-    Calls of the same kind are listed once, with their number and, for every other backend, the reason why it did not serve
-    them, or its time by the profile.
+    Calls of the same kind are listed once, with their number, the row of vitrel.ops.auto by which "auto" took the backend and
+    its measurement, and the reason why every other backend refuses them.
 
     Args:
         function: a model, a layer, or a function of `vitrel.ops`. A model from torch.compile is run uncompiled.
@@ -47,20 +45,20 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
 
 def _text(backend: str, call: Call, name: str) -> str:
     h, w, prefix = call.grid
-    windows = f" in windows of {call.window[0]}x{call.window[1]}" if call.window else ""
+    entry, windows = (
+        ("window_attention", f" in windows of {call.window[0]}x{call.window[1]}") if call.window else ("attention", "")
+    )
     tokens = f"{h}x{w}{f' + {prefix}' if prefix else ''} tokens{windows}"
     kind = "training" if call.grad else "inference"
-    auto = backend == "auto" and chosen["auto"] == "auto"
-    times = relative(call) if auto else {}  # over that of the fastest
-    choice = "fastest by the profile" if name in times else "first of auto that serves it" if auto else "given by name"
+    row = row_of(call) if backend == chosen["auto"] == "auto" else None
     lines = [
-        f"{call.entry}, {tokens}, {call.queries} queries, {call.heads} heads of {call.width}, "
-        f"{str(call.dtype).removeprefix('torch.')} on {call.device.type}, {kind}: {name} ({choice})"
+        f"{entry}, {tokens}, {call.queries} queries, {call.heads} heads of {call.width}, "
+        f"{str(call.dtype).removeprefix('torch.')} on {call.device.type}, {kind}: {name} ({'auto' if row else 'given by name'})"
     ]
-    for other in TABLE:
+    if row:
+        since = f" from {row.tokens:,} tokens" if row.tokens else ""
+        lines.append(f"    auto: {row.kind}{since}: {row.measured}")
+    for other in BACKENDS:
         if other != name:
-            served = f"{times[other] / times[name]:.2f} times as slow" if name in times and other in times else ""
-            after = preferred(other, call) and name not in times
-            served = served or (f"comes after {name}" if after else "serves it if given by name")
-            lines.append(f"    {other}: {refusal(other, call) or served}")
+            lines.append(f"    {other}: {BACKENDS[other].refuses(call) or 'serves it if given by name'}")
     return "\n".join(lines)

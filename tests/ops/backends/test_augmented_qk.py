@@ -12,9 +12,8 @@ from helpers import each
 from helpers.sizes import Sizes
 from helpers.variants import IN_ATTENTION, VARIANTS, call, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, reference, why
+from vitrel.ops import attention, reference
 from vitrel.ops.backends import augmented_qk
-from vitrel.ops.capability import preferred, refusal
 from vitrel.position.alibi import alibi_slopes
 
 double = torch.float64
@@ -47,48 +46,10 @@ def bias_terms(grid, heads=2, std=0.5, dtype=torch.float32):
 def test_equals_the_reference(key, options, grid):
     """Outputs and all gradients, all queries and the last row of them."""
     encoding = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double, **options))
-    assert not refusal("augmented_qk", call(encoding(grid), grid))
+    assert not augmented_qk.refuses(call(encoding(grid), grid))
     for queries in (grid.tokens, grid.w):
         for a, b in zip(*both(encoding, grid, queries), strict=True):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
-
-
-def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
-    plain, values = bias_terms(Grid(2, 3)), Terms(tables=(Table("h", value=torch.randn(1, 5, 8)),))
-    for side, grad, terms, taken in (
-        (14, True, GATED, True), (13, False, GATED, False),
-        (31, False, plain, False), (32, False, plain, True), (63, True, plain, False), (64, True, plain, True),
-        (13, True, values, False), (14, True, values, True),
-    ):  # fmt: skip
-        assert preferred("augmented_qk", call(terms, Grid(side, side), grad=grad)) is taken
-    requested = Terms(tables=(Table("h", query=torch.zeros(1, 63, 8)), Table("w", query=torch.zeros(1, 63, 8))))
-    assert not preferred("augmented_qk", call(requested, Grid(47, 47), grad=True))
-    assert preferred("augmented_qk", call(requested, Grid(48, 48), grad=True))
-    for side, batch, terms, taken in (
-        (32, 2, plain, False),
-        (64, 3, plain, True),
-        (64, 4, plain, False),
-        (32, 8, requested, True),
-    ):
-        assert (
-            preferred("augmented_qk", call(terms, Grid(side, side), batch=batch)) is taken
-        )  # a mask of biases serves every image
-    assert not preferred("augmented_qk", call(plain, Grid(64, 64), device=torch.device("cuda")))
-    grid = Grid(32, 32)
-    q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
-    text = why(attention, q, k, v, requested, grid)
-    assert ": augmented_qk (first of auto that serves it)" in text
-    assert "    sdpa: comes after augmented_qk" in text
-    torch._dynamo.reset()
-    graphs = []
-    compiled = torch.compile(
-        attention, backend=lambda graph, inputs: graphs.append(graph.code) or graph.forward, fullgraph=True
-    )
-    terms = bias_terms(grid)
-    torch.testing.assert_close(compiled(q, k, v, terms, grid), attention(q, k, v, terms, grid), atol=1e-5, rtol=1e-5)
-    assert "attn_mask = bias" in graphs[0]  # compiled, the choice does not depend on the size
-    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    assert not preferred("augmented_qk", call(terms, grid))
 
 
 def test_temperature():
@@ -208,7 +169,7 @@ REFUSALS = [
     (Terms(), {}, "no table to write as columns"),
     (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' cannot be written as columns"),
     (Terms(key_rotary=(torch.zeros(1, 6, 4),) * 2, tables=bias_terms(Grid(2, 3)).tables), {}, "overflow half precision"),
-    (None, {"entry": "window_attention", "window": (2, 3)}, "shifted and padded windows need a mask"),
+    (None, {"window": (2, 3)}, "shifted and padded windows need a mask"),
     (None, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "flash attention takes no mask"),
     (None, {"dropout_p": 0.1}, "flash attention has no dropout on a CPU"),
     (None, {"dropout_p": 0.1, "device": torch.device("cuda")}, ""),
@@ -229,7 +190,7 @@ REFUSALS = [
 @each(("terms", "changes", "text"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
 def test_refusals(terms, changes, text):
     grid = Grid(2, 3)
-    reason = refusal("augmented_qk", call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
+    reason = augmented_qk.refuses(call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
     assert text in reason and bool(text) == bool(reason)
 
 
@@ -248,7 +209,7 @@ def test_every_kind_of_row(axis):
 def test_every_encoding_is_served_or_refused(key, options):
     """Those with tables over rows, columns and diagonals are served, lattices are not."""
     grid = Grid(3, 4)
-    reason = refusal("augmented_qk", call(make(key, grid, **options)(grid), grid))
+    reason = augmented_qk.refuses(call(make(key, grid, **options)(grid), grid))
     assert bool(reason) == ((key, options) not in CASES)
 
 

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import each
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed, refusal, spread
 from vitrel import Grid, Table, Terms
-from vitrel.ops import attention, capability, use_backend, why, window_attention
+from vitrel.ops import attention, sdpa_faults, use_backend, why, window_attention
+from vitrel.ops.backends import triton_backend
 
 pytest.importorskip("triton")
 
@@ -281,9 +282,12 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
         (dict(terms=Terms(tables=(Table(query=torch.zeros(1, 35, 16)),))), "query tables of one axis"),
     ):
         assert reason in refusal("triton", **dict(terms=Terms(), grid=grid, width=16) | on_cpu | how)
-    windows = dict(entry="window_attention", window=(3, 4)) | on_cpu
+    windows = dict(window=(3, 4)) | on_cpu
     assert "only in global attention" in refusal(
         "triton", Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),)), grid, **windows
     )
-    monkeypatch.setattr(capability, "_TRITON", False)
+    turing = sdpa_faults.Stack((7, 5), 0, torch.__version__)
+    monkeypatch.setattr(sdpa_faults, "stack", lambda index: turing)
+    assert "compute capability 8.0" in refusal("triton", Terms(), grid, width=16, **on_cpu)
+    monkeypatch.setattr(triton_backend, "_INSTALLED", False)
     assert refusal("triton", Terms(), grid, **on_cpu) == "Triton is not installed"

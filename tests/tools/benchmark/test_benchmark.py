@@ -122,7 +122,7 @@ def case(*known, name="a case", visits=(Visit("forward"),), **more):
 
 def test_every_contender_ends_as_a_row(engine, tmp_path):
     """Refused, wrong, failed at any call, or timed in all rounds; what is done is not done again."""
-    refusing = one("flex", at=1, text="backend 'flex' refuses: no backward on a CPU")
+    refusing = one("triton", at=1, text="backend 'triton' refuses: no mask")
     failing = [one(f"fails at {at}", at=at, text="no room") for at in (1, 2, 3, 5)]  # first call, warming up, while timed
     whole = case(one("timm"), one("ours", "ours"), one("off", "ours", off=1e-4), refusing, *failing)
     engine.measure(whole)
@@ -133,7 +133,7 @@ def test_every_contender_ends_as_a_row(engine, tmp_path):
     assert (row["of"], row["batch"], row["dtype"], row["commit"], row["code"]) == ("ours", 1, "float32", "abc", "now")
     assert (row["peak_bytes"], row["call_bytes"], row["first_call_s"], row["compiles"]) == (100, 3_000_000, 0.5, 0)
     assert ended(engine, "wrong")["off"]["text"] == "error of output 1.0e-04 (limit 3.0e-05)"
-    assert ended(engine, "refused")["flex"]["text"].startswith("backend 'flex' refuses")
+    assert ended(engine, "refused")["triton"]["text"].startswith("backend 'triton' refuses")
     assert {name: row["text"] for name, row in ended(engine, "failed").items()} == {
         known.name: "MemoryError: no room" for known in failing
     }
@@ -233,14 +233,6 @@ def test_peers_are_right():
     assert make_problem(TABLE, torch.float32, CPU, keep=False).fixed == ()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_global_flex_is_right():
-    for encoding, prefix in (("table", 2), ("factorized", 0), ("rope", 2)):
-        shape = TABLE._replace(encoding=encoding, grid=Grid(4, 7, prefix), batch=2)
-        assert held(shape, peers.global_flex, training=False) == "", encoding
-
-
 def test_cases(monkeypatch):
     """Names are unique, timm's is the first of every case of models, every goal is measured, floors can cut their windows."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -266,19 +258,21 @@ def test_cases(monkeypatch):
     assert all(shape.flops(True) < 2e11 for shape in CPU_SHAPES)  # a few seconds of one core
     padded = next(shape for shape in CPU_SHAPES if "60x50" in shape.name)
     assert FLOOR not in {m.name for m in methods(padded, False)} and GATHERED in {m.name for m in methods(padded, False)}
-    assert "triton" not in {m.name for m in methods(TABLE, False)} and "flex" in {m.name for m in methods(TABLE, False)}
+    assert "triton" not in {m.name for m in methods(TABLE, False)}
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "triton" in {m.name for m in methods(TABLE, False)}
 
 
 def test_attention_rows(engine):
     """Every backend is refused or timed."""
-    known = backend_case(DECOMPOSED, "training", gpu=False, quick=True)
-    engine.measure(known)
-    timed, refused = ended(engine, "time"), ended(engine, "refused")
-    assert set(timed) | set(refused) == {c.name for c in known.contenders}
-    assert {"sdpa", "auto", "augmented_qk", GATHERED, "softmax", FLOOR} <= set(timed)
-    assert "no backward on a CPU" in refused["flex"]["text"] and timed["sdpa"]["tokens"] == 15
+    cases = [backend_case(shape, "training", gpu=False, quick=True) for shape in (DECOMPOSED, WINDOWS)]
+    for known in cases:
+        engine.measure(known)
+    rows = {(row["case"], row["contender"]): row for row in read_rows(engine.samples.path) if row["kind"] != "machine"}
+    assert set(rows) == {(known.name, c.name) for known in cases for c in known.contenders}
+    refused = {key: row["text"] for key, row in rows.items() if row["kind"] == "refused"}
+    assert list(refused) == [(WINDOWS.name, "augmented_qk")] and "need a mask" in refused[WINDOWS.name, "augmented_qk"]
+    assert rows[DECOMPOSED.name, "sdpa"]["tokens"] == 15
 
 
 def test_rows_of_scale(engine, monkeypatch):

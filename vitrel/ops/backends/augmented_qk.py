@@ -1,9 +1,6 @@
 """Per-axis tables as extra columns of q and k, so that plain flash attention computes them exactly and without an [N, N]
 tensor.
 
-It is for content tables on a CPU from 1,024 tokens: at 64 x 64, one image, its forward pass was measured 2.75 times as fast as
-`sdpa`, and training 1.46 times, in a ninth of the memory.
-
 k receives a one-hot column for every row of the grid, and q a column with what the query adds to all keys of that row: logit[i,
 j] += scale * sum_y c[i, y] [y_j = y], with c[i, y] = B_h[y_i - y] / scale for a bias table and q_i . R_h[y_i - y] for a query
 table; likewise for grid columns and diagonals ("h+w"). For key tables the one-hot columns are in q. One-hot columns of v return
@@ -21,23 +18,38 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, with_query_bias
-from vitrel.ops.sdpa import computed_in, fused
+from vitrel.ops.sdpa import HALF, SCALED_KEYS, computed_in, fused
 from vitrel.position.terms import Table, Terms
 
 _WIDEST = 256  # largest head width of flash attention on a GPU; on a CPU there is none
 
 
-def limits(call: Call) -> str:
-    """Return the reason if the extra columns of a call are too many, or ""."""
-    if call.device.type == "cpu":
-        return ""
-    grid, extra = call.grid, columns(call.terms, call.grid)
-    if call.width + extra <= _WIDEST:
-        return ""
-    return (
-        f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns besides the head width of "
-        f"{call.width}, and flash attention takes {_WIDEST} in all"
-    )
+def refuses(call: Call) -> str:
+    """Return the reason why a call cannot be computed by extra columns and flash attention, "" if it can."""
+    tables, on_cpu = call.terms.tables, call.device.type == "cpu"
+    if call.window is not None:
+        return "shifted and padded windows need a mask, which flash attention does not take"
+    if any([table.axis == "hw" for table in tables]):
+        return "a table over 'hw' cannot be written as columns: it is in general not a sum of tables over 'h' and 'w'"
+    if not tables:
+        return "there is no table to write as columns: plain scaled_dot_product_attention computes these terms"
+    if call.terms.key_rotary is not None:
+        return SCALED_KEYS
+    if call.mask is not None:
+        return "flash attention takes no mask"
+    if call.dropout_p and on_cpu:
+        return "flash attention has no dropout on a CPU"
+    if call.dtype == torch.float64 and not on_cpu:
+        return f"flash attention has no float64 on {call.device.type}"
+    if computed_in(call) in HALF and any([table.gated is not None for table in tables]):
+        return "gated tables of several axes can cancel, so columns in half precision would be too coarse"
+    grid, extra = call.grid, _columns(call.terms, call.grid)
+    if not on_cpu and call.width + extra > _WIDEST:  # in a graph for any size, SDPA makes the same comparison
+        return (
+            f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns besides the head width of "
+            f"{call.width}, and flash attention takes {_WIDEST} in all"
+        )
+    return ""
 
 
 def attention(
@@ -82,7 +94,7 @@ def _axes(terms: Terms) -> list[str]:
     return [axis for axis in ("h", "w", "h+w") if any(table.axis == axis for table in terms.tables)]
 
 
-def columns(terms: Terms, grid: Grid) -> int:
+def _columns(terms: Terms, grid: Grid) -> int:
     """Return the number of extra columns: of q and k or of v, whichever has more."""
     logits = values = 0
     for axis in _axes(terms):

@@ -1,18 +1,65 @@
 """The Triton kernels as a backend: bias tables, per-axis query tables and rotations, without an [N, N] tensor.
 
-They are for GPUs: right in Triton's interpreter, compiled for four architectures (tools.benchmark.kernels), not yet run on one.
+They are for NVIDIA's GPUs from compute capability 8.0 on, and compiled ahead for four architectures (tools.benchmark.kernels).
 
 Position terms are converted for the kernels: bias tables of all axes become one table over both axes; query tables of one axis
 become scores of every query with every row or column of the grid (N times h or w numbers); rotations are applied before global
-attention, or in the window kernel. "auto" does not use this backend until measurements on a GPU show that it should.
+attention, or in the window kernel.
 """
+
+import importlib.util
+import os
 
 import torch
 from torch import Tensor
 
+from vitrel.geometry import is_exporting
 from vitrel.grid import Grid
-from vitrel.ops.reference import lattice_bias, needs_gradient, rotated, with_query_bias
+from vitrel.ops import sdpa_faults
+from vitrel.ops.reference import Call, in_forward_mode, lattice_bias, needs_gradient, rotated, with_query_bias
+from vitrel.ops.sdpa import SCALED_KEYS
 from vitrel.position.terms import Terms
+
+_INSTALLED = importlib.util.find_spec("triton") is not None  # torch 2.11 cannot compile a call of find_spec
+
+
+def refuses(call: Call) -> str:
+    """Return the reason why the kernels do not serve a call, "" if they do."""
+    if not _INSTALLED:
+        return "Triton is not installed"
+    if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
+    if call.device.type == "cuda" and _is_too_old(call.device.index or 0):
+        return "its kernels need a GPU of compute capability 8.0 or later"
+    if is_exporting() or torch.jit.is_tracing():
+        return "an exported program may contain PyTorch's operators only, so that it runs wherever it is loaded"
+    if in_forward_mode() or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+        return "its kernels support first derivatives by backward() only, no transforms of torch.func"  # they would be zero
+    if call.mask is not None:
+        return "its kernels have no mask"
+    if call.dropout_p:
+        return "its kernels have no dropout of attention weights; use attn_drop_rate=0"
+    if call.terms.key_rotary is not None:
+        return SCALED_KEYS
+    queries = [table.axis for table in call.terms.tables if table.query is not None]
+    if any([t.key is not None or t.value is not None or t.gated is not None for t in call.terms.tables]):
+        return "its kernels serve bias and query tables only, no key, value or gated tables"
+    if queries and (call.window is not None or any([axis not in ("h", "w") for axis in queries])):
+        return "its kernels serve query tables of one axis only, and only in global attention"
+    if call.window is not None:
+        from vitrel.ops.backends.triton_window import window_limits  # imports Triton
+
+        return window_limits(call.dtype, call.width, call.window)
+    from vitrel.ops.backends.triton_global import global_limits
+
+    return global_limits(call.dtype, call.width, call.grid, call.queries, bool(queries))
+
+
+@torch._dynamo.assume_constant_result
+def _is_too_old(index: int) -> bool:
+    """Return whether Triton does not support the GPU with this index."""
+    gpu = sdpa_faults.stack(index)
+    return gpu is not None and gpu.capability < (8, 0)
 
 
 def attention(

@@ -1,0 +1,173 @@
+"""What backend "auto" takes, on tensors of a GPU that hold no values: by device and kind of call, compiled and exported."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from helpers import each
+from helpers.gpu import fake_gpu
+from helpers.variants import make
+from vitrel import Grid, Terms
+from vitrel.ops import BACKENDS, attention, auto, dispatch, why, window_attention
+from vitrel.ops.backends import triton_backend
+
+needs_triton = pytest.mark.skipif(not triton_backend._INSTALLED, reason="Triton is not installed")
+HALF, FULL = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
+
+
+def chosen(key, grid, window=None, training=False, device="cuda", dtype=torch.bfloat16, **how):
+    """The backend that computes attention with an encoding on fake tensors."""
+    names, encoding = [], make(key, Grid(*(window or grid)), 2, 16, device="meta") if key != "none" else nn.Identity()
+    recording = dispatch.recording(lambda *given: names.append(given[2]))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(training), recording:
+        terms = Terms() if key == "none" else encoding.to_empty(device=device)(Grid(*(window or grid)))
+        if window is None:
+            q, k, v = (torch.zeros(1, 2, grid.tokens, 16, device=device, dtype=dtype, requires_grad=training) for _ in range(3))
+            attention(q, k, v, terms, grid, **how)
+        else:
+            qkv = torch.zeros(1, *grid[:2], 96, device=device, dtype=dtype, requires_grad=training)
+            window_attention(qkv, terms, grid, window, (1, 2), 2, **how)
+    return names[0]
+
+
+GPU = [  # encoding, side of the grid, window, training -> backend
+    ("table", 30, (7, 7), False, "triton"),
+    ("table", 30, (7, 7), True, "triton"),
+    ("rope_mixed", 30, (8, 8), True, "triton"),
+    ("none", 30, (7, 7), True, "triton"),
+    ("table", 30, (12, 12), False, "triton"),
+    ("table", 30, (12, 12), True, "sdpa"),
+    ("deberta", 30, (7, 7), False, "sdpa"),  # the kernels refuse it
+    ("table", 63, None, True, "sdpa"),
+    ("table", 64, None, True, "triton"),
+    ("factorized", 64, None, True, "triton"),
+    ("table", 64, None, False, "sdpa"),
+    ("table", 127, None, False, "sdpa"),
+    ("table", 128, None, False, "triton"),
+    ("alibi", 64, None, True, "sdpa"),  # is not learned
+    ("alibi", 128, None, True, "triton"),
+    ("decomposed", 14, None, True, "augmented_qk"),
+    ("decomposed", 31, None, False, "sdpa"),
+    ("decomposed", 32, None, False, "augmented_qk"),
+    ("shaw", 14, None, True, "augmented_qk"),
+    ("pape", 32, None, True, "sdpa"),  # augmented_qk refuses it in half precision
+    ("rope_axial", 64, None, True, "sdpa"),
+    ("none", 128, None, False, "sdpa"),
+]
+
+
+@needs_triton
+@each(("key", "side", "window", "training", "backend"), GPU)
+def test_on_a_gpu_in_half_precision(key, side, window, training, backend):
+    for dtype in HALF:
+        assert chosen(key, Grid(side, side), window, training, dtype=dtype) == backend
+
+
+@each(("key", "side", "window", "training", "backend"), GPU)
+def test_on_a_gpu_in_full_precision(key, side, window, training, backend):
+    for dtype in FULL:
+        taken = chosen(key, Grid(side, side), window, training, dtype=dtype)
+        assert taken == ("reference" if key == "shaw" else "sdpa")
+
+
+@needs_triton
+def test_what_a_kernel_lacks_goes_to_the_next_row(monkeypatch):
+    """As dropout, or all of Triton where it is not installed."""
+    case = ("table", Grid(30, 30), (7, 7), True)
+    assert chosen(*case, dropout_p=0.1) == "sdpa"
+    monkeypatch.setattr(triton_backend, "_INSTALLED", False)
+    assert chosen(*case) == "sdpa" and chosen("table", Grid(64, 64), None, True) == "sdpa"
+
+
+@needs_triton
+def test_no_row_was_measured_on_gpus_of_amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert chosen("table", Grid(30, 30), (7, 7)) == "sdpa"
+
+
+CPU = [
+    ("table", 64, None, False, "sdpa"),
+    ("table", 30, (7, 7), False, "sdpa"),
+    ("pape", 13, None, True, "sdpa"),
+    ("pape", 14, None, False, "augmented_qk"),
+    ("shaw", 13, None, False, "reference"),
+    ("shaw", 14, None, True, "augmented_qk"),
+    ("decomposed", 31, None, False, "sdpa"),
+    ("decomposed", 32, None, False, "augmented_qk"),
+    ("decomposed", 47, None, True, "sdpa"),
+    ("decomposed", 48, None, True, "augmented_qk"),
+]
+
+
+@each(("key", "side", "window", "training", "backend"), CPU)
+def test_on_a_cpu(key, side, window, training, backend):
+    assert chosen(key, Grid(side, side), window, training, "cpu", torch.float32) == backend
+
+
+def test_every_call_has_a_row_of_a_backend():
+    assert {row.backend for row in auto.ROWS} == set(BACKENDS)
+    assert all(row.kind and row.measured for row in auto.ROWS)
+
+
+def test_why_names_the_row_and_its_measurement():
+    encoding, grid = make("decomposed", Grid(32, 32), 2, 8), Grid(32, 32)
+    q, k, v = torch.zeros(3, 1, 2, grid.tokens, 8)
+    with torch.no_grad():
+        first, row, *others = why(attention, q, k, v, encoding(grid), grid).splitlines()
+    assert first.endswith(": augmented_qk (auto)")
+    (wanted,) = (row for row in auto.ROWS if row.device == "cpu" and row.kind == "content tables in inference")
+    assert row == f"    auto: {wanted.kind} from 1,024 tokens: {wanted.measured}"
+    assert "    sdpa: serves it if given by name" in others
+
+
+# --- in graphs, no row compares a size that is not known
+
+SIZES = [(512, 512), (64, 64), (64, 96), (256, 256), (80, 48), (72, 512), (400, 240)]  # in patches of 8
+SDPA, WINDOWS, GLOBAL = "scaled_dot_product_attention", "vitrel.window_attention", "vitrel.biased_attention"
+COMPILED = [  # model, training -> operators of the graph of the first size, and of the graph for any size
+    ("swin_n", False, WINDOWS, WINDOWS),
+    ("swin_n", True, WINDOWS, WINDOWS),
+    ("vit_n8_table", False, SDPA, SDPA),
+    ("vit_n8_table", True, GLOBAL, SDPA),
+    ("vit_n8_decomposed", False, SDPA, SDPA),  # of augmented_qk, which adds no mask
+    ("vit_n8_decomposed", True, SDPA, SDPA),
+    ("vit_n8_rope_mixed", True, SDPA, SDPA),
+]
+
+
+@needs_triton
+@pytest.mark.slow(seconds=30)
+@each(("name", "training", "first", "any_size"), COMPILED)
+def test_eight_sizes_compile_in_two_graphs(name, training, first, any_size):
+    graphs = []
+    few = {"depth": 1, "class_token": False, "global_pool": "avg"} if "vit" in name else {"depths": (2,), "num_heads": (1,)}
+    with fake_gpu(f"vitrel_{name}", torch.bfloat16, **few) as model, torch.set_grad_enabled(training):
+        model.train(training)
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
+        # From 225 rows and columns on, extra columns are too wide for flash attention: SDPA itself would need another graph.
+        for size in (*SIZES, (768, 768) if "decomposed" in name else (1024, 1024)):
+            assert compiled(torch.zeros(2, 3, *size, device="cuda", dtype=torch.bfloat16)).shape == (2, 2)
+    assert len(graphs) == 2
+    for graph, operator in zip(graphs, (first, any_size), strict=True):
+        calls = [node for node in graph.nodes if any(known in str(node.target) for known in (SDPA, WINDOWS, GLOBAL))]
+        assert calls and all(operator in str(node.target) for node in calls)
+        if "decomposed" in name:
+            assert all(node.kwargs["attn_mask"] is None for node in calls)
+
+
+@each("name", ["swin_n", "vit_n8_decomposed"])
+def test_exported_programs_do_not_depend_on_the_machine(name):
+    few = {"depth": 1} if "vit" in name else {"depths": (2,), "num_heads": (1,)}
+    with fake_gpu(f"vitrel_{name}", torch.bfloat16, **few) as model:
+        program = torch.export.export(model.eval(), (torch.zeros(2, 3, 256, 256, device="cuda", dtype=torch.bfloat16),))
+    operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert f"aten.{SDPA}.default" in operators and not any("vitrel" in operator for operator in operators)
+
+
+def test_traced_programs_do_not_either(monkeypatch):
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    assert chosen("table", Grid(30, 30), (7, 7)) == chosen("decomposed", Grid(64, 64)) == "sdpa"
+    assert chosen("decomposed", Grid(64, 64), device="cpu", dtype=torch.float32) == "sdpa"
+    with pytest.raises(ValueError, match="'triton' refuses: an exported program may contain PyTorch's operators only"):
+        chosen("table", Grid(30, 30), (7, 7), backend="triton")

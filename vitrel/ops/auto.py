@@ -1,0 +1,120 @@
+"""The table of what backend "auto" takes: rows by device and kind of call, each with the measurement that put it there.
+
+The first row that has the call, and whose backend serves it, counts. A row that compares the size of the grid is passed over
+where a graph serves any size, since each outcome would need a graph of its own. Exported and traced programs have the last two
+rows only, so that they do not depend on the machine that wrote them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vitrel.geometry import is_exporting, is_known
+from vitrel.ops.reference import Call, has_content_terms
+from vitrel.ops.sdpa import HALF
+
+
+class Row(NamedTuple):
+    """Calls of one kind on one device, and the backend that "auto" takes for them."""
+
+    backend: str
+    device: str  # "cuda": NVIDIA's GPUs in float16 and bfloat16 | "cpu": outside of graphs | "any"
+    kind: str  # of the calls, in words
+    applies: Callable[[Call], bool]  # whether a call is of this kind
+    tokens: int  # of the grid, from which on the row applies; 0: any grid, also where a graph does not know it
+    measured: str
+
+
+def _windows(call: Call) -> bool:
+    return call.window is not None
+
+
+def _small_windows(call: Call) -> bool:
+    return call.window is not None and call.window[0] * call.window[1] <= 64
+
+
+def _biases(call: Call) -> bool:
+    return call.window is None and bool(call.terms.tables) and not has_content_terms(call.terms.tables)
+
+
+def _learned_biases(call: Call) -> bool:
+    return call.grad and _biases(call) and any([table.bias.requires_grad for table in call.terms.tables])
+
+
+def _content(call: Call) -> bool:
+    return call.window is None and has_content_terms(call.terms.tables)
+
+
+def _content_of_any_size(call: Call) -> bool:
+    return _content(call) and not is_known(*call.grid)
+
+
+def _values_or_gates(call: Call) -> bool:
+    return call.window is None and any([t.value is not None or t.gated is not None for t in call.terms.tables])
+
+
+# Measured on a GPU: one NVIDIA H200, torch 2.11.0, Triton 3.6.0, bfloat16, sizes as images x rows x columns. On a CPU: one
+# thread of an AMD EPYC, float32, one image (results/benchmark/amd-epyc/ops).
+ROWS = (
+    Row(
+        "triton", "cuda", "windows in inference", lambda call: _windows(call) and not call.grad, 0,
+        "Swin-T compiled 19,740 images/s against 10,280 by sdpa, eager 10,190 against 7,083",
+    ),
+    Row(
+        "triton", "cuda", "windows of at most 64 tokens in training", _small_windows, 0,
+        "Swin-T compiled 5,173 images/s against 3,691 by sdpa; the backward pass of larger windows fails in Triton 3.6",
+    ),
+    Row(
+        "triton", "cuda", "learned biases in training", _learned_biases, 4096,
+        "8x64x64 with backward 14.6 ms and 0.3 GB against 21.4 ms and 4.6 GB by sdpa; 128x14x14 1.8 ms against 1.4",
+    ),
+    Row(
+        "triton", "cuda", "biases", _biases, 16384,
+        "2x128x128 11.7 ms against 22.1 by sdpa; 8x64x64 2.9 ms against 2.5",
+    ),
+    Row(
+        "augmented_qk", "cuda", "content tables in training", lambda call: _content(call) and call.grad, 0,
+        "128x14x14 with backward 2.2 ms against 3.9 by sdpa",
+    ),
+    Row(
+        "augmented_qk", "cuda", "content tables", _content, 1024,
+        "8x64x64 2.9 ms and 0.8 GB; 128x14x14 0.92 ms against 0.78 by sdpa",
+    ),
+    Row(
+        "augmented_qk", "cuda", "content tables in a graph for any size", _content_of_any_size, 0,
+        "0.85 times the speed of sdpa at 128x14x14, and no [N, N] tensor at larger sizes",
+    ),
+    Row(
+        "augmented_qk", "cpu", "value or gated tables", _values_or_gates, 196,
+        "pape at 14x14 1.2 times as fast as sdpa, with backward 1.5",
+    ),
+    Row(
+        "augmented_qk", "cpu", "content tables in training", lambda call: _content(call) and call.grad, 2304,
+        "64x64 with backward 1.46 times as fast as sdpa; 28x28 0.81",
+    ),
+    Row(
+        "augmented_qk", "cpu", "content tables in inference", lambda call: _content(call) and not call.grad, 1024,
+        "64x64 2.75 times as fast as sdpa; 28x28 0.96",
+    ),
+    Row("sdpa", "any", "all other calls", lambda call: True, 0, "no other backend was measured to be faster"),
+    Row("reference", "any", "calls that sdpa refuses", lambda call: True, 0, "no other backend serves them"),
+)  # fmt: skip
+
+
+def rows_of(call: Call) -> list[Row]:
+    """Return the rows that have a call, which their backends may still refuse; the last one serves every call."""
+    if is_exporting() or torch.jit.is_tracing():
+        device = "any"
+    elif call.device.type == "cuda":
+        device = "cuda" if call.dtype in HALF and torch.version.hip is None else "any"
+    else:
+        device = "any" if torch.compiler.is_compiling() else call.device.type
+    sized = is_known(*call.grid)
+    return [
+        row
+        for row in ROWS
+        if row.device in (device, "any")
+        and (not row.tokens or (sized and call.grid.tokens >= row.tokens))
+        and row.applies(call)
+    ]
