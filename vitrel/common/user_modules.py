@@ -13,7 +13,7 @@ def import_modules(names: Sequence[str] = ()) -> None:
 
     Raises ValueError for a name that is found in neither.
     """
-    given = dict.fromkeys([*filter(None, os.environ.get(VARIABLE, "").split(",")), *names])
+    given = dict.fromkeys([*imported_modules(), *names])
     if not given:
         return
     if not {"", os.getcwd()} & {*sys.path}:  # the command does not look there, as python -m does
@@ -26,3 +26,8 @@ def import_modules(names: Sequence[str] = ()) -> None:
                 raise
             raise ValueError(f"--import {name}: there is no module {error.name} in {os.getcwd()} or installed") from None
     os.environ[VARIABLE] = ",".join(given)
+
+
+def imported_modules() -> list[str]:
+    """Return the names of the modules that this command has imported for its user."""
+    return [*filter(None, os.environ.get(VARIABLE, "").split(","))]

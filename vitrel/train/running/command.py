@@ -6,16 +6,19 @@ resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if t
 """
 
 import logging
+import re
 import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
+import jsonargparse
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -25,11 +28,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from vitrel.common.exits import one_line
 from vitrel.common.extras import optional_import
 from vitrel.common.lock import only_writer
+from vitrel.common.names import did_you_mean
 from vitrel.common.peers import HEARTBEAT
+from vitrel.common.plain_yaml import PlainLoader
+from vitrel.common.user_modules import imported_modules
 from vitrel.train.datamodule import ImageData
 from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
-from vitrel.train.running import config_check
 from vitrel.train.running.execution import check_processes, refused_trainer
 from vitrel.train.running.faults import BadImages, FiniteLoss, Ranks, RunFolder
 from vitrel.train.running.progress import Speed, has_bar, progress_of
@@ -42,13 +47,8 @@ HELP = {  # instead of Lightning's texts, which offer more than is allowed here
     "seed_everything": "seed of weights, order of images, augmentation, drop path and mixing",
     "ckpt_path": "checkpoint file to resume from, or auto: last.ckpt in trainer.default_root_dir if there is one",
 }
-LINKED = {
-    "data.seed": "seed_everything",
-    "model.seed": "seed_everything",
-    "model.img_size": "data.size",
-    "model.num_classes": "data.data",
-    "data.task": "model.task",
-}
+PARSING = {"allow_abbrev": False, "parser_mode": "plain_yaml"}
+MODULES = ("lightning.pytorch", "lightning.fabric", "vitrel")  # whose classes a configuration may name
 DEFAULTS = {
     "default_root_dir": "runs/train",
     "max_epochs": 100,
@@ -78,19 +78,12 @@ class Run:
                 raise ValueError(f"run.{name} must be 0 or positive, not {getattr(self, name)}")
 
 
-class PlainParser(LightningArgumentParser):
-    """An argument parser that reads files through `--config` only, because only those files are checked (`config_check.check`).
-
-    Its errors are one line, in the form of the other subcommands of vitrel.
-    """
-
-    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Add a class as jsonargparse does, but never read a group's values from a file (`sub_configs=False`)."""
-        return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+class Parser(LightningArgumentParser):
+    """An argument parser whose errors are one line, in the form of the other subcommands, with the nearest key."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message as one line and end with status 2."""
-        print(f"vitrel train: error: {config_check.sentence(message)}", file=sys.stderr)
+        print(f"vitrel train: error: {_sentence(message)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -129,18 +122,10 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
-        """Check the arguments, then parse them; SystemExit 2, with the reason on stderr, for a key or value not allowed."""
-        args = args or []
-        self.command = shlex.join(args)
+        """Parse the arguments; SystemExit 2, with the reason on stderr, for a key or value that is not allowed."""
+        self.command = shlex.join(args or [])
         for action in self._subcommand_parsers["fit"]._actions:
-            if action.help == "Path to a configuration file.":  # not true here, only --config reads files
-                action.help, action.metavar = "the keys of this section, as YAML", "YAML"
             action.help = HELP.get(action.dest, action.help)
-        config_check.restrict_imports()
-        try:
-            check_arguments(args)
-        except ValueError as error:
-            self._subcommand_parsers["fit"].error(str(error))
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
@@ -287,6 +272,7 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
         warnings.filterwarnings("ignore", message=".*compute.. method of metric MeanMetric was called before.*")
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # EpochLoader is, by itself
+        _parse_plain_values()
         return TrainCLI(
             Classifier,
             ImageData,
@@ -295,19 +281,67 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
             trainer_defaults=DEFAULTS,
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
-            parser_class=PlainParser,
-            parser_kwargs={"allow_abbrev": False, "fit": {"usage": USAGE, "allow_abbrev": False}},
+            parser_class=Parser,
+            parser_kwargs={**PARSING, "fit": {**PARSING, "usage": USAGE}},
             auto_configure_optimizers=False,
             go_on=go_on,
         )
 
 
-def check_arguments(args: list[str]) -> None:
-    """Raise ValueError naming the first key, value or class that a configuration may not have (`config_check.check`)."""
-    groups = {"trainer": Trainer, "data": ImageData, "model": Classifier, "run": Run}
-    keys: config_check.Keys = {"seed_everything": {}, "ckpt_path": {}}
-    keys |= {name: config_check.keys_of(group) for name, group in groups.items()}
-    config_check.check(args, keys, LINKED)
+def keys() -> list[str]:
+    """Return every key of a configuration, such as "model.optim.lr"."""
+    groups = {"model": Classifier, "data": ImageData, "trainer": Trainer, "run": Run}
+    return ["seed_everything", "ckpt_path", *(key for name, group in groups.items() for key in _keys_of(group, name))]
+
+
+def _keys_of(group: type, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(group.__init__).items():  # type: ignore[misc]
+        if name != "return":
+            yield f"{prefix}.{name}"
+            for part in (hint, *get_args(hint)):
+                if isinstance(part, type) and is_dataclass(part):
+                    yield from _keys_of(part, f"{prefix}.{name}")
+
+
+def _sentence(message: str) -> str:
+    """Return a message of jsonargparse as one line: the key, what it takes, and the value, or the nearest key."""
+    if denied := re.search(r"Importing '([^']+)' is not allowed", message):
+        return f"{denied[1]} is not allowed: a configuration names classes of {', '.join(MODULES)} and modules of --import only"
+    option = r"(?:(?:Group '(.+)'|Subcommand 'fit') does not accept o|O)ption '([^']+)'|unrecognized arguments: -*([^ =]+)"
+    if unknown := re.search(option, message):
+        name = ".".join(filter(None, unknown.groups())).removeprefix("fit.")
+        last = [known.rpartition(".")[2] for known in keys()]  # of a key within another, only the last word is known
+        near = did_you_mean(name, keys()) or did_you_mean(name, last) or "; --help-all lists the keys"
+        return f"unknown key {name}{near}"
+    key = re.match(r'Parser key "([^"]+)":', message)
+    if problem := re.search(r"Problem with given class_path '(.+)':\s+(.+)", message):
+        return f"{key[1] if key else 'class_path'}: {problem[1]}: {problem[2]}"
+    values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
+    types = re.search(r"Subtypes: \[(.*)\]", message) or re.search(r"Expected an? (.*)\. Got", message)
+    if key is None or not values or types is None:
+        return " ".join(message.split())
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.*?)\]", r"\1\2", types[1]).replace("NoneType", "null")
+    return f"{key[1]} must be {'one of ' if ', ' in text else ''}{text.replace('typing.', '')}, not {values[-1]!r}"
+
+
+def _parse_plain_values() -> None:
+    """Let jsonargparse refuse a key that is given twice, import no other modules than MODULES and those of --import, and fetch
+    nothing.
+    """
+    load = jsonargparse.get_loader("yaml")
+
+    def load_plain(text: str) -> Any:
+        yaml.compose(text, Loader=PlainLoader)
+        return load(text)
+
+    jsonargparse.set_loader("plain_yaml", load_plain, exceptions=(yaml.YAMLError,))
+    jsonargparse.set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=[*MODULES, *imported_modules()],
+        instantiate_subclass_spec_in_any=False,
+        config_read_mode_urls_enabled=False,
+        config_read_mode_fsspec_enabled=False,
+    )
 
 
 def _seed(value: int | bool) -> int:

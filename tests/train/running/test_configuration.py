@@ -1,0 +1,243 @@
+import ast
+import pickle
+import re
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from helpers import ROOT, command
+from vitrel.common.user_modules import VARIABLE, import_modules
+from vitrel.train import run
+from vitrel.train.running.command import keys
+
+BASE = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
+CALLBACK = "lightning.pytorch.callbacks.EarlyStopping"
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module whose import leaves a file; a path to write configurations to; whether the file is there."""
+    code = f"""
+        from pathlib import Path
+        from lightning.pytorch import Callback
+        Path({str(tmp_path / "ran")!r}).touch()
+        class C(Callback): pass
+        def f(*args): pass
+        """
+    (tmp_path / "evil.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield SimpleNamespace(folder=tmp_path, ran=lambda: (tmp_path / "ran").exists() or "evil" in sys.modules)
+    sys.modules.pop("evil", None)
+
+
+def write(path, text):
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return str(path)
+
+
+def stopped(args, capsys):
+    """(status, stdout, stderr) of a command line that ends before training."""
+    with pytest.raises(SystemExit) as end:
+        run(["fit", *args])
+    return end.value.code, *capsys.readouterr()
+
+
+CLASS = "evil.C is not allowed: a configuration names classes of lightning.pytorch, "
+FILES = {  # a configuration, and what is said of it
+    "trainer: {callbacks: evil.C}": CLASS,
+    "trainer: {callbacks: [{class_path: evil.C}]}": CLASS,
+    "trainer: {callbacks: '{class_path: evil.C}'}": CLASS,
+    "trainer: {callbacks: {class_path: LambdaCallback, init_args: {setup: evil.f}}}": "evil.f is not allowed",
+    "trainer: {callbacks: {class_path: LambdaCallback, init_args: {setup: os.system}}}": "os.system is not allowed",
+    "trainer: {callbacks: lightning.pytorch.callbacks.timer.time}": "time is not allowed",
+    "trainer: {callbacks: lightning.pytorch.callbacks.timer.os.system}": "has no attribute 'os'",
+    "trainer: {strategy: {class_path: FSDPStrategy, init_args: {auto_wrap_policy: evil.f}}}": "evil.f is not allowed",
+    "seed_everything: 0\ntrainer: {logger: {<<: {class_path: evil.C}}}": CLASS,
+    "trainer.callbacks.class_path: evil.C": CLASS,
+    "model: {class_path: evil.C}": "unknown key model.class_path",
+    "data: {augment: {class_path: evil.C}}": CLASS,
+    "fit: {trainer: {callbacks: evil.C}}": "unknown key trainer.callbacks: did you mean trainer.callbacks?",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_file_names_no_code_but_lightnings_and_ours(evil, text, capsys):
+    base = write(evil.folder / "base.yaml", BASE)
+    for extra in ([], ["--print_config"]):
+        status, _, said = stopped(["--config", base, "--config", write(evil.folder / "bad.yaml", text), *extra], capsys)
+        assert status == 2 and FILES[text] in said and said.count("\n") == 1
+        assert not evil.ran()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(f"--trainer.{name}=evil.C" for name in ("callbacks", "logger", "plugins", "callbacks.help", "callbacks.class_path")),
+        "--trainer.callbacks+=evil.C",
+        "--trainer.callbacks=[evil.C]",
+        "--trainer.callbacks=./inner.yaml",
+        "--trainer={callbacks: evil.C}",
+        "--trainer=./inner.yaml",
+        "--model=./inner.yaml",
+        "--model.optim=./inner.yaml",
+        "--model.optim=evil.C",
+        "--data.augment=./inner.yaml",
+        "--config={trainer: {callbacks: evil.C}}",
+        "--conf=./inner.yaml",
+        "--config=file://inner.yaml",
+        "--config=memory://inner.yaml",
+    ],
+)
+def test_an_option_names_no_code_but_lightnings_and_ours(evil, option, capsys):
+    write(evil.folder / "inner.yaml", "callbacks: evil.C\nclass_path: evil.C\ntrainer: {callbacks: evil.C}")
+    status, _, said = stopped(["--config", write(evil.folder / "base.yaml", BASE), option], capsys)
+    assert status == 2 and said.startswith("vitrel train: error: ") and not evil.ran()
+
+
+def test_values_of_any_kind_are_no_classes(evil, capsys):
+    option = "--model.model_args={a: [{class_path: evil.C, init_args: {}}]}"
+    status, printed, _ = stopped(["--config", write(evil.folder / "base.yaml", BASE), option, "--print_config"], capsys)
+    assert status == 0 and yaml.safe_load(printed)["model"]["model_args"]["a"][0]["class_path"] == "evil.C" and not evil.ran()
+
+
+def test_the_modules_of_import_may_be_named(evil, capsys, monkeypatch):
+    """As `vitrel train --import` does it; a logger of Lightning may as well."""
+    monkeypatch.setenv(VARIABLE, "")
+    import_modules(["evil"])
+    config = write(evil.folder / "base.yaml", BASE | {"trainer": {"max_epochs": 1, "callbacks": [{"class_path": "evil.C"}]}})
+    status, printed, said = stopped(["--config", config, "--print_config"], capsys)
+    assert status == 0, said
+    assert yaml.safe_load(printed)["trainer"]["callbacks"] == [{"class_path": "evil.C"}]
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:evil.f []", "!!python/name:evil.C ''", "!evil x"])
+def test_tags_are_refused(evil, tag, capsys):
+    _, _, said = stopped(["--config", write(evil.folder / "bad.yaml", f"seed_everything: {tag}")], capsys)
+    assert "could not determine a constructor for the tag" in said
+    status, _, _ = stopped([f"--seed_everything={tag}"], capsys)
+    assert status == 2 and not evil.ran()
+
+
+def test_a_key_that_is_given_twice_is_refused(evil, capsys):
+    with pytest.raises(ValueError, match="the key lr is given twice, in line 3 and in line 4"):
+        run(["fit", "--config", write(evil.folder / "twice.yaml", "model:\n  optim:\n    lr: 1.0\n    lr: 2.0\n")])
+    _, _, said = stopped(["--model.model_args={depth: 1, depth: 2}"], capsys)
+    assert "model.model_args" in said and "the key depth is given twice" in said
+    with pytest.raises(SystemExit) as end:
+        command("train").main(["--config", evil.folder / "twice.yaml"])
+    assert "twice.yaml: this is not plain YAML: the key lr is given twice, in line 3 and in line 4" in str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{devices: [0], default_root_dir: null}",
+        f"{{callbacks: {{class_path: {CALLBACK}, init_args: {{monitor: val/top1, mode: max}}}}}}",
+        "{callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/top1}}]}",
+        "{strategy: ddp, accelerator: cpu, devices: 2, profiler: simple, logger: false}",
+        "{strategy: {class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {find_unused_parameters: true}}}",
+        "{strategy: {class_path: vitrel.train.ShardedStrategy}}",
+        "{logger: {class_path: MLFlowLogger, init_args: {experiment_name: vitrel}}}",
+        "{callbacks: [{class_path: lightning.pytorch.callbacks.BatchSizeFinder}]}",
+        "{plugins: [{class_path: lightning.pytorch.plugins.environments.SLURMEnvironment, init_args: {auto_requeue: false}}]}",
+        "{logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: ./runs.v2}}}",
+        "{default_root_dir: runs.v2, max_time: {days: 1}}",
+    ],
+)
+def test_lightnings_own_may_be_named(evil, value, capsys):
+    base = {**BASE, "trainer": yaml.safe_load(value), "data": {**BASE["data"], "augment": {"flip": False}}}
+    config = write(evil.folder / "base.yaml", base)
+    status, printed, said = stopped(["--config", config, "--print_config"], capsys)
+    assert status == 0, said
+    # what is printed can be given again
+    assert stopped(["--config", write(evil.folder / "again.yaml", printed), "--print_config"], capsys)[:2] == (0, printed)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--model.optim.warmup=3"], "unknown key model.optim.warmup: did you mean model.optim.warmup_epochs?"),
+        (["--trainer.max_epoch=3"], "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
+        (["--trainer.max_epoch", "3"], "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
+        (["--data.augment.flips=false"], "unknown key flips: did you mean flip?"),
+        (["--data.augment={flips: false}"], "unknown key flips: did you mean flip?"),
+        (["--data.size=64", "--model={optim: {lrr: 1}}"], "unknown key model.optim.lrr: did you mean model.optim.lr?"),
+        (["--lr=3"], "unknown key lr: did you mean model.optim.lr?"),
+        (["--run.save_evry=3"], "unknown key run.save_evry: did you mean run.save_every?"),
+        (["--seed=3"], "unknown key seed: did you mean seed_everything?"),
+        (["--optimizer=sgd"], "unknown key optimizer: did you mean optim?"),
+        (["--teeth=32"], "unknown key teeth; --help-all lists the keys"),
+        (["--data.size.h=3"], "data.size must be"),
+        (["--weights_only=false"], "unknown key weights_only"),
+        (["--data.seed=3"], 'Linked "data.seed" must be given via "seed_everything"'),
+        (["--config=none.yaml"], "File does not exist"),
+        (["--model.optim.lr=fast"], "model.optim.lr must be float, not 'fast'"),
+        (["stray"], "unknown key stray"),
+    ],
+)
+def test_unknown_keys_are_named_with_the_nearest(args, text, capsys):
+    status, _, said = stopped(args, capsys)
+    assert status == 2 and text in said
+
+
+def _named(node):
+    """Dotted names in the texts of an expression."""
+    texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return {name for text in texts for name in re.findall(r"(?<![\w./])[a-z_]+(?:\.[a-z_]+)+", text)}
+
+
+@pytest.mark.slow
+def test_messages_name_options_as_a_configuration_has_them():
+    """And not as the class does that speaks: its group is one of the model's."""
+    known = {*keys()}
+    groups = {name.split(".")[1] for name in known if name.startswith("model.") and name.count(".") > 1} | {"schedule"}
+    groups |= {"model", "data", "trainer", "run"}
+    found = set()
+    for path in (ROOT / "vitrel" / "train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                found |= {
+                    (path.name, name)
+                    for name in _named(node.exc)
+                    if name.split(".")[0] in {"model", "data", "trainer", "run", *groups}
+                }
+    assert len(found) > 20
+    assert {(file, name) for file, name in found if name not in known} == set()
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
+    config, path = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "x": Bomb(tmp_path / "ran")}, path)
+    with pytest.raises(ValueError, match=r"last.ckpt \(.* bytes\) was refused: it holds more than tensors and plain values"):
+        run(["fit", "--config", config, f"--ckpt_path={path}", f"--trainer.default_root_dir={tmp_path}/r"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_sharded_checkpoint_is_refused(tmp_path):
+    """torch unpickles it, whatever `weights_only` says."""
+    config, folder = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    with pytest.raises((ValueError, OSError), match=r"last\.ckpt"):
+        run(["fit", "--config", config, "--ckpt_path", str(folder), f"--trainer.default_root_dir={tmp_path}/r"])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])
+def test_a_checkpoint_is_a_local_file(tmp_path, path):
+    config = write(tmp_path / "base.yaml", BASE)
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path[:4]}"):
+        run(["fit", "--config", config, f"--ckpt_path={path}", f"--trainer.default_root_dir={tmp_path}/r"])
