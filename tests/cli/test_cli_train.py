@@ -20,7 +20,7 @@ from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.common.extras import install_command
 from vitrel.common.lock import LOCK
-from vitrel.train import Classifier, run
+from vitrel.train import run
 from vitrel.train.running import command
 
 ROOT = Path(__file__).parents[2]
@@ -141,32 +141,6 @@ class Interrupting(ModuleType):
 
     def __getattr__(self, name):
         raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path, capfd):
-    """Where Lightning has started it, which would kill the others too, and say nothing."""
-    program, two = tmp_path / "vitrel", ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4"]
-    program.write_text("from vitrel.cli import main\nmain()\n")
-    arguments = ["train", *SHORT, *LONGER, *two, f"--trainer.default_root_dir={tmp_path}"]
-
-    def hook():
-        original, batches = Classifier.on_train_batch_start, []
-
-        def patched(self, *args):
-            batches.append(0)
-            if len(batches) == 6:
-                self.trainer.strategy.launcher.procs[0].kill()
-            return original(self, *args)
-
-        Classifier.on_train_batch_start = patched
-        sys.argv = [str(program), *arguments]  # which Lightning runs for the other rank
-        sys.modules["__main__"].__spec__ = None
-
-    assert status(in_child(arguments, hook, cli.main)) == 1
-    [line] = capfd.readouterr().err.splitlines()
-    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", line)
-    assert f"the last checkpoint is {tmp_path}/checkpoints/last.ckpt (update " in line and line.endswith("--ckpt_path auto")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import math
 import multiprocessing
 import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -211,7 +210,6 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", requested.append)
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
-    monkeypatch.setattr(processes.Peers, "of_group", lambda: processes.Peers({}))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -320,11 +318,6 @@ def fail():
     processes.on_all(work)
 
 
-def stop():
-    """End nothing and answer nothing, as after kill -STOP."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 @pytest.fixture
 def quick_to_start(monkeypatch):
     """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
@@ -359,16 +352,6 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
 )
 def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, arguments, reported):
     with pytest.raises(processes.OtherProcessError, match=reported), processes.shared_with(1, work, *arguments):
-        processes.on_all(lambda: 1)
-    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_a_process_of_this_machine_that_is_stopped_is_told(quick_to_start, monkeypatch):
-    monkeypatch.setattr(processes.Peers.__init__, "__defaults__", (2.0,))
-    monkeypatch.setattr(processes.Peers.of_group.__func__, "__defaults__", (2.0,))
-    text = "process 1 of 2 was stopped by a signal and did not go on for 2 s"
-    with pytest.raises(processes.OtherProcessError, match=text), processes.shared_with(1, stop):
         processes.on_all(lambda: 1)
     assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -18,7 +17,6 @@ from vitrel.data import create_dataset
 from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
-from vitrel.train.running.faults import Ranks
 
 pytestmark = pytest.mark.slow
 PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ
@@ -160,60 +158,21 @@ def on_rank(rank, *args):
     return install
 
 
-def hurry():
-    Ranks.period, Ranks.patience = 0.1, 1.0
-
-
-def test_a_killed_rank_is_named_by_the_other(command, whole_on_two, tmp_path, capfd):
-    """Rank 0, which writes the checkpoints; the test below kills rank 1."""
+def test_a_run_whose_rank_was_killed_goes_on_as_if_it_had_not(command, whole_on_two, tmp_path):
+    """Rank 0, which writes the checkpoints; the other ends with an error, by torchrun at the latest."""
     args = command("cut", *TWO, *EVERYTHING, "--run.save_every=1", epochs=2)
-    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
-    found = on_two(args, on_rank(0, 8, signal.SIGKILL))
-    assert found == [-signal.SIGKILL, 1]
-    said = capfd.readouterr().err
-    assert said.count("rank 0 (process ") == 1 and f"the last checkpoint is {last} (update " in said
-    assert "--ckpt_path auto" in said and "Connection" not in said
+    assert on_two(args, on_rank(0, 8, signal.SIGKILL)) == [-signal.SIGKILL, 1]
     assert on_two(resumed(args, tmp_path / "cut")) == [0, 0]
     assert_same_run(tmp_path / "cut", whole_on_two)
-
-
-def test_a_rank_that_would_wait_for_a_dead_one_ends(command, capfd):
-    """As with NCCL, where an exchange without an answer raises nothing."""
-    stop = on_rank(1, 8, signal.SIGKILL, "training_step"), on_rank(0, 8, lambda: time.sleep(300), "training_step")
-    assert on_two(command("run", *TWO), hurry, *stop) == [1, -signal.SIGKILL]
-    assert capfd.readouterr().err.count("rank 1 (process ") == 1
-
-
-def test_a_rank_that_is_stopped_is_named_by_the_other(command, tmp_path, capfd):
-    """It answers nothing and never ends, so the other would wait for half an hour."""
-    args = command("run", *TWO, "--run.heartbeat=2", "--run.save_every=1")
-    found = on_two(args, on_rank(0, 8, signal.SIGSTOP, "training_step"))
-    assert found == [-signal.SIGKILL, 1]
-    said = capfd.readouterr().err
-    assert re.search(r"rank 0 \(process \d+\) was stopped by a signal and did not go on for 2 s", said)
-    assert f"the last checkpoint is {tmp_path}/run/checkpoints/last.ckpt (update " in said and "Connection" not in said
-
-
-def test_a_rank_that_goes_on_in_time_is_left_alone(command, capfd):
-    def pause():
-        if os.fork() == 0:
-            time.sleep(1)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    stop = on_rank(1, 8, pause, "training_step")
-    assert on_two(command("run", *TWO, "--run.heartbeat=30", epochs=1), hurry, stop) == [0, 0]
-    assert "stopped" not in capfd.readouterr().err
 
 
 def test_an_error_of_one_rank_is_told_by_it(command, capfd):
     def fail():
         raise ValueError("a bad image")
 
-    assert on_two(command("run", *TWO), hurry, on_rank(1, 8, fail, "training_step")) == [1, 1]
+    assert on_two(command("run", *TWO), on_rank(1, 8, fail, "training_step")) == [1, 1]
     said = capfd.readouterr().err
-    assert "ValueError: a bad image" in said and "rank 1 (process " in said and "failed with an error" in said
+    assert "ValueError: a bad image" in said
 
 
 def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):
@@ -221,9 +180,9 @@ def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):
         torch.distributed.barrier()  # both are here, on a busy machine too
         raise RuntimeError("shapes that do not fit")
 
-    assert on_two(command("run", *TWO), hurry, at(8, fail, "training_step")) == [1, 1]
+    assert on_two(command("run", *TWO), at(8, fail, "training_step")) == [1, 1]
     said = capfd.readouterr().err
-    assert said.count("RuntimeError: shapes that do not fit") == 2 and "has died" not in said
+    assert said.count("RuntimeError: shapes that do not fit") == 2
 
 
 def test_both_look_for_all_unreadable_images_before_they_stop(command, folder, tmp_path, capfd):
@@ -237,9 +196,8 @@ def test_both_look_for_all_unreadable_images_before_they_stop(command, folder, t
     assert sorted(listed) == sorted(map(str, bad)) and "9 of 96 training images" in capfd.readouterr().err
 
 
-def test_a_rank_that_is_done_before_the_other_has_not_died(command, capfd):
-    assert on_two(command("run", *TWO, epochs=1), hurry, on_rank(0, 1, lambda: time.sleep(2.5), "on_fit_end")) == [0, 0]
-    assert "has died" not in capfd.readouterr().err
+def test_a_rank_may_be_done_before_the_other(command):
+    assert on_two(command("run", *TWO, epochs=1), on_rank(0, 1, lambda: time.sleep(2.5), "on_fit_end")) == [0, 0]
 
 
 def test_ctrl_c_stops_both(command, tmp_path, capfd):
@@ -253,7 +211,7 @@ def test_ctrl_c_stops_both(command, tmp_path, capfd):
 
 def test_a_removed_folder_is_named_by_the_rank_that_writes(command, tmp_path, capfd):
     remove = on_rank(0, 9, lambda: shutil.rmtree(tmp_path / "run"))
-    assert on_two(command("run", *TWO), hurry, remove) == [1, 1]
+    assert on_two(command("run", *TWO), remove) == [1, 1]
     said = capfd.readouterr().err
     assert f"FileNotFoundError: {tmp_path}/run, the folder of this run" in said and not (tmp_path / "run").exists()
 

@@ -95,7 +95,6 @@ model
 
 run and trainer
   --run.save_every N              updates between two writes of last.ckpt (0: once an epoch)
-  --run.heartbeat N               seconds that one of several processes may be stopped before the run ends (60; 0: for ever)
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
 --help-all lists every key; exit status: 0 done, 1 bad settings, data or files, or a failure, 2 bad usage, 130, 143 stopped

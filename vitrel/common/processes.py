@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from vitrel.common.exits import end_with_parent
-from vitrel.common.peers import Peers
 from vitrel.common.user_modules import import_modules
 
 
@@ -58,9 +57,6 @@ _TIMEOUT = timedelta(days=1)  # of a collective call, which waits for slower pro
 _ENDED_EARLY = "another process ended before its work was done; its output says why"
 
 
-_peers = Peers({})  # the other processes of the group on this machine, where this one watches them
-
-
 class OtherProcessError(RuntimeError):
     """Raised in this process because another one failed; the message is that process's error."""
 
@@ -75,8 +71,7 @@ def joined() -> Iterator[None]:
         torch.cuda.set_device(local_device("cuda"))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        with _watching(Peers.of_group()):
-            yield
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -112,11 +107,10 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                     raise OtherProcessError("a process of the evaluation ended while it started; memory may have run out")
             torch.set_num_threads(threads_each)
             try:
-                peers = _init_group(init_method, 0, world)
+                _init_group(init_method, 0, world)
             except RuntimeError as error:
                 raise OtherProcessError(_ENDED_EARLY) from error
-            with _watching(peers):
-                yield
+            yield
         finally:
             torch.set_num_threads(threads)
             if dist.is_initialized():
@@ -125,18 +119,6 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                 process.join(timeout=1)
                 process.terminate()
                 process.join()
-
-
-@contextlib.contextmanager
-def _watching(peers: Peers) -> Iterator[None]:
-    """Context in which peers that stay stopped are killed, so that `on_all` fails instead of waiting for them."""
-    global _peers
-    _peers, over = peers, threading.Event()
-    threading.Thread(target=peers.watch, args=(over,), daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -162,8 +144,7 @@ def on_all(work: Callable[[], Any]) -> list[Any]:
         dist.all_gather_object(gathered, (value, failure and f"{type(failure).__name__}: {failure}"))
     except RuntimeError as error:
         if failure is None:
-            stopped = [f"process {rank} of {world} {_peers.why_stopped(rank)}" for rank in _peers.stopped]
-            raise OtherProcessError("; ".join(stopped) or _ENDED_EARLY) from error
+            raise OtherProcessError(_ENDED_EARLY) from error
     if failure is not None:
         raise failure
     for rank, (_, error_text) in enumerate(gathered):
@@ -195,8 +176,7 @@ def _run_other(
         work(*arguments)
 
 
-def _init_group(init_method: str, rank: int, world: int) -> Peers:
+def _init_group(init_method: str, rank: int, world: int) -> None:
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo fails where the host's name does not resolve
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=_TIMEOUT)
-    return Peers.of_group()

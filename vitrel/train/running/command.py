@@ -29,14 +29,13 @@ from vitrel.common.exits import one_line
 from vitrel.common.extras import optional_import
 from vitrel.common.lock import only_writer
 from vitrel.common.names import did_you_mean
-from vitrel.common.peers import HEARTBEAT
 from vitrel.common.plain_yaml import PlainLoader
 from vitrel.common.user_modules import imported_modules
 from vitrel.train.datamodule import ImageData
 from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
 from vitrel.train.running.execution import check_processes, refused_trainer
-from vitrel.train.running.faults import BadImages, FiniteLoss, Ranks, RunFolder
+from vitrel.train.running.faults import BadImages, FiniteLoss, RunFolder
 from vitrel.train.running.progress import Speed, has_bar, progress_of
 from vitrel.train.running.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.running.summary import Summary
@@ -60,22 +59,18 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Options of a run besides training: checkpoints within epochs, and how long a process may be stopped.
+    """Options of a run besides training.
 
     Args:
         save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
             every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
-        heartbeat: seconds for which one of several processes may be stopped by a signal (SIGSTOP) before the run ends and
-            names it (0: for ever). Only processes of the same machine are checked.
     """
 
     save_every: int = 0
-    heartbeat: float = HEARTBEAT
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "heartbeat"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"run.{name} must be 0 or positive, not {getattr(self, name)}")
+        if self.save_every < 0:
+            raise ValueError(f"run.save_every must be 0 or positive, not {self.save_every}")
 
 
 class Parser(LightningArgumentParser):
@@ -180,7 +175,7 @@ class TrainCLI(LightningCLI):
         summary = Summary(log, speed, about, resumed, prints=bool(progress))
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
         # the checks come first: FiniteLoss must raise before anything is logged or saved
-        checks = [Ranks(saving.left, settings.heartbeat), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
+        checks = [RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
         metric = self._get(self.config_init, "model").task.metric
         return [*checks, speed, *progress, summary, Best(folder / "checkpoints", metric), saving]
 
@@ -253,7 +248,6 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     Raises:
         SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr); the run was
             stopped by SIGTERM (status 143) or ctrl-c (130).
-        ChildProcessError: another process of the run has died.
         RuntimeError: memory ran out, or a loader process was killed; `vitrel.common.resources.lack_of` says so in a sentence.
         BlockingIOError: another process is writing into the run's folder.
         ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.

@@ -1,11 +1,6 @@
-"""Callbacks that stop a run on errors: a removed run folder, a non-finite loss or weight, unreadable images, a dead rank."""
+"""Callbacks that stop a run on errors: a removed run folder, a non-finite loss or weight, unreadable images."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +9,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from vitrel.common.files import atomic_write, write_cells
-from vitrel.common.peers import HEARTBEAT, Peers
-from vitrel.common.resources import out_of_memory
 from vitrel.data import BadImage, ImageSet
 
 SHOWN = 8  # names in a message; all are in the file
@@ -207,126 +200,3 @@ class BadImages(Callback):
 
     def _write(self, data: ImageSet, indices: list[int]) -> None:
         write_cells(self.path, [("image",), *((data.name(index),) for index in indices)])
-
-
-class Ranks(Callback):
-    """Watches the processes of the other ranks on this machine; if one dies, reports it once and ends all ranks with status 1.
-
-    The effect of a rank's death in PyTorch depends on the moment and the backend: an error in the next collective operation, or
-    an endless wait. Therefore a thread checks the processes by their ids; it also kills a rank that was stopped for
-    `heartbeat` (see `Peers`). Without /proc no process is checked.
-
-    Args:
-        left: returns what is saved and how to resume, the end of the message.
-        heartbeat: seconds for which a rank may be stopped; 0 for ever.
-    """
-
-    period = 1.0  # seconds between two checks
-    patience = 10.0  # seconds in which this rank may end by itself, since all ranks may fail with the same error and report it
-
-    def __init__(self, left: Callable[[], str], heartbeat: float = HEARTBEAT) -> None:
-        self.left, self.heartbeat, self.over = left, heartbeat, threading.Event()
-        self.rank = 0
-        self.peers = Peers({})
-        self.gone: dict[int, int] = {}  # {rank: process id} of those that have died
-        self.children: dict[int, subprocess.Popen] = {}  # {process id: process} of the ranks that this one has started
-
-    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        if trainer.world_size == 1 or not torch.distributed.is_initialized():
-            return
-        self.peers = Peers.of_group(self.heartbeat)
-        self.rank, self.over, self.gone = trainer.global_rank, threading.Event(), {}
-        launched = getattr(trainer.strategy.launcher, "procs", [])
-        self.children = {process.pid: process for process in launched if isinstance(process, subprocess.Popen)}
-        for thread in threading.enumerate():
-            if thread.name == "child-process-observer":  # Lightning's, which would silently kill this process too
-                thread._child_processes = []
-        if self.peers.pids:
-            threading.Thread(target=self._watch, args=(self.over,), daemon=True).start()
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.peers.pids:
-            trainer.strategy.barrier("trained")  # no rank ends normally before all pass this line; a missing rank has died
-            self.over.set()
-
-    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        self.over.set()
-
-    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        if not (self.peers.pids and _may_be_collective(exception)):
-            self.over.set()
-            return
-        end = time.monotonic() + 3  # the connections of a process are closed shortly before the process has ended
-        while not self._any_died() and time.monotonic() < end:
-            time.sleep(0.05)
-        if not self.gone:
-            self.over.set()
-
-    def explain(self, error: BaseException) -> None:
-        """If a rank has died and caused `error`, raise ChildProcessError that names it; SystemExit on all but one rank.
-
-        Otherwise return. Watching stops. The ranks that this process started are killed: at once in the first case, otherwise
-        if `error` is an Exception and they still run after 5 s.
-        """
-        self.over.set()
-        if self.gone and _may_be_collective(error):
-            self._end_children(0)
-            if self._reports():
-                raise ChildProcessError(self._message()) from None
-            time.sleep(2 * self.period)  # if this rank ended at once, the reporting rank would report its death too
-            raise SystemExit(1) from None
-        if isinstance(error, Exception):
-            self._end_children(5)  # they would wait for this rank
-
-    def _watch(self, over: threading.Event) -> None:
-        while not self._any_died():
-            if over.wait(self.period):
-                return
-            self.peers.look(self.period)
-        if over.wait(self.patience):
-            return
-        # the main thread is blocked in a collective operation
-        if self._reports():
-            sys.stdout.flush()
-            print(f"error: {self._message()}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2 * self.period)
-        self._end_children(0)
-        os._exit(1)
-
-    def _any_died(self) -> bool:
-        """Return whether a rank has died; the first time, record the dead ranks in `gone`."""
-        self.gone = self.gone or self.peers.died()
-        return bool(self.gone)
-
-    def _reports(self) -> bool:
-        """Whether this rank prints the message: the lowest rank on this machine that is not in `gone`."""
-        return self.rank == min({self.rank, *self.peers.pids} - self.gone.keys())
-
-    def _message(self) -> str:
-        deaths = "; ".join(f"rank {rank} (process {pid}) {self._cause(rank, pid)}" for rank, pid in self.gone.items())
-        return f"{deaths}. The run has ended: {self.left()}"
-
-    def _cause(self, rank: int, pid: int) -> str:
-        status = self.children[pid].poll() if pid in self.children else None
-        if stopped := self.peers.why_stopped(rank):
-            return stopped
-        if status is None:
-            return "has died: it was killed, perhaps because memory ran out, or failed with an error"
-        if status < 0:
-            return f"was killed by {signal.Signals(-status).name}{', perhaps because memory ran out' * (status == -9)}"
-        return f"ended with status {status}; its error message gives the reason"
-
-    def _end_children(self, patience: float) -> None:
-        """Wait up to `patience` seconds for the ranks that this one has started, and kill those that still run."""
-        end = time.monotonic() + patience
-        for process in self.children.values():
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _may_be_collective(error: BaseException) -> bool:
-    """Whether `error` may come from a collective operation, which fails when a rank has died."""
-    return isinstance(error, RuntimeError) and not out_of_memory(error)
