@@ -1,4 +1,4 @@
-"""WebDatasets as others write them: plain tar files of numbered samples."""
+"""Image folders as tar files: of class folders, and as WebDatasets."""
 
 import io
 import tarfile
@@ -11,8 +11,16 @@ def add(archive, name, data):
     archive.addfile(member, io.BytesIO(data))
 
 
-def write_tars(folder, out, images_per_tar=100):
-    """Write folder/{train,val}/<class>/* as out/{train,val}/00000.tar, ..., with classes.txt."""
+def write_tars(folder, out):
+    """Write folder/{train,val} as out/train.tar and out/val.tar, as `tar -cf out/train.tar -C folder/train .` does."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for split in ("train", "val"):
+        with tarfile.open(Path(out) / f"{split}.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+            archive.add(Path(folder) / split, ".")
+
+
+def write_shards(folder, out, images_per_tar=100):
+    """Write folder/{train,val}/<class>/* as a WebDataset, out/{train,val}/00000.tar, ..., with classes.txt."""
     classes = sorted(path.name for path in (Path(folder) / "train").iterdir())
     for split in ("train", "val"):
         paths = sorted(path for path in (Path(folder) / split).glob("*/*") if path.is_file())

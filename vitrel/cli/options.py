@@ -199,10 +199,10 @@ def packaged(folder: str = "") -> dict[str, Path]:
 def check_data(place: str) -> None:
     """Raise FileNotFoundError where --data should be a folder and is none; runs before slow imports.
 
-    "shapes...", addresses, patterns and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
+    "shapes..." and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
     """
     specs = ("shapes", "hfds/", "hfids/", "tfds/", "wds/", "torch/")
-    if not (place.startswith(specs) or any(sign in place for sign in ":*{") or Path(place).exists()):
+    if not (place.startswith(specs) or ":" in place or Path(place).exists()):
         raise FileNotFoundError(
             f'no folder {place}: give "shapes", a folder with train/<class>/ and val/<class>/, a CSV, tar files, hfds/<name> '
             "or torch/<set>:<folder>"

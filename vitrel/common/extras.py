@@ -16,7 +16,6 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "completion": ("shtab",),
     "datasets": ("datasets",),
-    "s3": ("s3fs",),
     "segmentation": ("segmentation_models_pytorch",),
 }  # fmt: skip
 

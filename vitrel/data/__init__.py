@@ -1,13 +1,12 @@
 """Data sets: `shapes` (synthetic images), folders of images, CSVs, tar files, Hugging Face's and torchvision's sets.
 
-`create_dataset` builds any of them by name, path or address. Augmentation and decoding are here too.
+`create_dataset` builds any of them by name or path. Augmentation and decoding are here too.
 """
 
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import fsspec
 from torch.utils.data import Dataset
 
 from vitrel.common.files import shown
@@ -15,12 +14,11 @@ from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.prepare import Prepare, normalize
-from vitrel.data.readers.addresses import is_address, list_files
 from vitrel.data.readers.base import Draw, ImageSet
 from vitrel.data.readers.decode import IGNORED, BadImage, Reading, decode
-from vitrel.data.readers.files import Files, csv_files, files_at
+from vitrel.data.readers.files import Files, csv_files
 from vitrel.data.readers.folder import Folder, folder_classes
-from vitrel.data.readers.hub import SAVED, HuggingFace, columns, load
+from vitrel.data.readers.hub import HuggingFace, columns, data_files, is_saved, load
 from vitrel.data.readers.masks import (
     MaskFiles,
     MaskRows,
@@ -66,6 +64,13 @@ __all__ = [
     "normalize",
 ]
 
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
+INSTEAD = {  # of the first part of data in timm's words
+    "tfds": "write the set as Parquet, and give the folder of these files",
+    "hfids": "give hfds/<name>, of which Hugging Face datasets keeps a copy on this machine",
+    "wds": "give the folder of the .tar files",
+    "torch": "give torch/<set>:<folder of its files>",
+}
 Task = Literal["classification", "segmentation"]
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
 SHAPES: dict[str, dict[str, Any]] = {  # synthetic data sets, and the arguments of `Shapes` for each
@@ -100,14 +105,13 @@ def create_dataset(
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
             objects stay in the upper left three quarters of each axis, in training and evaluation); "shapes-dense", for
             segmentation (`vitrel.data.dense_shapes`); a folder that holds `train/<class>/` and `val/<class>/`
-            (`vitrel.data.readers.folder`); a CSV of paths and labels (`vitrel.data.readers.files`); tar files
-            (`vitrel.data.readers.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>",
-            "hfids/<name>" (`vitrel.data.readers.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs,
-            tars and Parquet may lie at addresses that fsspec reads, as "s3://bucket/images".
+            (`vitrel.data.readers.folder`); a CSV of paths and labels (`vitrel.data.readers.files`); tars of class folders, or
+            one (`vitrel.data.readers.tars`); WebDataset, Parquet or Arrow files, or "hfds/<name>" (`vitrel.data.readers.hub`);
+            or a torchvision set and its root, "torch/cifar10:/path".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
-        task: "classification" or "segmentation". Data for segmentation are a folder or address that holds `images/<split>/`,
+        task: "classification" or "segmentation". Data for segmentation are a folder that holds `images/<split>/`,
             `masks/<split>/` and `classes.txt`; a Hugging Face data set with a column of images and one of masks; or
             "torch/VOCSegmentation:/path" and "torch/OxfordIIITPet:/path". The whole image is resized to (H, W),
             in the canvas protocol to `base_size`.
@@ -156,12 +160,11 @@ def create_dataset(
         return MaskFiles(classes, samples, (root if kind == "torch" else place).rstrip("/"), **options)
     if kind == "torch":
         return TorchvisionSet(name, root, split, download=download, **options)
-    if kind in ("csv", "address"):
-        listed, classes = (csv_files if kind == "csv" else files_at)(place, split, reading.val_fraction)
-        return Files(classes, listed, place.rpartition("/")[0] if kind == "csv" else place, **options)
-    if kind == "tar":
-        return Tars(place, split, **options)
-    return (HuggingFace if kind == "hfds" else Folder)(place, split, **options)
+    if kind == "csv":
+        listed, classes = csv_files(place, split, reading.val_fraction)
+        return Files(classes, listed, place.rpartition("/")[0], **options)
+    readers: dict[str, type[ImageSet]] = {"tar": Tars, "hfds": HuggingFace, "folder": Folder}
+    return readers[kind](place, split, **options)
 
 
 def _mask_files(
@@ -171,51 +174,43 @@ def _mask_files(
     if kind == "torch":
         name, _, root = place.partition(":")
         return torchvision_masks(name, root, split, download)
-    if kind not in ("folder", "address"):
+    if kind != "folder":
         raise ValueError(f"data {data!r} has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>")
     classes = mask_classes(place)
     return mask_folder(place, split, val_fraction), classes, None
 
 
 def kind_of(data: str) -> tuple[str, str]:
-    """Return (kind, place) of data: "torch", "csv", "address", "tar", "hfds" or "folder", and the path or name of its reader.
+    """Return (kind, place) of data: "torch", "csv", "hfds", "tar" or "folder", and the path or name of its reader.
 
-    A folder, or what lies at an address, is looked at. ValueError for an address or a set that is not known.
+    A folder is looked at. ValueError for data that cannot be read by index, and for a set that is not known.
     """
-    prefix, slash, rest = data.partition("/")
-    if slash and not Path(data).exists():
+    prefix, _, rest = data.partition("/")
+    if not Path(data).exists():
         if prefix == "torch" and ":" in rest:
             return "torch", rest
-        if prefix in ("hfds", "hfids", "wds"):  # timm streams the last two; read by index, a resumed run repeats their order
-            return "tar" if prefix == "wds" else "hfds", rest
-        if prefix in ("tfds", "torch"):
-            instead = {"torch": f"torch/{rest}:<folder of its files>"}.get(prefix, f"hfds/{rest}, which reads images by index")
-            raise ValueError(f"data {data!r} cannot be read in an order that a resumed run repeats: give {instead}")
-    if re.match(r"[\w+.-]{2,}:(?!//)", data) and not Path(data).exists():
-        raise ValueError(
-            f"data {data!r} is neither a folder nor a known set: torchvision's are torch/<set>:<folder>, and addresses have "
-            "//, as s3://bucket/images"
-        )
+        if prefix == "hfds":
+            return "hfds", rest
+        if re.match(r"[\w+.-]{2,}:(?!//)", data):
+            raise ValueError(f"data {data!r} is neither a folder nor a known set: torchvision's are torch/<set>:<folder>")
+    if instead := _instead(data):
+        raise ValueError(f"data {data!r} cannot be read by index, in an order that a resumed run repeats: {instead}")
     if data.endswith(".csv"):
         return "csv", data
-    if data.endswith(".tar") or "*" in data or ("{" in data and not Path(data).exists()):
-        return "tar", data
-    if is_address(data):
-        _check_protocol(data)
-        found = {file.rpartition(".")[2] for file in list_files(data)}
-        return ("tar" if "tar" in found else "hfds" if "parquet" in found else "address"), data
-    folder = Path(data)
-    if any((folder / name).is_file() for name in SAVED) or any(
-        any(folder.glob(pattern)) for pattern in ("*.parquet", "*/*.parquet", "*.arrow", "*/*.arrow")
-    ):
+    if is_saved(data) or data_files(data)[1]:
         return "hfds", data
-    return ("tar" if folder.is_dir() and tar_files(data) else "folder"), data
+    return ("tar" if tar_files(data) else "folder"), data
 
 
-def _check_protocol(data: str) -> None:
-    protocol = data.partition("://")[0]
-    if protocol not in fsspec.available_protocols():
-        raise ValueError(f"data {data!r} has an unknown protocol {protocol}://: fsspec reads s3://, gs:// and others")
+def _instead(data: str) -> str:
+    """What to do with data that cannot be read by index; "" for other data."""
+    if data.endswith(PACKED):
+        return "unpack it, and give the folder or the .tar file"
+    if Path(data).exists():
+        return ""
+    if "://" in data:
+        return "copy the files to this machine (aws s3 sync, rclone copy), or mount them as a folder"
+    return INSTEAD.get(data.partition("/")[0], "") if "/" in data else ""
 
 
 def class_names(data: str, download: bool = False, task: Task = "classification") -> list[str]:
@@ -231,14 +226,14 @@ def class_names(data: str, download: bool = False, task: Task = "classification"
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
     kind, place = kind_of(data)
     if task == "segmentation":
-        if kind in ("folder", "address"):
+        if kind == "folder":
             return mask_classes(place)
         return row_classes(place) if kind == "hfds" else _mask_files(data, kind, place, "val", None, download)[1]
     if kind == "torch":
         name, _, root = place.partition(":")
         return list(torchvision_set(name, root, "val", download).classes)
-    if kind in ("csv", "address"):
-        return (csv_files if kind == "csv" else files_at)(place, "val", 0.5)[1]
+    if kind == "csv":
+        return csv_files(place, "val", 0.5)[1]
     if kind == "tar":
         return tar_members(place)[1]
     return columns(place, load(place))[2] if kind == "hfds" else folder_classes(place)

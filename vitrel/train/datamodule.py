@@ -38,7 +38,7 @@ class ImageData(LightningDataModule):
 
     Args:
         data: name or folder as `vitrel.data.create_dataset` takes it: "shapes", a folder that holds `train/<class>/` and
-            `val/<class>/`, a CSV, tar files, Parquet, "hfds/<name>", "torch/<set>:<folder>", or an address as s3://...
+            `val/<class>/`, a CSV, tar files, Parquet, "hfds/<name>" or "torch/<set>:<folder>".
         size: image side or [H, W] in pixels; the model is built for this size.
         batch_size: images per batch and device, in training and evaluation. An incomplete last training batch is dropped at
             fixed shape; at native shape its images are kept in smaller batches. Null: 64, or less for few training images, see

@@ -88,7 +88,6 @@ def test_layouts(root, tmp_path):
         items(flat)
     parts = [items(flat, split, reading=Reading(val_fraction=0.34)) for split in ("train", "val")]
     assert list(map(len, parts)) == [4, 2] and sorted(parts[0] + parts[1]) == sorted(items(root))
-    assert items(f"file://{root}") == items(root)
 
 
 def write_rows(root, out):

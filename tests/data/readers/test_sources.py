@@ -1,24 +1,19 @@
 """Every kind of data that `--data` takes gives the images and labels of the folder it was made of."""
 
 import csv
-import hashlib
-import http.server
-import io
+import gzip
+import pickle
 import re
 import shutil
 import tarfile
-import threading
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from helpers.tars import add, write_tars
+from helpers.tars import add, write_shards, write_tars
 from vitrel.data import BadImage, Draw, Reading, class_names, create_dataset
-from vitrel.data.readers.tars import braces
 
 HOW = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 KINDS = ("cat", "dog", "emu")
@@ -163,81 +158,127 @@ def test_other_headers_of_a_csv_are_refused(tmp_path, header):
         class_names(f"{tmp_path}/all.csv")
 
 
-def test_a_web_dataset_of_someone_else(flowers, tmp_path):
-    write_tars(flowers, tmp_path / "tars", 7)
-    assert_same(tmp_path / "tars", flowers)
-    assert_same(f"wds/{tmp_path}/tars", flowers)
-    data = create_dataset(str(tmp_path / "tars"), "train", (20, 24), **HOW)
-    assert data.name(8) == "train/00001.tar: 000008.png"
-    assert data[Draw(8, (12, 16))][0].shape == (3, 12, 16)
-
-
 def test_class_folders_in_tars(flowers, tmp_path):
-    (tmp_path / "two").mkdir()
+    write_tars(flowers, tmp_path / "two")
+    assert_same(tmp_path / "two", flowers)
+    data = create_dataset(str(tmp_path / "two"), "train", (20, 24), **HOW)
+    assert data.name(8) == "train.tar: cat/8.png" and data[Draw(8, (12, 16))][0].shape == (3, 12, 16)
+    again = pickle.loads(pickle.dumps(data))
+    assert torch.equal(again[8][0], data[8][0])
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["train.tar", "val.tar"]  # nothing is left there
     with tarfile.open(tmp_path / "one.tar", "w") as both:
         both.add(flowers / "train", "train")
-        both.add(flowers / "val", "val")
-    for split in ("train", "val"):
-        with tarfile.open(tmp_path / "two" / f"{split}-0000.tar", "w") as archive:
-            archive.add(flowers / split, ".")
+        both.add(flowers / "val", "validation")
+        add(both, "val/cat/._0.png", b"of macOS")
     assert_same(tmp_path / "one.tar", flowers)
-    assert_same(tmp_path / "two", flowers)
-    assert len(items(tmp_path / "two" / "train-*.tar", "train")) == 30
-    assert_same(tmp_path / "two" / "{train,val}-{0000..0000}.tar", flowers)
-    assert braces("a{08..10}{x,y}.tar") == [f"a{n}{x}.tar" for n in ("08", "09", "10") for x in "xy"]
+    reading = Reading(val_fraction=0.3)
+    assert len(items(tmp_path / "two" / "train.tar", "val", reading=reading)) == 9
 
 
-def test_labels_in_json(tmp_path):
-    with tarfile.open(tmp_path / "all.tar", "w") as archive:
-        for i in range(4):
-            file = io.BytesIO()
-            picture(i).save(file, "PNG")
-            add(archive, f"{i}.json", b'{"label": "%s"}' % (b"cat", b"dog")[i % 2])
-            add(archive, f"{i}.png", file.getvalue())
-    assert class_names(str(tmp_path / "all.tar")) == ["cat", "dog"]
-    assert len(items(tmp_path / "all.tar", "val", reading=Reading(val_fraction=0.5))) == 2
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tar_of_each_class(flowers, tmp_path, nested):
+    """As a folder, or in a tar, as ImageNet is published; both splits have the same tars."""
+    for split in ("train", "val"):
+        folder = tmp_path / "tars" / split
+        folder.mkdir(parents=True)
+        for kind in KINDS:
+            with tarfile.open(folder / f"{kind}.tar", "w") as archive:
+                archive.add(flowers / split / kind, ".")
+        if nested:
+            with tarfile.open(tmp_path / "tars" / f"{split}.tar", "w") as archive:
+                archive.add(folder, ".")
+            shutil.rmtree(folder)
+    assert_same(tmp_path / "tars", flowers)
 
 
-def test_one_bit_that_flipped_in_a_tar_is_noticed_where_its_checksum_is_known(flowers, tmp_path):
-    """By a SHA256SUMS as the command writes it, in either of its forms, and without one not."""
-    write_tars(flowers, tmp_path, 20)
-    tars = sorted((tmp_path / "train").glob("*.tar"))
-    sums = [hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars]
-    (tmp_path / "train" / "SHA256SUMS").write_text(
-        f"{sums[0]}  {tars[0].name}\n{sums[1]} *{tars[1].name}\n{'0' * 64}  gone.tar\n"
-    )
+def test_folders_of_numbers_in_a_tar_are_as_many_classes(flowers, tmp_path):
+    numbers = dict(zip(KINDS, ("204", "17", "3"), strict=True))
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        for kind, number in numbers.items():
+            archive.add(flowers / "train" / kind, number)
+    assert class_names(str(tmp_path)) == ["3", "17", "204"]
+    found = items(tmp_path, "val", reading=Reading(val_fraction=0.9))
+    assert {pixels: kind for pixels, kind in found}.items() <= {p: numbers[kind] for p, kind in items(flowers, "train")}.items()
+
+
+def test_a_web_dataset(flowers, tmp_path):
+    pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    write_shards(flowers, tmp_path, 7)
+    with pytest.warns(UserWarning, match=r"is read from a copy of \d+ MB below .*; HF_DATASETS_CACHE names another folder"):
+        assert_same(tmp_path, flowers)
     data = create_dataset(str(tmp_path), "train", (20, 24), **HOW)
-    assert len(data) == 30
-    member = data.samples[25][0]
-    content = bytearray(Path(member.tar).read_bytes())
-    content[member.offset + member.size // 2] ^= 1
-    Path(member.tar).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{Path(member.tar).name} is damaged: it differs from its checksum in SHA256SUMS"):
-        create_dataset(str(tmp_path), "train", (20, 24), **HOW)
-    (tmp_path / "train" / "SHA256SUMS").write_text(f"{sums[0]}  {tars[0].name}\n")
-    tars[1].touch()  # the headers of files that did not change are kept
-    assert len(create_dataset(str(tmp_path), "train", (20, 24), **HOW)) == 30
+    assert data.name(8).endswith(" train: 00001.tar: 000008") and data[Draw(8, (12, 16))][0].shape == (3, 12, 16)
+    (tmp_path / "classes.txt").unlink()
+    assert class_names(str(tmp_path)) == ["0", "1", "2"]
+
+
+def test_bad_images_in_tars_are_named_and_counted(flowers, tmp_path):
+    pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    folder = shutil.copytree(flowers, tmp_path / "flowers")
+    (folder / "val/cat/1.png").write_bytes(b"<html>")
+    (folder / "val/emu/2.png").write_bytes(b"")
+    write_tars(folder, tmp_path / "tars")
+    write_shards(folder, tmp_path / "shards")
+    for data, names in (
+        ("tars", ["val.tar: cat/1.png", "val.tar: emu/2.png"]),
+        ("shards", ["00000.tar: 000001", "00000.tar: 000010"]),
+    ):
+        images = create_dataset(str(tmp_path / data), "val", (20, 24), **HOW)
+        with pytest.raises(BadImage, match=f"cannot decode .*{names[0]}: not a JPEG"):
+            images[1]
+        images = create_dataset(str(tmp_path / data), "val", (20, 24), **HOW, reading=Reading(on_bad="leave_out"))
+        assert [label for _, label in images] == [0, -1, 0, 0, 1, 1, 1, 1, 2, 2, -1, 2]
+        assert [images.name(i)[-len(name) :] for i, name in zip(images.bad_indices(), names, strict=True)] == names
+
+
+def test_a_sample_without_an_image_is_a_bad_image(flowers, tmp_path):
+    pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    content = next((flowers / "train" / "cat").iterdir()).read_bytes()
+    with tarfile.open(tmp_path / "val.tar", "w") as archive:
+        for i in range(8):
+            add(archive, f"{i}.png" if i < 7 else f"{i}.tiff", content)
+            add(archive, f"{i}.cls", b"0")
+    with pytest.raises(BadImage, match=r"val.tar: 7: the file is empty"):
+        create_dataset(str(tmp_path), "val", (20, 24), **HOW)[7]
+
+
+def whole(path):
+    write_tars(path, path.parent / "tars")
+    return path.parent / "tars" / "train.tar"
 
 
 def test_damaged_tars_are_named(flowers, tmp_path):
-    write_tars(flowers, tmp_path, 100)
-    tar = tmp_path / "train" / "00000.tar"
-    whole = tar.read_bytes()
-    tar.write_bytes(b"no tar" * 200)
-    with pytest.raises(ValueError, match=r"train/00000.tar is not a tar file, or it is damaged or compressed"):
-        items(tmp_path, "train")
-    with tarfile.open(tar, "w") as archive:
-        add(archive, "1.png", b"?")
-        add(archive, "2.png", b"?")
-        add(archive, "2.cls", b"0")
-    with pytest.raises(ValueError, match=r"00000.tar: 1.png has no label"):
-        items(tmp_path, "train")
-    tar.write_bytes(whole)
-    data = create_dataset(str(tmp_path), "train", (20, 24), **HOW)
-    tar.write_bytes(whole[: data.samples[3][0].offset + 9])
-    assert len(data[2][0]) == 3
-    with pytest.raises(BadImage, match=r"train/00000.tar: 000003.png ends after 9 of"):
+    tar = whole(shutil.copytree(flowers, tmp_path / "flowers"))
+    content = tar.read_bytes()
+    data = create_dataset(str(tar.parent), "train", (20, 24), **HOW)
+    member = data.samples[3][0]
+    header = member.offset - 512
+    flipped = bytearray(content)
+    flipped[header + 3] ^= 1
+    for damage, reason in (
+        (b"no tar" * 200, "truncated header|invalid header|bad checksum"),
+        (content[: member.offset + 9], "unexpected end of data"),
+        (content[:header], "its end is missing"),
+        (bytes(flipped), "bad checksum"),
+        (gzip.compress(content), "invalid header|bad checksum"),
+        (bytes(10240), "it has no image with .jpg, "),
+    ):
+        tar.write_bytes(damage)
+        with pytest.raises(
+            ValueError, match=rf"train.tar cannot be read \(.*({reason}).*\): write an uncompressed tar of class"
+        ):
+            items(tar.parent, "train")
+    tar.write_bytes(content[: member.offset + 9])
+    assert data[2][0].shape == (3, 20, 24)  # the headers are known
+    with pytest.raises(BadImage, match=r"train.tar: cat/3.png ends after 9 of"):
         data[3]
+    tar.unlink()
+    with pytest.raises(BadImage, match=r"cannot decode train.tar: cat/3.png: No such file"):
+        data[3]
+    with tarfile.open(tar, "w") as archive:
+        archive.add(flowers / "train/cat/0.png", "0.png")
+    with pytest.raises(ValueError, match=r"train.tar: 0.png is in no class folder"):
+        items(tar.parent, "train")
 
 
 def test_parquet_and_arrow(flowers, tmp_path):
@@ -258,8 +299,16 @@ def test_parquet_and_arrow(flowers, tmp_path):
     (tmp_path / "parquet" / "data").mkdir(parents=True)
     for name, rows in found.items():
         rows.to_parquet(str(tmp_path / "parquet" / "data" / f"{name}-00000-of-00001.parquet"))
-    for data in (tmp_path / "arrow", tmp_path / "parquet", f"hfds/{tmp_path}/parquet", f"hfids/{tmp_path}/parquet"):
+    for split in ("train", "validation"):  # splits that are links
+        (tmp_path / "links").mkdir(exist_ok=True)
+        (tmp_path / "real" / split).mkdir(parents=True)
+        found[split].to_parquet(str(tmp_path / "real" / split / "0000.parquet"))
+        (tmp_path / "links" / split).symlink_to(tmp_path / "real" / split)
+    for data in (tmp_path / "arrow", tmp_path / "parquet", tmp_path / "links", f"hfds/{tmp_path}/parquet"):
         assert_same(data, flowers)
+    found["train"].to_parquet(str(tmp_path / "links" / "more.parquet"))
+    with pytest.raises(ValueError, match=r"no split is named by .*links/more.parquet, but others are: train, validation"):
+        class_names(str(tmp_path / "links"))
     image = create_dataset(str(tmp_path / "parquet"), "val", (20, 24), **HOW)
     assert all(int(size) > 100 for size in image.versions()) and image.name(3).endswith("validation: 3")
 
@@ -283,102 +332,15 @@ def test_what_is_refused_is_named_by_what_was_found(tmp_path):
     (tmp_path / "a.npy").write_bytes(b"?")
     with pytest.raises(ValueError, match=r"found .npy files"):
         class_names(str(tmp_path))
-    with pytest.raises(ValueError, match="give hfds/some"):
-        class_names("tfds/some")
-    with pytest.raises(ValueError, match="give torch/cifar10:<folder of its files>"):
-        class_names("torch/cifar10")
-    with pytest.raises(ValueError, match="unknown protocol s4://"):
-        class_names("s4://bucket/images")
+    for data, instead in (
+        ("tfds/some", "write the set as Parquet"),
+        ("hfids/some", "give hfds/<name>"),
+        ("wds/some", "give the folder of the .tar files"),
+        ("torch/cifar10", "give torch/<set>:<folder of its files>"),
+        ("s3://bucket/images", r"copy the files to this machine \(aws s3 sync, rclone copy\), or mount them"),
+        ("images.tar.gz", "unpack it, and give the folder or the .tar file"),
+    ):
+        with pytest.raises(ValueError, match=rf"cannot be read by index, .* repeats: {instead}"):
+            class_names(data)
     with pytest.raises(ValueError, match=r"neither a folder nor a known set"):
         class_names("pipe:cat images.tar")
-
-
-@pytest.fixture
-def website(tmp_path):
-    """(address, folder) of a web server on the loopback that understands ranges, as those that keep data do."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self):
-            path = Path(self.translate_path(self.path))
-            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if wanted is None or not path.is_file():
-                super().do_GET()
-                return
-            content = path.read_bytes()
-            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
-            self.send_header("Content-Length", str(stop - start))
-            self.end_headers()
-            self.wfile.write(content[start:stop])
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", tmp_path
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.slow
-def test_a_folder_a_csv_and_tars_of_a_website(website, flowers):
-    pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp, which is not installed")
-    address, folder = website
-    for split in ("train", "val"):
-        shutil.copytree(flowers / split, folder / "flowers" / split)
-    write_csv(folder / "flowers" / "all.csv", [("path", "label", "split"), *rows_of(flowers)])
-    with tarfile.open(folder / "train-00.tar", "w") as train, tarfile.open(folder / "val-00.tar", "w") as val:
-        train.add(flowers / "train", "train")
-        val.add(flowers / "val", "val")
-    for data in ("flowers", "flowers/all.csv", "{train,val}-{00..00}.tar"):
-        assert items(f"{address}/{data}", "val") == items(flowers, "val")
-    with pytest.raises(ValueError, match=r"nothing was found at|cannot be read"):
-        class_names(f"{address}/nothing.csv")
-
-
-@pytest.fixture(scope="module")
-def bucket(flowers):
-    """The address of a bucket of a real server on the loopback that speaks S3."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    moto = pytest.importorskip("moto.server", reason="moto's server is not installed")
-    import fsspec
-
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {"key": "k", "secret": "s"}
-    before = fsspec.config.conf.get("s3")
-    fsspec.config.conf["s3"] = options | {"endpoint_url": f"http://{host}:{port}"}
-    files = fsspec.filesystem("s3")
-    files.mkdir("bucket")
-    yield "s3://bucket"
-    server.stop()
-    fsspec.config.conf.pop("s3")
-    if before is not None:
-        fsspec.config.conf["s3"] = before
-
-
-@pytest.mark.slow(seconds=20)
-def test_a_folder_a_csv_and_tars_of_an_object_store(bucket, flowers, tmp_path):
-    import fsspec
-
-    files = fsspec.filesystem("s3")
-    files.put(str(flowers / "train"), "bucket/flowers/train", recursive=True)
-    files.put(str(flowers / "val"), "bucket/flowers/validation", recursive=True)
-    assert_same(f"{bucket}/flowers", flowers)
-    write_csv(tmp_path / "all.csv", [("path", "label", "split"), *rows_of(flowers)])
-    files.put(str(tmp_path / "all.csv"), "bucket/flowers/all.csv")
-    write_tars(flowers, tmp_path / "tars", 12)
-    files.put(str(tmp_path / "tars" / "train"), "bucket/tars/train", recursive=True)
-    files.put(str(tmp_path / "tars" / "val"), "bucket/tars/val", recursive=True)
-    for split, n in (("train", 30), ("val", 12)):
-        remote = create_dataset(f"{bucket}/tars", split, (20, 24), **HOW)
-        local = create_dataset(str(tmp_path / "tars"), split, (20, 24), **HOW)
-        assert len(remote) == n and all(torch.equal(remote[i][0], local[i][0]) for i in range(n))
-        assert [remote[i][1] for i in range(n)] == [local[i][1] for i in range(n)]
-    loader = torch.utils.data.DataLoader(create_dataset(f"{bucket}/flowers", "val", (20, 24), **HOW), 4, num_workers=2)
-    assert sum(len(labels) for _, labels in loader) == 12  # processes that are forked reach it too
-    with pytest.raises(ValueError, match="nothing was found at s3://bucket/nothing"):
-        class_names(f"{bucket}/nothing")

@@ -43,7 +43,7 @@ def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, tars):
     data, name = own, str(own / "train" / "red" / "white.png")
     if tars:
         data = tmp_path / "tars"
-        write_tars(own, data, 30)
+        write_tars(own, data)
         split = Tars(str(data), "train", None)
         name = next(split.name(i) for i in range(len(split)) if np.asarray(split.read(i)[0]).min() == 255)
 

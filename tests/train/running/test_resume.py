@@ -73,7 +73,7 @@ def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_killed_while_reading_tars(command, whole, folder, tmp_path):
-    write_tars(folder, tmp_path / "tars", 17)
+    write_tars(folder, tmp_path / "tars")
     extra = (*EVERYTHING, f"--data.data={tmp_path}/tars", "--data.workers=2", "--run.save_every=1")
     args = command("cut", *extra, epochs=2)
     assert status(in_child(args, at(10, signal.SIGKILL))) == -signal.SIGKILL

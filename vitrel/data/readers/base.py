@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, get_worker_info
 
 from vitrel.data.augment import AugmentationError
 from vitrel.data.prepare import Picture
-from vitrel.data.readers.addresses import file_state, is_address, read_bytes
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size, names_image
 from vitrel.data.readers.splits import Split as Split
 
@@ -239,8 +238,8 @@ class ImageSet(Dataset, ABC):
 
 def sha256(path: str | Path | bytes) -> str:
     """Return the SHA-256 of a file or of bytes, in hexadecimal."""
-    if isinstance(path, bytes) or is_address(path):
-        return hashlib.sha256(path if isinstance(path, bytes) else read_bytes(str(path))).hexdigest()
+    if isinstance(path, bytes):
+        return hashlib.sha256(path).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -270,8 +269,6 @@ def file_versions(paths: Sequence[str | Path]) -> list[str]:
 
 def _file_version(path: str | Path) -> str:
     try:
-        if is_address(path):
-            return file_state(str(path))
         state = os.stat(path)
     except OSError:
         return ""

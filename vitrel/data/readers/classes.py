@@ -5,8 +5,6 @@ from pathlib import Path
 
 from timm.utils.misc import natural_key
 
-from vitrel.data.readers.addresses import read_text
-
 
 def class_order(names: Iterable[str]) -> list[str]:
     """Return class names in the order of their labels: sorted as text, or as numbers if all of them are digits."""
@@ -32,7 +30,7 @@ def order_note(classes: Sequence[str]) -> str:
 
 def read_class_names(path: str | Path) -> list[str]:
     """Return the class names in a text file, one a line; ValueError naming an empty line, which would shift the classes."""
-    names = [line.strip() for line in read_text(path).rstrip().split("\n")]
+    names = [line.strip() for line in Path(path).read_text("utf-8-sig").rstrip().split("\n")]
     if "" in names:
         raise ValueError(f"line {names.index('') + 1} is empty, which would shift the classes after it")
     return names

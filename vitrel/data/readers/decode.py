@@ -26,7 +26,6 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vitrel.common.files import shown
-from vitrel.data.readers.addresses import is_address, read_bytes
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # suffixes of image files
@@ -168,10 +167,10 @@ def _orientation(image: Image.Image) -> int:
 
 
 def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
-    """Open an image file, its bytes, or what is at its address, without decoding it; the caller closes the stream.
+    """Open an image file, or its bytes, without decoding it; the caller closes the stream.
 
     Args:
-        source: path, address or content of the file.
+        source: path or content of the file.
         name: of the image, for messages.
 
     Raises:
@@ -181,8 +180,6 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
     if isinstance(source, bytes):
         return BytesIO(source)
     try:
-        if is_address(source):
-            return BytesIO(read_bytes(str(source)))
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             return open(source, "rb")

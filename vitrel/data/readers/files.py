@@ -1,23 +1,21 @@
-"""Lists of image files as a data set: a CSV of paths and labels, or the class folders at an address."""
+"""Lists of image files as a data set, as of a CSV of paths and labels."""
 
 import csv
 import io
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from vitrel.common.files import shown
-from vitrel.data.readers.addresses import is_address, list_files, read_text
 from vitrel.data.readers.base import ImageSet, file_checksums, file_versions
 from vitrel.data.readers.classes import class_order
-from vitrel.data.readers.decode import SUFFIXES
 from vitrel.data.readers.splits import NAMES, Split, of_split, one_of
 
 PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "class", "target")  # columns of a CSV
 
 
 class Files(ImageSet):
-    """Image files as a data set: the source of a sample is a path or address, `where` the folder that `contents` leaves out."""
+    """Image files as a data set: the source of a sample is a path, `where` the folder that `contents` leaves out."""
 
     def encoded(self, index: int) -> str:
         """Return the path of an image."""
@@ -45,35 +43,11 @@ def below(path: str | Path, folder: str | Path) -> str:
     return str(path).removeprefix(f"{folder}{os.sep}")  # os.path.relpath would take seconds for a million paths
 
 
-Listed = tuple[list[tuple[str, int]], list[str]]  # (path, label) of each image, and the class names
-
-
-def files_at(root: str, split: Split, val_fraction: float | None = None) -> Listed:
-    """Return (address, class index) of the images of a split, and the sorted class names, of class folders at an address.
-
-    An address is, for example, s3://bucket/folder.
-    The layouts are those of a local folder: `train/<class>/` with an evaluation split (`vitrel.data.readers.splits`), or
-    `<class>/` with `val_fraction`. ValueError for another layout.
-    """
-    places = [PurePosixPath(path.removeprefix(root.rstrip("/") + "/")) for path in list_files(root)]
-    images = [place for place in places if place.suffix.lower() in SUFFIXES and len(place.parts) > 1]
-    if not images:
-        raise ValueError(
-            f"found no images in class folders at {root}: its layout must be train/<class>/*.jpg, val/<class>/*.jpg"
-        )
-    words = [place.parts[0] if place.parts[0] in NAMES and len(place.parts) > 2 else "" for place in images]
-    named = [place.parts[1 if word else 0] for place, word in zip(images, words, strict=True)]
-    classes = class_order(set(named))
-    numbers = {name: number for number, name in enumerate(classes)}
-    samples = [(f"{root.rstrip('/')}/{place}", numbers[name]) for place, name in zip(images, named, strict=True)]
-    return of_split(samples, words, split, val_fraction, root), classes
-
-
-def csv_files(path: str | Path, split: Split, val_fraction: float | None = None) -> Listed:
+def csv_files(path: str | Path, split: Split, val_fraction: float | None = None) -> tuple[list[tuple[str, int]], list[str]]:
     """Return (path, class index) of the images of a split of a CSV with a header, and the class names.
 
     Names are in `class_order`, and an index is a place in that order. The columns are the path (`path`, `image`, `file`,
-    `filename` or `file_name`; relative to the CSV's folder, or an address), the class (`label`, `class` or `target`) and,
+    `filename` or `file_name`; relative to the CSV's folder), the class (`label`, `class` or `target`) and,
     optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an evaluation split, `val_fraction` of each
     class is taken from the training images, or from all images if no split is named.
 
@@ -91,7 +65,6 @@ def csv_files(path: str | Path, split: Split, val_fraction: float | None = None)
             f"{path} has the columns {', '.join(columns) or 'none'}: it needs a header with {PATHS[0]} and {LABELS[0]}, each "
             "once and separated by commas, and one row for each image"
         )
-    folder = str(path).rpartition("/")[0] if is_address(path) else str(Path(path).parent)
     found: dict[str, tuple[int, str, str]] = {}  # {path of an image: line, class, split}
     spelled: dict[str, tuple[int, str]] = {}  # {name of a class in lower case: line, name}
     paths = []
@@ -102,7 +75,7 @@ def csv_files(path: str | Path, split: Split, val_fraction: float | None = None)
             raise ValueError(f"{where} has no {empty[0]}: fill in or remove the row")
         if word and word not in NAMES:
             raise ValueError(f"{where} has the split {word!r}: use one of {', '.join(sorted(NAMES))}, or remove the row")
-        paths.append(row[image] if is_address(row[image]) else os.path.join(folder, row[image]))
+        paths.append(os.path.join(Path(path).parent, row[image]))
         first = found.setdefault(os.path.normpath(paths[-1]), (line, row[label], word))
         if first[0] != line:
             differs = [f" as {this}" for this, that in zip((row[label], word), first[1:], strict=True) if this != that]
@@ -119,7 +92,7 @@ def csv_files(path: str | Path, split: Split, val_fraction: float | None = None)
 def _cells(path: str | Path) -> list[tuple[int, list[str]]]:
     """(line number, cells) of every row of a CSV with a cell that is not empty, without blanks around cells."""
     try:
-        text = read_text(path)
+        text = Path(path).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"{path}, line {line} is not UTF-8: save the file in that encoding (Excel's CSV UTF-8)") from error

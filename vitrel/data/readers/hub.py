@@ -1,20 +1,28 @@
-"""Data sets of Hugging Face `datasets`: of the Hub (`hfds/<name>`), and folders of Parquet or Arrow files."""
+"""Data sets of Hugging Face `datasets`: of the Hub (`hfds/<name>`), and Parquet, Arrow or WebDataset files on this machine.
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+A WebDataset is tar files of samples as `0001.jpg` and `0001.cls`, its class number. `datasets` writes a copy of all but Arrow
+files into its cache, which is then read by index; a warning says where, and how large it is.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
 
 from vitrel.common.extras import optional_import
+from vitrel.common.warn import warn_once
 from vitrel.data.prepare import Picture
-from vitrel.data.readers.addresses import is_address, storage_options
 from vitrel.data.readers.base import ImageSet, sha256
-from vitrel.data.readers.classes import class_order
+from vitrel.data.readers.classes import class_order, read_class_names
 from vitrel.data.readers.decode import Reading
-from vitrel.data.readers.splits import Split, divided, split_of
+from vitrel.data.readers.splits import Split, divided, one_of, split_of, split_word
+from vitrel.data.readers.tars import is_web_dataset
 
-SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` wrote
+FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
+LABELS = ("label", "cls")  # columns, the latter of a WebDataset
 
 
 class HuggingFace(ImageSet):
@@ -23,7 +31,7 @@ class HuggingFace(ImageSet):
     The images are the first column of images, the classes the first column of class labels, or the column "label".
 
     Args:
-        name: name on the Hub, or path or address of a folder of Parquet files, or of one that `save_to_disk` wrote.
+        name: name on the Hub, or path of a file or folder of `data_files`, or of a folder that `save_to_disk` wrote.
         split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the images.
         prepare, augment, reading, options: as in `ImageSet`.
 
@@ -49,11 +57,19 @@ class HuggingFace(ImageSet):
 
         own, samples = rows_of(name, split, splits, reading.val_fraction, labels)
         self.rows = splits[own].select_columns([self.image])
+        self.keys: Sequence[Any] = range(len(self.rows))
+        if {"__url__", "__key__"} <= splits[own].features.keys():  # of a WebDataset
+            pairs = zip(splits[own]["__url__"], splits[own]["__key__"], strict=True)
+            self.keys = [f"{PurePath(url).name}: {key}" for url, key in pairs]
         super().__init__(classes, samples, f"{name} {own}", prepare, augment, reading=reading, **options)
 
     def encoded(self, index: int) -> bytes | str:
         """Return the encoded image or its path."""
         return source_of(self.rows, self.samples[index][0], self.image)
+
+    def name(self, index: int) -> str:
+        """Return data, split and row of an image, of a WebDataset with its tar and key instead of the row."""
+        return f"{self.where}: {self.keys[self.samples[index][0]]}"
 
     def versions(self) -> list[str]:
         """Return the size of each encoded image in bytes, in order; "" for images that are files of their own."""
@@ -78,9 +94,9 @@ def rows_of(
 
 
 def source_of(rows: Any, row: int, column: str) -> bytes | str:
-    """Return the encoded image in a row and column, or its path."""
-    image = rows[row][column]
-    return image["bytes"] or image["path"]
+    """Return the encoded image in a row and column, or its path; b"" for a sample without an image."""
+    image = rows[row][column] or {"bytes": b""}
+    return image["path"] if image["bytes"] is None else image["bytes"]
 
 
 def byte_counts(rows: Any, column: str) -> list[str]:
@@ -109,14 +125,31 @@ def columns(name: str, splits: dict[str, Any]) -> tuple[str, str, list[str]]:
     label = next((key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
     if label is not None and image is not None:
         return image, label, list(features[label].names)
-    label = "label" if "label" in features else None
+    label = one_of(LABELS, features)
     if image is None or label is None:
-        missing = "images" if image is None else "labels (of class labels, or called label)"
+        missing = "images" if image is None else f"labels (of class labels, or called {' or '.join(LABELS)})"
         raise ValueError(f"{name} has the columns {', '.join(features)}, and none of {missing}")
     values = {value for rows in splits.values() for value in rows.unique(label)}
-    if all(isinstance(value, int) for value in values):
-        return image, label, [str(i) for i in range(max(values) + 1)]
-    return image, label, class_order(map(str, values))
+    if not all(isinstance(value, int) for value in values):
+        return image, label, class_order(map(str, values))
+    names = Path(name) / "classes.txt"
+    classes = read_class_names(names) if names.is_file() else [str(i) for i in range(max(values) + 1)]
+    if len(classes) <= max(values):
+        raise ValueError(f"{names} names {len(classes)} classes, but there is a label {max(values)}")
+    return image, label, classes
+
+
+def data_files(place: str) -> tuple[str, list[str]]:
+    """Return the kind of data files at a path as `datasets` calls it, and the files: one, or those in a folder and its folders.
+
+    ("", []) where there are none.
+    """
+    for suffix, kind in FILES.items():
+        patterns = (f"*{suffix}", f"*/*{suffix}")
+        found = [place] if place.endswith(suffix) else sorted(str(path) for one in patterns for path in Path(place).glob(one))
+        if found and (kind != "webdataset" or is_web_dataset(found[0])):
+            return kind, found
+    return "", []
 
 
 def load(name: str) -> dict[str, Any]:
@@ -124,21 +157,40 @@ def load(name: str) -> dict[str, Any]:
     with optional_import():
         import datasets
 
-    options = {"storage_options": storage_options(name)} if is_address(name) else {}
-    saved = not is_address(name) and any((Path(name) / file).is_file() for file in SAVED)
+    kind, files = data_files(name)
     try:
-        if saved:
+        if is_saved(name):
             found = datasets.load_from_disk(name)
-        elif is_address(name):
-            found = datasets.load_dataset("parquet", data_dir=name, **options)
+        elif files and not (Path(name) / "README.md").is_file():
+            found = datasets.load_dataset(kind, data_files=_by_split(name, files))
         else:
             found = datasets.load_dataset(name)
     except Exception as error:  # of the Hub, its client, Arrow and others
-        text = str(error).split("\n", 1)[0]
+        text = str(error.__cause__ or error).split("\n", 1)[0]
         raise ValueError(f"{name} cannot be loaded by Hugging Face datasets: {text}") from error
     splits = dict(found) if isinstance(found, dict) else {"train": found}
+    cached = {file["filename"] for rows in splits.values() for file in rows.cache_files if not is_saved(name)}
+    if cached:
+        size, folder = sum(map(os.path.getsize, cached)) / 1e6, datasets.config.HF_DATASETS_CACHE
+        warn_once(f"{name} is read from a copy of {size:,.0f} MB below {folder}; HF_DATASETS_CACHE names another folder")
     for split, rows in splits.items():
         for column in image_columns(rows.features):
             rows = rows.cast_column(column, datasets.Image(decode=False))
         splits[split] = rows
     return splits
+
+
+def is_saved(place: str) -> bool:
+    """Return whether `save_to_disk` wrote a folder."""
+    return any((Path(place) / file).is_file() for file in ("dataset_dict.json", "state.json"))
+
+
+def _by_split(name: str, files: list[str]) -> dict[str, list[str]]:
+    """{name of the split: its files}, of which all are for training where no path names a split."""
+    splits: dict[str, list[str]] = defaultdict(list)
+    for file in files:
+        splits[split_word(file.removeprefix(name) or Path(file).name)].append(file)
+    unnamed = splits.pop("", [])
+    if unnamed and splits:
+        raise ValueError(f"no split is named by {unnamed[0]}, but others are: {', '.join(splits)}")
+    return dict(splits) or {"train": unnamed}

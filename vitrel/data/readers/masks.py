@@ -28,7 +28,6 @@ from torch.utils.data import default_collate
 from vitrel.common.files import shown
 from vitrel.common.warn import warn_once
 from vitrel.data.prepare import Picture
-from vitrel.data.readers.addresses import is_address, list_files
 from vitrel.data.readers.base import READERS, SHOWN, Draw, ImageSet, file_checksums, file_versions, sha256
 from vitrel.data.readers.classes import read_class_names
 from vitrel.data.readers.decode import IGNORED, SUFFIXES, BadImage, Reading, decode, decode_mask, image_size
@@ -182,7 +181,7 @@ def counted(names: Sequence[str], total: int, fault: str) -> str:
 
 
 class MaskFiles(MaskSet, Files):
-    """Image files with files of masks: the source and the label of a sample are paths or addresses of an image and its mask."""
+    """Image files with files of masks: the source and the label of a sample are the paths of an image and its mask."""
 
     def mask_of(self, sample: tuple[str, str]) -> str:
         """Return the path of the mask of a sample."""
@@ -348,7 +347,7 @@ def row_classes(name: str) -> list[str]:
 
 
 def _are_named(name: str) -> bool:
-    return not is_address(name) and (Path(name) / "classes.txt").is_file()
+    return (Path(name) / "classes.txt").is_file()
 
 
 @lru_cache(8)
@@ -375,17 +374,11 @@ def collate_masks(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[
 
 
 def _files(folder: str) -> list[str]:
-    """The image files at or below a folder or address, sorted, as paths relative to it; without hidden ones.
+    """The image files at or below a folder, sorted, as paths relative to it; without hidden ones.
 
     The folder and those directly in it, which are the splits, may be links. Other links to folders are not followed, and told.
     """
-    if is_address(folder):
-        try:
-            found = [path.removeprefix(f"{folder}/") for path in list_files(folder)]
-        except ValueError:
-            found = []
-    else:
-        found = [below(path, folder) for path in sorted(_walk(folder))]
+    found = [below(path, folder) for path in sorted(_walk(folder))]
     return [path for path in found if path.lower().endswith(SUFFIXES) and not any(map(hidden, path.split("/")))]
 
 

@@ -1,7 +1,9 @@
 """Names of the training and the evaluation split, and the division of images that have none."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -26,6 +28,15 @@ def one_of(names: Iterable[str], present: Iterable[str]) -> str | None:
 def split_of(split: Split, present: Iterable[str]) -> str | None:
     """Return the name that `split` has among those present, e.g. "validation" for "val"; None if it has none."""
     return one_of(SPLITS[split], present)
+
+
+def split_word(path: str, inside: str = "") -> str:
+    """Return the name of a split in a path below the data's folder, or as the first folder `inside` the file; "" without.
+
+    A name is a folder, or a part of a file name, as in "val/0001.tar" and "images-train_0001.tar".
+    """
+    words = [*PurePosixPath(path).parts[:-1], *re.split(r"[-_.]", PurePosixPath(path).name), *PurePosixPath(inside).parts[:1]]
+    return next((word for word in words if word in NAMES), "")
 
 
 def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None, where: str) -> list[Sample]:
