@@ -55,11 +55,10 @@ def test_warnings_are_one_line(capsys, monkeypatch):
         (["--help"], 0),
         (["--version"], 0),
         (["nonsense"], 2),
-        (["report", "nowhere"], 1),
         (["evaluate", "a.ckpt", "--size", "96", "--data", "shapes"], 1),
         (["evaluate", "a", "--pretrained", "--weights", "a.pth", "--size", "96", "--data", "shapes"], 1),
         (["evaluate", "a", "--pretrained", "--size", "96", "--data", "shapes", "--class-indices", "nowhere"], 1),
-        (["plot", "local-dir:nowhere"], 1),
+        (["features", "local-dir:nowhere", "--data", "shapes"], 1),
         (["explain", "a.ckpt"], 1),
         (["export", "vitrel_swin_n", "--format", "exported"], 1),
         (["list", "--json", "no/such/file.json"], 1),
@@ -71,7 +70,6 @@ def test_warnings_are_one_line(capsys, monkeypatch):
         (["evaluate", "a", "--size", "big", "--data", "shapes"], 2),
         (["evaluate", "a", "--size", "96", "--data", "nowhere"], 1),
         (["diagnose", "a", "--size", "96", "--json", "no/such/file.json"], 1),
-        (["completion", "bash"], 0),
     ],
 )
 def test_help_and_mistakes_answer_at_once(arguments, status):
@@ -86,14 +84,11 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     [
         ("pandas", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
         ("vl_convert", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
-        ("pandas", ["report", "nowhere"]),
         ("pandas", ["compare", "quickstart"]),
         ("lightning", ["compare", "quickstart"]),
-        ("matplotlib", ["plot", "test_vit"]),
         ("matplotlib", ["diagnose", "test_vit", "--size", "96", "--plot", "a.png"]),
         ("onnx", ["export", "a", "--format", "onnx"]),
         ("lightning", ["train", "--data", "shapes"]),
-        ("shtab", ["completion", "bash"]),
     ],
 )
 def test_a_missing_package_is_named_at_once(module, arguments):
@@ -119,7 +114,7 @@ def test_a_misspelt_command_or_option_gets_a_suggestion(capsys):
     for arguments, said in (
         (["evalute", "runs/a"], "there is no command 'evalute': did you mean evaluate?"),
         (["list", "--weights-onyl"], "there is no option --weights-onyl: did you mean --weights-only?"),
-        (["report", "a", "b", "c"], "unexpected argument c"),
+        (["doctor", "c"], "unexpected argument c"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(arguments)
@@ -145,7 +140,7 @@ def test_the_same_thing_has_the_same_option_everywhere():
     assert options["-o"] == options["--out"]
     for option in ("--json", "--model-args", "--pretrained"):
         assert len(options[option]) > 1 and len(set(options[option].values())) == 1, option
-    assert set(options["--size"]) >= {"diagnose", "evaluate", "export", "plot"}
+    assert set(options["--size"]) >= {"diagnose", "evaluate", "export"}
 
 
 def test_the_screen_of_train_names_keys_that_exist_and_all_sections():

@@ -24,15 +24,12 @@ COMMANDS = {  # {name: help}, in the order of a project
     "train": "train or fine-tune a model on an image folder",
     "evaluate": "evaluate trained models at many image sizes: tables, plots, a report",
     "compare": "train several models and evaluate each at many image sizes",
-    "report": "build report.html again from the files of an evaluation, or compare two evaluations",
     "features": "measure position in features, and the accuracy of frozen features at many image sizes",
-    "plot": "plot position in a model: by offset, as an embedding, in the attention of an image",
     "explain": "print every term that position adds to attention, for a few tokens of a small grid",
     "convert": "convert a timm model or a file of weights to a vitrel model, optionally with relative position",
     "export": "export a trained model as a torch.export program, an ONNX graph, or a folder for timm",
-    "completion": "print the completion script for a shell",
 }
-QUICK = ("doctor", "list", "explain", "report")  # commands that take little more time than imports
+QUICK = ("doctor", "list", "explain")  # commands that take little more time than imports
 EPILOG = """exit status: 0 done, 1 bad settings, data or files, 2 bad usage, 130 stopped by ctrl-c, 143 stopped by SIGTERM
 
 vitrel COMMAND --help describes a command and its options."""

@@ -14,7 +14,6 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
     ),
     "evaluate": ("pandas", "scipy", "torchmetrics", "matplotlib", "jinja2", "vl_convert"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "completion": ("shtab",),
     "datasets": ("datasets",),
     "segmentation": ("segmentation_models_pytorch",),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import subprocess
 import pandas as pd
 import pytest
 
-from helpers import ROOT, command
+from helpers import ROOT
 from helpers.predictions import predicted
 from vitrel.common.files import guarded
 from vitrel.evaluate.page import class_words, contents, curve_name, write_html
@@ -156,7 +156,7 @@ def test_pictures_lie_in_the_page_with_images_or_without(folder):
     seen = {"picture": "0", "size": "64x64", "protocol": "scale", "shape": [64, 64], "class": "a", "label": "m"}
     model |= {"error": None, "left_out": [], "label": "m"}
     stored = {"format": FORMAT, "models": [model], "seen": [seen], "thumbnails": {"a.jpg": "data:image/webp;base64,AA"}}
-    stored |= {"scenes": [], "legend": []}
+    stored |= {"scenes": [], "legend": [], "left_out": []}
     stored |= {"words": {}, "blobs": {"0": "data:image/webp;base64,AA", "abc": "BB"}}
     (folder / "pictures.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
 
@@ -164,8 +164,7 @@ def test_pictures_lie_in_the_page_with_images_or_without(folder):
         return json.loads(gzip.decompress(base64.b64decode(re.search(r'id="pictures">(.*?)</script>', page, re.S)[1])))
 
     assert inside(write_html(folder).read_text("utf-8")) == stored
-    command("report").main([str(folder), "--no-images"])
-    bare = inside((folder / "report.html").read_text("utf-8"))
+    bare = inside(write_html(folder, images=False).read_text("utf-8"))
     assert bare["blobs"] == {"abc": "BB"} and bare["models"][0]["lattices"] == [lattice]
     assert "data:image" not in json.dumps(bare) and bare["models"][0]["maps"][0]["pictures"] == bare["seen"] == []
 
@@ -225,15 +224,11 @@ def test_folders_without_results_are_refused(tmp_path, folder):
     edit(folder, lambda frame: frame[:0])
     with pytest.raises(ValueError, match=r"results\.csv has no rows: evaluate first"):
         write_html(folder)
-    with pytest.raises(SystemExit, match=r"error: .*has no rows"):
-        command("report").main([str(folder)])
 
 
 @pytest.mark.slow
-def test_the_tool_writes_the_page(folder, capsys):
-    command("report").main([str(folder), "--title", "mine"])
-    assert capsys.readouterr().out.strip() == str(folder / "report.html")
-    assert "<h1>mine</h1>" in (folder / "report.html").read_text("utf-8")
+def test_the_page_has_the_title(folder):
+    assert "<h1>mine</h1>" in write_html(folder, "mine").read_text("utf-8")
 
 
 @pytest.mark.slow

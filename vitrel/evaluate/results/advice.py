@@ -161,13 +161,6 @@ def _protocol_of_training(of_label: Mapping[str, Used]) -> str:
     return next((name for name, used in of_label.items() if any(is_training(place.row) for place in used.values())), "")
 
 
-def better_of(low: float, high: float, margin: float = MARGIN) -> str:
-    """Return the verdict on A - B with this interval, in points: "A", "B", "level" (within the margin) or "cannot tell"."""
-    if low > 0 or high < 0:
-        return "A" if low > 0 else "B"
-    return "level" if low > -margin and high < margin else UNKNOWN
-
-
 def _places(rows: Sequence[Row], scores: Scores) -> dict[tuple[str, str], Sizes]:
     """{(label, protocol): sizes}, labels in the order of the rows."""
     found: dict[tuple[str, str], Sizes] = {}

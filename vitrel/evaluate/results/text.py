@@ -1,20 +1,13 @@
-"""The results of an evaluation as text: the advice and Markdown tables, and the comparison of two folders.
+"""The results of an evaluation as text: the advice and Markdown tables.
 
-`vitrel.evaluate.results.advice` judges the rows that these tables show. `compare_folders` compares the rows of two evaluations
-on the same images.
+`vitrel.evaluate.results.advice` judges the rows that these tables show.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from vitrel.common.extras import optional_import
-from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import sizes_in_words
-from vitrel.evaluate.results.advice import Judged, better_of
+from vitrel.evaluate.results.advice import Judged
 from vitrel.evaluate.results.aggregate import (
     by_area,
     curve_summary,
@@ -23,16 +16,13 @@ from vitrel.evaluate.results.aggregate import (
     is_missing,
     is_training,
     main_metric,
-    protocols_of,
     train_sizes_of,
 )
-from vitrel.evaluate.results.statistics import TAIL, estimate
-from vitrel.evaluate.results.table import PREDICTIONS, Key, as_text, line_key, read_csv, read_predictions, write_frame
-from vitrel.evaluate.sweep import MARGIN, Row
-from vitrel.evaluate.tasks.base import Predicted, Task, capital, task_of
+from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.tasks.base import capital, task_of
 
 with optional_import():
-    import pandas as pd
+    pass
 
 
 def summary(judged: Judged) -> str:
@@ -180,162 +170,3 @@ def _resampled(curve: Sequence[Row]) -> str:
     most = max(curve, key=lambda row: row["resampled_values"])
     count = f"{most['resampled_values']:,} of {most['params']:,}" if most["resampled_values"] else "none"
     return f"{count} ({policies})" if policies else count
-
-
-PLACE = ("img_size", "protocol", "crop_pct")
-HEAD = {
-    "a": "A", "b": "B", "img_size": "size", "protocol": "protocol", "policy": "policy", "seed": "seed", "n": "n",
-    "both": "both right", "only_a": "only A", "only_b": "only B", "neither": "both wrong", "difference": "A - B, points",
-    "low": "low", "high": "high", "verdict": "verdict",
-}  # fmt: skip
-NOTE = """
-A - B: difference in accuracy, percentage points; low, high: its 95 % interval over images, about the trained models; "all N":
-over N seeds and images, about models trained in this way. The intervals of lines with a verdict allow for the number of these
-lines (Bonferroni). A, B: it is better, the interval lies on one side of 0; level: within {margin:g} points of 0. "best": the
-two sides have no policy in common, so each has its most accurate one, chosen on these images.
-"""
-_Rows = Mapping[Key, tuple[Row, Predicted]]
-
-
-def compare_folders(a: str | Path, b: str | Path, margin: float = MARGIN) -> list[dict[str, Any]]:
-    """Compare all matching rows of two evaluation folders; return lines with the columns of HEAD and crop_pct.
-
-    There is a line for each pair of rows, and where several seeds match, one over all of them; this, or the line of a single
-    seed, has a verdict, "A", "B", "level" (within `margin` points) or "cannot tell". Matching: equal labels, or the only label
-    of each folder; equal size and protocol; equal crop, or the only crop of each side; equal policies, or where the
-    sides share none, the most accurate of each; equal seeds, or the only seed of each side. ValueError where images, classes
-    or labels differ, predictions are missing, or nothing matches.
-    """
-    first, second = _read(a), _read(b)
-    (row, predicted), (other, others) = next(iter(first.values())), next(iter(second.values()))
-    if row["task"] != other["task"]:
-        raise ValueError(
-            f"{shown(a)} is an evaluation of {row['task']}, {shown(b)} of {other['task']}: they cannot be compared"
-        )
-    task_of(row).check_same_images(predicted, others)
-    first_labels, second_labels = _by(first, "label"), _by(second, "label")
-    pairs = [(label, label) for label in first_labels if label in second_labels]
-    if len(first_labels) == len(second_labels) == 1:
-        pairs = [(next(iter(first_labels)), next(iter(second_labels)))]
-    groups: list[list[dict[str, Any]]] = []
-    for label_a, label_b in pairs:
-        a_rows, b_rows = _by(first_labels[label_a], *PLACE[:2]), _by(second_labels[label_b], *PLACE[:2])
-        common = a_rows.keys() & b_rows.keys()
-        protocols = protocols_of([first for of_place in a_rows.values() for first, _ in of_place.values()])
-        for place in sorted(common, key=lambda place: (protocols.index(place[1]), by_area(place[0]))):
-            for crop, a_crop, b_crop in _matched(a_rows[place], b_rows[place], "crop_pct"):
-                for policy, a_policy, b_policy in _matched(a_crop, b_crop, "policy", best=True):
-                    columns = {"a": label_a, "b": label_b, **dict(zip(PLACE, (*place, crop), strict=True)), "policy": policy}
-                    groups.append(_lines(columns, a_policy, b_policy))
-    groups = [group for group in groups if group]
-    if not groups:
-        names = [", ".join(map(str, labels)) for labels in (first_labels, second_labels)]
-        raise ValueError(
-            f"no row of {shown(a)} matches one of {shown(b)}: their labels are {names[0]} and {names[1]}; evaluate both at the "
-            "same sizes and protocols, under the same labels or with one label each"
-        )
-    return _with_verdicts(groups, margin)
-
-
-def write_comparison(a: str | Path, b: str | Path, out: str | Path, margin: float = MARGIN) -> str:
-    """Write the lines of `compare_folders` as compare.md and compare.csv into folder `out`; return the text of compare.md."""
-    lines, out = compare_folders(a, b, margin), Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_frame(pd.DataFrame(lines), out / "compare.csv")
-    cells = [[_cell(name, line[name]) for name in HEAD] for line in lines]
-    text = f"# A: {shown(a)}, B: {shown(b)}\n\n{markdown([*HEAD.values()], cells)}{NOTE.format(margin=margin)}"
-    with atomic_write(out / "compare.md") as part:
-        part.write_text(text, "utf-8")
-    return text
-
-
-def _read(folder: str | Path) -> _Rows:
-    """The rows of an evaluation folder with their predictions, by `line_key`."""
-    predictions = read_predictions(folder)
-    if predictions is None:
-        raise ValueError(f"{shown(folder)} has no {PREDICTIONS}: give the output folder of vitrel evaluate")
-    rows = {line_key(row): row for row in read_csv(Path(folder) / "results.csv")}
-    with_predictions = {key: (row, predictions.rows[key]) for key, row in rows.items() if key in predictions.rows}
-    if not with_predictions:
-        raise ValueError(f"{shown(folder)} has no row with predictions: evaluate again")
-    return with_predictions
-
-
-def _by(rows: _Rows, *names: str) -> dict[Any, _Rows]:
-    """Group rows by the value of a column, or the tuple of values of several columns."""
-    groups: dict[Any, dict] = defaultdict(dict)
-    for key, (row, predicted) in rows.items():
-        values = tuple(row[name] for name in names)
-        groups[values if len(names) > 1 else values[0]][key] = row, predicted
-    return dict(groups)
-
-
-def _matched(a: _Rows, b: _Rows, name: str, best: bool = False) -> list[tuple[Any, _Rows, _Rows]]:
-    """(value, rows of a, rows of b) for each value of a column that both sides have.
-
-    Without a common value: the only value of each side, with `best` the most accurate one of each, else nothing; the value is
-    then a text, "x / y" or "best: x / y".
-    """
-    first, second = _by(a, name), _by(b, name)
-    if common := [value for value in first if value in second]:
-        return [(value, first[value], second[value]) for value in common]
-    several = len(first) > 1 or len(second) > 1
-    if several and not best:
-        return []
-    x, y = (max(groups, key=lambda value: _accuracy(groups[value])) for groups in (first, second))
-    return [(f"{'best: ' if several else ''}{x} / {y}", first[x], second[y])]
-
-
-def _accuracy(rows: _Rows) -> float:
-    return sum(main_metric(row) for row, _ in rows.values()) / len(rows)
-
-
-def _lines(columns: dict[str, Any], a: _Rows, b: _Rows) -> list[dict[str, Any]]:
-    """One line for each pair of seeds, starting with `columns`, and one over all where there are several; only the last has a
-    verdict, still empty, and its estimate.
-    """
-    by_seed = [{as_text(row["seed"]): predicted for row, predicted in rows.values()} for rows in (a, b)]
-    matched = [(seed, seed) for seed in by_seed[0] if seed in by_seed[1]]
-    if not matched and len(by_seed[0]) == len(by_seed[1]) == 1:
-        matched = [(next(iter(by_seed[0])), next(iter(by_seed[1])))]
-    task, pairs = task_of(next(iter(a.values()))[0]), [(by_seed[0][x], by_seed[1][y]) for x, y in matched]
-    texts = [x if x == y else f"{x or 'none'} / {y or 'none'}" for x, y in matched]
-    lines = [columns | {"seed": text} | _compared(task, [pair]) for text, pair in zip(texts, pairs, strict=True)]
-    if len(pairs) > 1:
-        lines.append(columns | {"seed": f"all {len(pairs)}"} | _compared(task, pairs))
-    return lines
-
-
-def _compared(task: Task, pairs: Sequence[tuple[Predicted, Predicted]]) -> dict[str, Any]:
-    """The columns n, difference, low and high of A - B over pairs of predictions, one per seed, and the estimate.
-
-    With one seed and scores that are 0 or 1: on how many of the images that both could read both, one or neither is right.
-    """
-    for pair in pairs:
-        task.check_same_images(*pair)
-    a, b = (np.stack([task.scores(pair[side], task.metric) for pair in pairs]) for side in (0, 1))
-    one = estimate([a], [b])
-    found: dict[str, Any] = dict.fromkeys(("both", "only_a", "only_b", "neither"))
-    read = ~np.isnan(a[0] + b[0])
-    if len(pairs) == 1 and np.isin([a[0, read], b[0, read]], (0, 1)).all():
-        x, y = a[0, read] > 0, b[0, read] > 0
-        masks = {"both": x & y, "only_a": x & ~y, "only_b": y & ~x, "neither": ~x & ~y}
-        found = {name: int(mask.sum()) for name, mask in masks.items()}
-    ends = {"low": float(one.low()), "high": float(one.high()), "verdict": ""}
-    return {"n": one.images, "difference": float(one.mean), **ends, "estimate": one} | found
-
-
-def _with_verdicts(groups: Sequence[list[dict[str, Any]]], margin: float) -> list[dict[str, Any]]:
-    """All lines; the last of each group has the verdict and an interval that allows for the number of groups (Bonferroni)."""
-    tail = TAIL / len(groups)
-    for group in groups:
-        line, one = group[-1], group[-1]["estimate"]
-        low, high = float(one.low(tail)), float(one.high(tail))
-        line.update(low=low, high=high, verdict=better_of(low, high, margin))
-    return [{name: value for name, value in line.items() if name != "estimate"} for group in groups for line in group]
-
-
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:+.2f}" if name in ("difference", "low", "high") else str(value)

@@ -84,14 +84,6 @@ class Task(ABC):
         """Return two arrays [classes], whose ratio is the score of a class: its images and those classified correctly, ..."""
 
     @abstractmethod
-    def same(self, a: Predicted, b: Predicted) -> bool:
-        """Whether the predictions of all images are equal."""
-
-    @abstractmethod
-    def check_targets(self, a: Predicted, b: Predicted) -> None:
-        """Raise ValueError, naming the first difference, where two rows of the same images differ in their targets."""
-
-    @abstractmethod
     def pack(self, rows: Sequence[Predicted]) -> Arrays:
         """Return the arrays to store for these rows, of the same images."""
 
@@ -102,20 +94,6 @@ class Task(ABC):
     def columns_of(self, predicted: Predicted) -> Row:
         """Return `score`, with the number of images."""
         return self.score(predicted) | {"n": int(predicted.seen.sum())}
-
-    def check_same_images(self, a: Predicted, b: Predicted) -> None:
-        """Raise ValueError, naming the first difference, where two rows differ in images, their order, classes or targets."""
-        first, second = a.images, b.images
-        if first.names != second.names:
-            unmatched = sorted({*first.names} ^ {*second.names})
-            what = f"{len(unmatched)} are only in one of them, such as {unmatched[0]!r}" if unmatched else "their order differs"
-            counts = f"{len(first.names)} and {len(second.names)}"
-            raise ValueError(f"the images differ ({counts}): {what}. Evaluate on the same data")
-        if first.classes != second.classes:
-            raise ValueError(
-                f"the classes differ: {first.classes[:5]}... and {second.classes[:5]}...; evaluate on the same data"
-            )
-        self.check_targets(a, b)
 
 
 def capital(text: str) -> str:

@@ -107,21 +107,6 @@ class Classification(Task):
         n, hits = (np.bincount(labels[mask], minlength=count) for mask in (predicted.seen, right_of(predicted)))
         return n, hits
 
-    def same(self, a: Predicted, b: Predicted) -> bool:
-        """Whether all images have the same predicted classes."""
-        return np.array_equal(a.arrays["predicted"], b.arrays["predicted"])
-
-    def check_targets(self, a: Predicted, b: Predicted) -> None:
-        """ValueError where labels differ."""
-        first, second = a.arrays["labels"], b.arrays["labels"]
-        differs = (first != second) & a.seen & b.seen
-        if differs.any():
-            index = int(differs.argmax())
-            raise ValueError(
-                f"the labels of {int(differs.sum())} images differ, such as {a.images.names[index]!r} ({first[index]} and "
-                f"{second[index]}): evaluate on the same data"
-            )
-
     def pack(self, rows: Sequence[Predicted]) -> Arrays:
         """Labels, which are common, and four arrays [rows, n]: indices as uint16 where they fit, confidence as float16."""
         stacked = {name: np.stack([row.arrays[name] for row in rows]) for name in (*self._stored, "labels")}

@@ -130,18 +130,6 @@ class Segmentation(Task):
         of = {name: values[predicted.seen].sum(0) for name, values in predicted.arrays.items()}
         return of["truth"] + of["guessed"] - of["intersection"], of["intersection"]
 
-    def same(self, a: Predicted, b: Predicted) -> bool:
-        """Whether the counts of all images are equal."""
-        return all(np.array_equal(a.arrays[name], b.arrays[name]) for name in ("intersection", "guessed"))
-
-    def check_targets(self, a: Predicted, b: Predicted) -> None:
-        """ValueError where the masks' pixels by class differ; inputs that show different parts are allowed."""
-        both = a.seen & b.seen & (a.arrays["outside"] == 0) & (b.arrays["outside"] == 0)
-        differs = (a.arrays["truth"][both] != b.arrays["truth"][both]).any(1)
-        if differs.any():
-            name = a.images.names[int(np.flatnonzero(both)[differs.argmax()])]
-            raise ValueError(f"the masks of {int(differs.sum())} images differ, such as {name!r}: evaluate on the same data")
-
     def pack(self, rows: Sequence[Predicted]) -> Arrays:
         """The counts [rows, n, K]; of the masks too, since inputs may show different parts of an image."""
         counts = {name: np.stack([row.arrays[name] for row in rows]) for name in rows[0].arrays}
