@@ -116,6 +116,13 @@ def test_a_checkpoint_of_a_run_tells_how_the_teacher_was_built(tmp_path):
         fit(recipe, other)
 
 
+def test_the_order_of_a_teachers_outputs_is_told_where_timm_has_another(weights):
+    data = Tensors()
+    data.classes = ["2", "3", "10", "11"]
+    with pytest.warns(UserWarning, match=r"teacher resnet10t has no class names, .* class 0 is '2'; as text, it would be '10'"):
+        fit(classifier(resnet(weights, img_size=32)), data, max_epochs=1)
+
+
 def test_a_vitrel_teacher_of_another_size(weights):
     how = Distillation("vitrel_vit_n8_table", str(weights / "vit.safetensors"), img_size=(64, 48), teacher_args={"depth": 1})
     teacher = teacher_of(how)
