@@ -150,6 +150,7 @@ CPU_SHAPES = (  # a batch of 1 and 8, sizes at which a call takes seconds at mos
     _windows("Swin-T", 1, 28, 6, 7, 3, compiled=False),
     _windows("Swin-T", 1, 7, 24, 7, 0, compiled=False),
     *(_global(48, 1, name, 0, model="ViT-S", compiled=False) for name in ("decomposed", "factorized", "rope")),
+    *(_global(side, 1, "decomposed", 0, model="ViT-S", compiled=False) for side in (32, 36)),
 )
 QUICK_SHAPES = (  # smoke test on any machine
     Shape("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),
