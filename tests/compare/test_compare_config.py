@@ -1,4 +1,4 @@
-"""The configuration of a comparison: models, trainings of their own, tuned and borrowed weights, data sets, claims."""
+"""The configuration of a comparison: models, trainings of their own, tuned and borrowed weights, data sets."""
 
 import sys
 from copy import deepcopy
@@ -116,24 +116,6 @@ def test_every_mistake_is_named(load, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(**changes)
     assert "trial.yaml" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"img_size": 128}, "claim 1: 128x128 is not evaluated, only 64x64, 64x96"),
-        ({"protocol": "zoom"}, "claim 1: the protocol 'zoom' is not evaluated, only scale, canvas"),
-        ({"translation": 4}, r"content is translated only at 64x64 in the scale protocol, by evaluate.translations \(2, 8\)"),
-        ({"translation": 8, "img_size": "64x96"}, "content is translated only at 64x64"),
-        ({"better": "vit"}, "claim 1 names vit,"),
-    ],
-)
-def test_claims_about_what_is_not_evaluated_are_refused_before_training(load, changes, message):
-    claim = {"text": "It is better.", "better": "rope", "than": 25, "img_size": 64, "translation": 8}
-    evaluate = CONFIG["evaluate"] | {"translations": [2, 8]}
-    assert load(claims=[claim], evaluate=evaluate).claims[0].translation == 8
-    with pytest.raises(ValueError, match=message):
-        load(claims=[claim | {"translation": None} | changes], evaluate=evaluate)
 
 
 def test_what_is_no_configuration_is_refused(load, tmp_path):
@@ -314,13 +296,6 @@ def test_an_entry_may_have_fewer_seeds_and_those_that_need_its_weights_have_them
 def test_seeds_that_are_not_trained_are_refused(load_tuned, models, message):
     with pytest.raises(ValueError, match=message):
         load_tuned(*models)
-
-
-def test_a_claim_on_models_without_a_common_seed_is_refused(load_tuned):
-    claim = {"text": "It is better.", "better": "base", "than": ["table"], "img_size": 64}
-    load_tuned(BASE | {"seeds": [0]}, TABLE, claims=[claim])
-    with pytest.raises(ValueError, match="claim 1: base and table have no seed in common"):
-        load_tuned(BASE | {"seeds": [0]}, TABLE | {"seeds": [1]}, claims=[claim])
 
 
 def test_a_tuned_model_lends_its_weights_to_its_own_kind_alone(load_tuned):

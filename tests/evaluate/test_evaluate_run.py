@@ -205,7 +205,6 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     run_sweep([model], sweep(48, 64, translations=(0,)), tmp_path)
     first = read_csv(tmp_path / "results.csv")
     (tmp_path / "last.ckpt").write_text("not of the evaluation")
-    (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
     capsys.readouterr()
     changed, requested = other_weights(model), sweep(48, n=7)
     assert "3 other rows there would be moved" in describe_trials([changed], requested, tmp_path, replace=True)
@@ -217,8 +216,8 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     assert [row["nll"] for row in read_csv(aside / "results.csv")] == [row["nll"] for row in first]
     assert len(read_predictions(aside).rows) == 3 and len(read_translation(aside)) == 1
     assert len(read_predictions(tmp_path).images.names) == 7 and len(read_predictions(tmp_path).rows) == 2
-    assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists() and (aside / "claims.md").exists()
-    assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()
+    assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists()
+    assert (tmp_path / "last.ckpt").exists()
     noise.decoded = 0
     run_sweep([changed], requested, tmp_path, replace=True)  # the same again moves nothing
     assert (

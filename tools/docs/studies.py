@@ -1,15 +1,15 @@
-"""Generate the pages with all tables and claims of the studies on photographs and from ImageNet weights."""
+"""Generate the pages with all tables of the studies on photographs and from ImageNet weights."""
 
 from tools.study import imagenet_weights as imagenet
 from tools.study.photographs import DATA, ROOT, study_tables
 
 RESULTS = ROOT / "results" / "study"
-PHOTOGRAPHS = """# Photographs: all tables and claims
+PHOTOGRAPHS = """# Photographs: all tables
 
 Made from results/study; the reading is in [the study](photographs.md). ± is half the 95 % interval. A policy is named where
 a model has a choice; "none" resampled means that no value of the model was.
 """
-IMAGENET_WEIGHTS = """# From ImageNet weights: all tables and claims
+IMAGENET_WEIGHTS = """# From ImageNet weights: all tables
 
 Made from results/study; the reading is in [the study](imagenet_weights.md). In percent or points, ± half the 95 % interval.
 Above the training size tables are resampled by `geometric`, `cpb` and `log_decay` have `keep`, unless a policy is named.
@@ -33,17 +33,16 @@ TITLES = {
     "several_ahead_among": "The same among the ten classes",
     "flowers_scale": "Flowers, linear classifiers, scale",
     "flowers_native": "Flowers, linear classifiers, native: as many tokens as a square of this side has",
-    "claims": "Claims",
 }
 
 
 def photographs() -> str:
-    """Return Markdown: top-1 against size of every model and policy, and the claims, for both sets of photographs."""
+    """Return Markdown: top-1 against size of every model and policy, for both sets of photographs."""
     parts = [f"## {name}\n\n{table}\n" for name, table in study_tables(RESULTS, DATA)]
     return "\n".join([PHOTOGRAPHS, *parts])
 
 
 def imagenet_weights() -> str:
-    """Return Markdown: every table of the study from ImageNet weights, and its claims."""
+    """Return Markdown: every table of the study from ImageNet weights."""
     tables = imagenet.study_tables(RESULTS)
     return "\n".join([IMAGENET_WEIGHTS, *(f"## {title}\n\n{tables[name]}\n" for name, title in TITLES.items())])

@@ -299,7 +299,7 @@ def study_tables(results: Path) -> dict[str, str]:
     both = FIXED | {curve: f"{name}, several sizes" for curve, name in SEVERAL.items()}
     for protocol in ("scale", "native"):
         found[f"flowers_{protocol}"] = table_of(partial(flowers.cell, protocol=protocol), both, flower_sizes, flowers.trained)
-    return found | {"claims": (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()}
+    return found
 
 
 def write_pages(results: Path, root: Path, check: bool = False) -> None:

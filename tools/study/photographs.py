@@ -33,14 +33,11 @@ AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x12
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (name, Markdown) of the evaluation in each folder/name: top-1 against size in both protocols, then the claims.
+    """Return (name, Markdown) of the evaluation in each folder/name: top-1 against size in both protocols.
 
     FileNotFoundError if an evaluation has not been run.
     """
-    return [
-        (name, f"{accuracy_tables(_table(folder / name))}\n{(folder / name / 'claims.md').read_text('utf-8')}")
-        for name in names
-    ]
+    return [(name, accuracy_tables(_table(folder / name))) for name in names]
 
 
 def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:

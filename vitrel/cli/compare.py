@@ -223,9 +223,7 @@ def _compare(comparison: "Comparison", folder: Path, jobs: int) -> None:
     others = jobs - 1 if sweep.torch_device.type == "cpu" else 0
     with terminable(), shared_with(others, evaluate_share, comparison, folder):
         # replace: the table has exactly the rows of the configuration
-        rows = run_sweep(models, sweep, folder, comparison.name, comparison.claims, replace=True)
-    if comparison.claims:
-        print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
+        rows = run_sweep(models, sweep, folder, comparison.name, replace=True)
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
     files = "results.csv, table.md, plots/" + (", report.html" if sweep.report else "")
     print(f"{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,16 @@ from torch import nn
 
 from vitrel.common.names import nearest
 from vitrel.common.plain_yaml import read_yaml
-from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
+from vitrel.common.sizes import Size, parse_size_or_budget
 from vitrel.data import SHAPES
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoint
-from vitrel.evaluate.results.claims import Claim, read_claim
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.sweep import Sweep
 from vitrel.models.segmenter import Segmenter
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
-OPTIONAL = ("claims",)
 # keys of an item of the list `data`; except data and only, they update the comparison's
-DATA_KEYS = ("data", "only", "seeds", "train", "evaluate", "claims")
+DATA_KEYS = ("data", "only", "seeds", "train", "evaluate")
 CHECKPOINTS = ("last", "best")
 EVALUATE_KEYS = (*(one.name for one in fields(Sweep)), "checkpoint")
 MODEL_KEYS = ("name", "label", "position", "model_args", "weights_of", "tuned_from", "seeds", "train")
@@ -88,7 +85,6 @@ class Comparison:
     train: dict[str, Any]
     sweep: Sweep
     checkpoint: str
-    claims: tuple[Claim, ...] = ()
 
     @property
     def task(self) -> str:
@@ -255,7 +251,7 @@ def _selected(items: Sequence[Mapping[str, Any]], data: str | None) -> list[Mapp
 def _read_comparison(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no configuration at {path}; vitrel/configs/quickstart.yaml is one to start from")
-    return _section(read_yaml(path), (*KEYS, *OPTIONAL), str(path))
+    return _section(read_yaml(path), KEYS, str(path))
 
 
 def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], path: Path) -> Comparison:
@@ -272,11 +268,7 @@ def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], p
         own_train = _train(_merged(train, entry.train), f"{path}, {entry.label}")
         if entry.tuned_from and ((own_train.get("model") or {}).get("tuning") or {}).get("init_from"):
             raise ValueError(f"{path}: {entry.label} starts from {entry.tuned_from}: leave model.tuning.init_from out")
-    claims = _claims(config.get("claims") or [], entries, path)
-    comparison = Comparison(name, data, entries, seeds, train, _sweep(evaluation, evaluated, path), checkpoint, claims)
-    for number, claim in enumerate(claims, 1):
-        _check_claim(claim, comparison, f"{path}: claim {number}")
-    return comparison
+    return Comparison(name, data, entries, seeds, train, _sweep(evaluation, evaluated, path), checkpoint)
 
 
 def _read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
@@ -361,45 +353,6 @@ def _with_seeds(entries: tuple[Entry, ...], seeds: tuple[int, ...], path: Path) 
         return tuple(seed for seed in possible if seed in entry.seeds)
 
     return tuple(replace(entry, seeds=seeds_of(entry)) for entry in entries)
-
-
-def _claims(items: Any, entries: tuple[Entry, ...], path: Path) -> tuple[Claim, ...]:
-    labels = {entry.label for entry in entries}
-    claims = []
-    for number, item in enumerate(items, 1):
-        try:
-            claims.append(read_claim(item))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: claim {number}: {error}") from error
-        if unknown := sorted(claims[-1].labels() - labels):
-            raise ValueError(f"{path}: claim {number} names {unknown[0]}, which is not the label of a model here")
-    return tuple(claims)
-
-
-def _check_claim(claim: Claim, comparison: Comparison, where: str) -> None:
-    """ValueError, before any training, for a claim on a size, protocol or translation that is not evaluated, or on two models
-    without a common seed.
-    """
-    for a, b in product(claim.better, claim.than if isinstance(claim.than, tuple) else ()):
-        labels = a.split("/")[0], b.split("/")[0]
-        if not set.intersection(*(set(comparison.entry(label).seeds or ()) for label in labels)):
-            raise ValueError(f"{where}: {labels[0]} and {labels[1]} have no seed in common")
-    sweep, trained = comparison.sweep, format_size(comparison.train_size)
-    sizes = [trained, *map(format_size, sweep.sizes)]
-    if claim.img_size not in sizes and not any(isinstance(size, Budget) for size in sweep.sizes):  # pixels depend on the model
-        raise ValueError(f"{where}: {claim.img_size} is not evaluated, only {', '.join(dict.fromkeys(sizes))}")
-    if f"{claim.img_size} {claim.protocol}" in sweep.skip:
-        raise ValueError(f"{where}: {claim.img_size} in the {claim.protocol} protocol is left out by evaluate.skip")
-    if claim.protocol not in sweep.protocols:
-        raise ValueError(f"{where}: the protocol {claim.protocol!r} is not evaluated, only {', '.join(sweep.protocols)}")
-    if claim.translation is not None and (
-        claim.translation not in sweep.translations or claim.img_size != trained or claim.protocol != sweep.protocols[0]
-    ):
-        translations = ", ".join(map(str, sweep.translations)) or "none"
-        raise ValueError(
-            f"{where}: content is translated only at {trained} in the {sweep.protocols[0]} protocol, "
-            f"by evaluate.translations ({translations})"
-        )
 
 
 def _train(value: Any, path: Path | str) -> dict[str, Any]:

@@ -11,7 +11,7 @@
     trials        models, sweep -> the list of rows to make
     measure       trial -> row, through prepare, predict and the task's score
     results       rows <-> the files of a folder (table); estimates over seeds and images (statistics); verdicts, and at most
-                  three sentences a model (advice, claims); Markdown (text)
+                  three sentences a model (advice); Markdown (text)
     page          rows -> report.html
 
 `run` is a whole evaluation.

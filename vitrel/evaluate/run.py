@@ -29,8 +29,7 @@ from vitrel.evaluate.policies import gflops
 from vitrel.evaluate.predict import state_hash
 from vitrel.evaluate.prepare import Images, Source, check_data, source_of
 from vitrel.evaluate.results.advice import Judged, judge
-from vitrel.evaluate.results.aggregate import Scores, main_metric, read_scores, with_curves
-from vitrel.evaluate.results.claims import Claim, judge_claims
+from vitrel.evaluate.results.aggregate import main_metric, read_scores, with_curves
 from vitrel.evaluate.results.table import (
     COLUMNS,
     Tables,
@@ -40,7 +39,6 @@ from vitrel.evaluate.results.table import (
     not_comparable,
     read_folder,
     read_names,
-    read_translation,
     row_key,
     set_aside,
     settings_columns,
@@ -139,14 +137,13 @@ def run_sweep(
     sweep: Sweep,
     folder: Path,
     title: str = "",
-    claims: Sequence[Claim] = (),
     replace: bool = False,
 ) -> list[Row]:
     """Evaluate all trials of `trials_of(models, sweep)`, write the results into `folder`, and return the rows of its
     results.csv.
 
     Writes results.csv, predictions.npz, translation.csv (with translations), bad_images.csv (with unreadable images), table.md,
-    claims.md (with claims) and plots/*.png; with `sweep.report`, pictures.json.gz, report.html and report.json. Prints
+    plots/*.png; with `sweep.report`, pictures.json.gz, report.html and report.json. Prints
     progress, then the advice and tables.
 
     Rows in `folder` of the same weights, data and settings are reused, and rows of other models, sizes, protocols or policies
@@ -173,13 +170,8 @@ def run_sweep(
                     tables.add(result)
             rows = with_curves([result.row for result in tables.rows.values()])
             tables.write(rows)
-            scores = read_scores(folder)
-            judged = judge(rows, scores, sweep.margin)
+            judged = judge(rows, read_scores(folder), sweep.margin)
             _show(judged, folder, shown(title))
-            if claims:
-                _write_claims(claims, rows, scores, folder)
-            if replace and not claims:
-                (folder / "claims.md").unlink(missing_ok=True)
             if sweep.report:
                 from vitrel.evaluate.page import write_html
                 from vitrel.evaluate.page.pictures import collect_pictures, optional_picture, read_pictures
@@ -427,13 +419,6 @@ def _show(judged: Judged, folder: Path, title: str) -> None:
 
     with optional_picture("plots"):
         plot_all(judged, folder / "plots", title)
-
-
-def _write_claims(claims: Sequence[Claim], rows: Sequence[Row], scores: Scores, folder: Path) -> None:
-    """Judge the claims, and write claims.md."""
-    verdicts = judge_claims(claims, rows, read_translation(folder), scores)
-    with atomic_write(folder / "claims.md") as part:
-        part.write_text("\n".join(verdicts) + "\n", "utf-8")
 
 
 def _noted(error: BaseException, note: str) -> BaseException:

@@ -231,18 +231,6 @@ def test_the_page_has_the_title(folder):
     assert "<h1>mine</h1>" in write_html(folder, "mine").read_text("utf-8")
 
 
-@pytest.mark.slow
-def test_claims_stand_on_the_page_with_their_verdicts(folder):
-    assert contents(read_csv(folder / "results.csv"), folder, "t")["claims"] == []
-    first = "- **It is <b>better</b>.** This holds (1 of 1 pairs; 64x64 scale).\n  Ahead: a +2.0 ±1.0.\n"
-    (folder / "claims.md").write_text(first + "- **And so.** This is not shown.\n", "utf-8")
-    assert contents(read_csv(folder / "results.csv"), folder, "t")["claims"] == [
-        {"claim": "It is <b>better</b>.", "verdict": "This holds (1 of 1 pairs; 64x64 scale). Ahead: a +2.0 ±1.0."},
-        {"claim": "And so.", "verdict": "This is not shown."},
-    ]
-    assert "It is &lt;b&gt;better&lt;/b&gt;." in write_html(folder).read_text("utf-8")
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the script of the page")
 def test_downloads_hold_no_formulas():
     cells = ["=1+1", "+a", "@a", "\t=a", "'=a", "-0.5 0.5", "-1.5", "a=b", "'a'", 'say "no"', -1.5, None, True]

@@ -41,7 +41,7 @@ def test_the_whole_grid_is_configured(data):
     sides = [math.sqrt(h * w) for h, w in found.sweep.sizes]
     assert min(sides) == 64 and max(sides) == 512 and any(h != w for h, w in found.sweep.sizes)
     assert found.sweep.protocols == ("scale", "canvas") and found.train_size == (128, 128)
-    assert found.train["trainer"]["max_epochs"] >= 200 and len(found.claims) == 10
+    assert found.train["trainer"]["max_epochs"] >= 200
     for entry in found.entries:  # what a model is called is what it has
         key = entry.label.split("-")[-1 if entry.label.startswith("swin") else 0].split("+")[0]
         if key in ENCODINGS and key != "table":
@@ -75,7 +75,6 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     labels = ["absolute", "rope_mixed", "rope_mixed-mixed", "absolute-fixres"]
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]
     config |= {"data": str(photographs(tmp_path / "photographs")), "seeds": [0]}
-    config["claims"] = [{"text": "Larger.", "better": ["rope_mixed", "rope_mixed-mixed"], "than": "absolute", "img_size": "64"}]
     config["train"]["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "precision": "32-true", "enable_progress_bar": False}
     config["train"]["data"] |= {"size": 32, "batch_size": 4, "workers": 0}
     config["train"]["model"]["optim"]["warmup_epochs"] = 0.5
@@ -106,7 +105,6 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     before, after = state("absolute"), state("absolute-fixres")
     changed = {name.split(".")[1] for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {"pos_embed", "norm", "head"}  # resampled to the other grid, and what was tuned
-    assert "claims of the configuration" in printed
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ _ABOUT = JUDGED | {
 def write_html(folder: Path, title: str = "", images: bool = True, margin: float = MARGIN) -> Path:
     """Write report.html and report.json into an evaluation folder, and return the path of report.html.
 
-    They are made from results.csv, and from claims.md, predictions.npz, translation.csv and pictures.json.gz where these exist.
+    They are made from results.csv, and from predictions.npz, translation.csv and pictures.json.gz where these exist.
     FileNotFoundError without results.csv, ValueError where it has no rows or lacks columns.
 
     Args:
@@ -213,7 +213,6 @@ def contents(
         "by_size": [records[place[id(row)]] for row in judged.by_size],
         "accuracy": [_by_size(protocol, drawn, records, sizes) for protocol in protocols],
         "lead": _lead(records, data_name, protocols, sizes),
-        "claims": _claims(folder),
         "seen": _seen(pictures, words),
         "scenes": _scenes(pictures),
         "legend": [] if pictures is None else pictures["legend"],
@@ -439,14 +438,6 @@ def _image_labels(changed: Sequence[Mapping[str, Any]], predictions: Predictions
     labels = next(iter(predictions.rows.values())).arrays.get("labels", ())
     indices = dict.fromkeys(image["image"] for item in changed for image in item["images"])
     return {str(index): [predictions.images.names[index], int(labels[index])] for index in indices}
-
-
-def _claims(folder: Path) -> list[dict[str, str]]:
-    """The claims in claims.md as {claim, verdict}; [] without the file."""
-    path = folder / "claims.md"
-    text = path.read_text("utf-8") if path.exists() else ""
-    matches = re.findall(r"^- \*\*(.+?)\*\* (This .+?)(?=\n- \*\*|\Z)", text, re.M | re.S)
-    return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in matches]
 
 
 def _intervals(rows: Sequence[Row], table: Sequence[Row], protocol_of: Callable[[Row], str]) -> list[dict[str, list[float]]]:

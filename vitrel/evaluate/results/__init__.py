@@ -1,1 +1,1 @@
-"""What the rows of an evaluation say: their files, intervals over seeds and images, claims, verdicts, text."""
+"""What the rows of an evaluation say: their files, intervals over seeds and images, verdicts, text."""

@@ -165,7 +165,7 @@ OF_ALL = tuple(name for name in KEY if name not in LINE_KEY + OF_MODEL)
 CHOICE = ("data", "links", "data_seed", "n_asked")  # columns that determine which images are used
 TRANSLATIONS = "translation.csv"
 BAD_IMAGES = "bad_images.csv"
-PAGES = ("table.md", "claims.md", "plots", "pictures.json.gz", "report.html", "report.json")
+PAGES = ("table.md", "plots", "pictures.json.gz", "report.html", "report.json")
 FILES = ("results.csv", PREDICTIONS, TRANSLATIONS, BAD_IMAGES, *PAGES)  # all files of an evaluation
 WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
 
