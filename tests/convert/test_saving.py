@@ -23,7 +23,7 @@ from vitrel.convert import absolute_to_relative, drop_absolute
 from vitrel.models.config import PREPROCESSING
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
-from vitrel.position import POSITIONS
+from vitrel.position import POSITIONS, create_position
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5)
@@ -334,21 +334,11 @@ LOST = {  # what a file would not give back: (model, words)
     "head, other width": (lambda: altered(lambda m: setattr(m, "head", nn.Linear(m.embed_dim, 11))), "head"),
     "head without bias": (lambda: altered(lambda m: setattr(m, "head", nn.Linear(m.embed_dim, 5, bias=False))), "head"),
     "MLP": (lambda: altered(lambda m: setattr(m.blocks[1], "mlp", nn.Identity())), r"blocks\.1\.mlp"),
-    "activation": (lambda: altered(lambda m: setattr(m.blocks[1].mlp, "act", nn.ReLU())), r"blocks\.1\.mlp\.act"),
-    "eps": (lambda: altered(lambda m: setattr(m.norm, "eps", 1e-3)), r"norm"),
-    "forward hook": (lambda: altered(lambda m: void(m.blocks[0].register_forward_hook(lambda *a: None))), r"blocks\.0.* hook"),
-    "pre-hook": (lambda: altered(lambda m: void(m.norm.register_forward_pre_hook(lambda *a: None))), "norm.* hook"),
-    "hook of the model": (lambda: altered(lambda m: void(m.register_forward_hook(lambda *a: None))), "hook"),
-    "forward": (lambda: altered(lambda m: setattr(m.blocks[0], "forward", lambda x, grid: x)), r"blocks\.0.*forward"),
-    "temperature": (lambda: altered(lambda m: setattr(m.blocks[0].position, "temperature", "log_n"), SITE),
-        r"blocks\.0\.position.*temperature"),
     "base": (lambda: altered(lambda m: setattr(m.blocks[0].position, "base", 7.0), SITE), r"blocks\.0\.position.*base"),
-    "shift": (lambda: altered(lambda m: setattr(m.layers[0].blocks[1].attn, "shift", (0, 0)), "vitrel_swin_n"),
-        r"layers\.0\.blocks\.1\.attn.*shift"),
-    "policy": (lambda: altered(lambda m: setattr(m.blocks[1].position, "policy", "clip"), "vitrel_vit_n8_table"),
-        r"blocks\.1\.position.*policy"),
     "encoding": (lambda: altered(lambda m: setattr(m.blocks[0], "position", m.blocks[0].position.__class__((4, 4, 1), 4,
         16)), SITE), r"blocks\.0"),
+    "other encoding": (lambda: altered(lambda m: setattr(m.blocks[0], "position", create_position("alibi", (8, 8, 1), 2, 32)),
+        SITE), r"blocks\.0"),
     "block": (lambda: altered(lambda m: void(m.blocks.append(m.blocks[0]))), r"blocks"),
     "parameter": (lambda: altered(lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1)))), "gain"),
     "parametrized": (lambda: altered(lambda m: void(nn.utils.parametrizations.weight_norm(m.blocks[0].attn.proj))),

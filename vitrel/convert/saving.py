@@ -4,8 +4,6 @@ A file is .safetensors. Its metadata hold, as JSON under "vitrel": `format`, an 
 vitrel.models.config; `position`, the description of the encodings by vitrel.weights.record.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,6 @@ from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, preparation_of, stored_arguments
 from vitrel.models.create import check_model_name, create_model, create_sized, on_meta
 from vitrel.models.segmenter import BODY, Segmenter
-from vitrel.position import PositionEncoding
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import check_file, guarding, read_file, write_safetensors
 from vitrel.weights.record import check_encodings, position_record
@@ -44,8 +41,8 @@ def save(model: nn.Module, path: str | Path) -> None:
         path: of the file, which is written atomically.
 
     Raises:
-        ValueError: the suffix is another, or the model is of another library or differs from what its configuration builds (a
-            part was replaced, a hook added, an option set on a module); nothing is written then.
+        ValueError: the suffix is another, or the model is of another library, or its weights or encodings are not those that
+            its configuration builds (a part was replaced); nothing is written then.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -55,12 +52,26 @@ def save(model: nn.Module, path: str | Path) -> None:
             f"{type(model).__name__} is no vitrel model: convert timm's with vitrel.from_timm, unwrap compiled ones"
         )
     config = config_of(model)
-    if difference := next(_differences(model, config), ""):
-        raise ValueError(f"the model differs from what its arguments build, so it cannot be saved: {difference}")
+    _check_rebuilds(model, config.build("meta"))
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     about = {"format": FORMAT, "model": config._asdict(), "position": position_record(model)}
     with atomic_write(path) as part:
         write_safetensors(part, state, about)
+
+
+def _check_rebuilds(model: Backbone, built: Backbone) -> None:
+    """Raise ValueError unless the weights and encodings of a model have the names, shapes and options of one built anew."""
+
+    def described(part: Backbone) -> dict[str, Any]:
+        return {name: getattr(value, "shape", None) for name, value in part.state_dict().items()} | position_record(part)
+
+    own, anew = described(model), described(built)
+    for name in (*own, *anew):
+        if own.get(name) != anew.get(name):
+            raise ValueError(
+                f"the model cannot be saved, since its configuration builds another: {name} is {own.get(name)}, and would be "
+                f"{anew.get(name)}"
+            )
 
 
 def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module:
@@ -364,56 +375,6 @@ def _load_other(model: nn.Module, loaded: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path} does not fit its model: {str(error)[:600]}") from error
     if bad := not_finite(model):
         raise ValueError(f"{path} does not fit its model: the weights hold NaN or infinity in {bad}")
-
-
-def _differences(model: Backbone, config: Config) -> Iterator[str]:
-    """Yield the differences between a model and one built from its configuration, in words."""
-    try:
-        json.dumps(config._asdict())
-    except TypeError as error:
-        yield f"an argument cannot be written ({error})"
-    built = config.build("meta")
-    expected, actual = dict(built.named_modules()), dict(model.named_modules())
-    for name in dict.fromkeys((*actual, *expected)):
-        if name not in expected or name not in actual:
-            yield f"{name or 'the model'} is {'new' if name in actual else 'missing'}"
-        elif (settings := _settings(actual[name])) != (other := _settings(expected[name])):
-            key = next(key for key in (*settings, *other) if settings.get(key) != other.get(key))
-            yield f"{name or 'the model'} has {key} {settings.get(key)!r}, and would have {other.get(key)!r}"
-    built_shapes, shapes = ({name: value.shape for name, value in part.state_dict().items()} for part in (built, model))
-    if shapes != built_shapes:
-        name = next(name for name in (*shapes, *built_shapes) if shapes.get(name) != built_shapes.get(name))
-        yield f"{name} has shape {tuple(shapes.get(name, ()))}, and would have {tuple(built_shapes.get(name, ()))}"
-    for name, value in model.state_dict().items():
-        if type(value) is not Tensor:
-            yield f"{name} is a {type(value).__name__}"
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return the settings that decide what a module computes, without its submodules and tensors."""
-    kind = type(module)
-    settings: dict[str, Any] = {"type": kind.__name__, "module": kind.__module__}
-    if kind.__name__ in ("DropPath", "Dropout"):  # act in training only, and pruning changes their rates
-        return settings
-    settings["hooks"] = len(module._forward_hooks) + len(module._forward_pre_hooks)
-    settings["forward"] = "replaced" if "forward" in vars(module) else "own"
-    if kind.__module__.startswith("vitrel."):
-        skipped = (
-            "training",
-            "backend",
-            "grad_checkpointing",
-            "img_size",
-            *(() if isinstance(module, PositionEncoding) else ("grid",)),
-        )
-        plain = (int, float, str, bool, tuple)  # None equals an absent option
-        settings |= {
-            name: value
-            for name, value in vars(module).items()
-            if name[0] != "_" and name not in skipped and isinstance(value, plain)
-        }
-    else:
-        settings["settings"] = module.extra_repr()
-    return settings
 
 
 def _tuples(value: Any) -> Any:
