@@ -248,24 +248,10 @@ def test_heads_of_self_distillation_are_named(pair):
 def test_a_head_beside_the_trunk_is_not_guessed(pair):
     state = pair[0].state_dict()
     wrapped = {name if name.startswith("head.") else f"backbone.{name}": value for name, value in state.items()}
-    with pytest.raises(RuntimeError, match=r"not in the file: head\.weight, head\.bias\. .*lacks the prefix"):
+    with pytest.raises(RuntimeError, match=r"not in the file: head\.weight, head\.bias\. not in the model: head\.weight"):
         vitrel.load_pretrained(pair[1], wrapped)
     vitrel.load_pretrained(pair[1], wrapped, reset_head=True)
     assert torch.equal(pair[1].norm.weight, state["norm.weight"])
-
-
-def test_names_of_vitdet_stay_as_they_are(pair):
-    """Its trunk is backbone.net, and what lies beside it in the file is named with all of its name."""
-    detector = named("backbone.net.", pair[0].state_dict()) | {
-        "backbone.simfpn_2.weight": torch.ones(1),
-        "roi_heads.a": torch.ones(1),
-    }
-    with pytest.raises(RuntimeError, match=r"not in the model: backbone\.simfpn_2\.weight, roi_heads\.a\."):
-        vitrel.load_pretrained(pair[1], detector)
-    takes(*pair, detector, allow_unused=["backbone.simfpn*", "roi_heads.*"])
-    many = detector | {f"backbone.simfpn_{i}.weight": torch.ones(1) for i in range(300)}
-    takes(*pair, many, allow_unused=["backbone.simfpn*", "roi_heads.*"])
-    assert {name for row in plan_weights(pair[1], many).rows for name in row.source} == set(many)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
@@ -341,7 +327,7 @@ def test_refusals(tmp_path):
     vitrel.load_pretrained(timm.create_model("vitrel_swin_n", num_classes=9), state, reset_head=True)
     with pytest.raises(RuntimeError, match=r"NaN or infinity in norm.weight; nothing was loaded"):
         vitrel.load_pretrained(model, state | {"norm.weight": torch.full((128,), torch.nan)})
-    with pytest.raises(ValueError, match="patches of 4x4 pixels, the model of 2x2; build it with that patch_size"):
+    with pytest.raises(RuntimeError, match=r"proj.weight: \(32, 3, 4, 4\) in the file, .*likely cause is another patch_size"):
         vitrel.load_pretrained(model, state | {"patch_embed.proj.weight": torch.zeros(32, 3, 4, 4)})
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         vitrel.load_pretrained(model, tmp_path / "missing.pth")
@@ -388,7 +374,7 @@ def test_timms_route_refuses_for_another_task_too(tmp_path):
     short = timm.create_model("vitrel_vit_n8_absolute", depth=3)
     save_file(short.state_dict(), tmp_path / "short.safetensors")
     for how in (dict(num_classes=10), dict(features_only=True), dict(in_chans=1)):
-        for file, text in (("scaled", "layer scale"), ("short", "fewer blocks in the file")):
+        for file, text in (("scaled", "another block_args"), ("short", "another depth")):
             overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / f"{file}.safetensors")))
             with pytest.raises(RuntimeError, match=text):
                 timm.create_model("vitrel_vit_n8_absolute", **overlay, **how)
@@ -406,7 +392,3 @@ def test_one_name_and_other_slips():
     with pytest.raises(ValueError, match="a tensor of the file has a shape that no known layout has"):
         vitrel.load_pretrained(model, flat)
     vitrel.load_pretrained(model, model.state_dict(), source_grid=8)
-    for key in ("t5", "rope_axial"):
-        other = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=3)
-        with pytest.raises(ValueError, match="key_minus_query reverses `table` and `decomposed`, not"):
-            vitrel.load_pretrained(other, other.state_dict(), key_minus_query=True)

@@ -1,4 +1,4 @@
-"""ViT weights with rotary position of other code: random ones give the peer's logits and, in its layout, its gradients."""
+"""ViT weights of timm with rotary position: random ones give timm's logits and, in its layout, its gradients."""
 
 import re
 from functools import partial
@@ -8,12 +8,11 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models.eva import Eva
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrel
 from helpers import each
-from helpers.vit_peers import HEADS, SCALED, SIZES, SMALL, C, D, ours, perturb, renamed, same
+from helpers.vit_peers import SCALED, SIZES, SMALL, ours, perturb, same
 from vitrel.weights.load import plan_weights
 
 EVA = dict(base=10000.0, reference=(16, 16))
@@ -24,19 +23,14 @@ def eva(**own):
 
 
 EVA02 = dict(mlp_ratio=4 * 2 / 3, swiglu_mlp=True, ref_feat_shape=(16, 16))
-EVA02_AUTHORS = ((r"mlp.fc1_g", "mlp.w1"), (r"mlp.fc1_x", "mlp.w2"), (r"mlp.fc2", "mlp.w3"), (r"mlp.norm", "mlp.ffn_ln"))
 
 
 @each("size", [(48, 48), (128, 128), (64, 40)])
-@each("kind", ["tiny", "base", "authors"])
-def test_eva02(kind, size):
+@each("tiny", [True, False])
+def test_eva02(tiny, size):
     """Interleaved pairs counted on a 16x16 grid; tiny packs SwiGLU and q, k, v, base has them apart and a norm inside."""
-    tiny = kind == "tiny"
     peer = perturb(eva(**EVA02, **({} if tiny else dict(qkv_fused=False, scale_mlp=True))))
     state = peer.state_dict()
-    if kind == "authors":
-        state = renamed(state, *EVA02_AUTHORS, (r"attn\.([qv])_proj\.bias", r"attn.\1_bias"))
-        state |= {n: torch.ones(36, D) for n in ("rope.freqs_cos", "rope.freqs_sin", "blocks.1.attn.rope.freqs_cos")}
     own = dict(position_args=EVA, mlp_ratio=4 * 2 / 3, global_pool="avg")
     model = ours("absolute+rope_axial", dict(mlp="swiglu", mlp_norm=not tiny), **own)
     same(vitrel.load_pretrained(model, state), peer, torch.randn(2, 3, *size), (True, False))
@@ -68,76 +62,21 @@ def test_rope_vit_of_timm(mixed, absolute):
         same(model, peer, torch.randn(2, 3, *size), (True, not mixed))
 
 
-class NaverRope(nn.Module):
-    """RoPE-ViT from its definition: pair t of channels is a complex number, times exp(i angle), angle = x f_x + y f_y."""
-
-    def __init__(self, mixed):
-        super().__init__()
-        self.mixed = mixed
-        self.trunk = VisionTransformer(**SMALL, init_values=1.0, no_embed_class=True, pos_embed="none", dynamic_img_size=True)
-        if mixed:
-            self.freqs = nn.Parameter(torch.randn(2, 2, HEADS * D // 2))
-
-    def forward(self, image):
-        h, w = image.shape[2] // 8, image.shape[3] // 8
-        x = self.trunk.patch_embed(image).flatten(1, 2)
-        x = torch.cat((self.trunk.cls_token.expand(len(x), -1, -1), x), 1)
-        at = torch.arange(h * w)
-        column, row = (at % w).float()[:, None, None], (at // w).float()[:, None, None]
-        for i, block in enumerate(self.trunk.blocks):
-            if self.mixed:
-                f_x, f_y = self.freqs[:, i].view(2, HEADS, D // 2)
-            else:
-                f = 100.0 ** -(torch.arange(0, D, 4).float() / D)
-                f_x, f_y = torch.cat((f, 0 * f)).expand(HEADS, -1), torch.cat((0 * f, f)).expand(HEADS, -1)
-            turn = torch.exp(1j * (column * f_x + row * f_y)).transpose(0, 1)  # [H, h*w, D/2]
-            q, k, v = block.attn.qkv(block.norm1(x)).unflatten(2, (3, HEADS, D)).permute(2, 0, 3, 1, 4)
-            q, k = (torch.cat((t[:, :, :1], self.rotated(t[:, :, 1:], turn)), 2) for t in (q, k))
-            out = (q @ k.mT * D**-0.5).softmax(-1) @ v
-            x = x + block.ls1(block.attn.proj(out.transpose(1, 2).flatten(2)))
-            x = x + block.ls2(block.mlp(block.norm2(x)))
-        return self.trunk.head(self.trunk.norm(x)[:, 0])
-
-    @staticmethod
-    def rotated(t, turn):
-        return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
-
-
-@each("mixed", [False, True])
-def test_rope_vit_of_naver(mixed):
-    peer = perturb(NaverRope(mixed))
-    state = renamed(peer.state_dict(), (r"^trunk\.", ""), (r"ls(\d)\.gamma", r"gamma_\1"))
-    state |= dict(freqs_t_x=torch.zeros(36), freqs_t_y=torch.zeros(36)) if mixed else {}
-    model = vitrel.load_pretrained(ours("rope_mixed" if mixed else "rope_axial", SCALED), {"model": state})
-    for size in SIZES:
-        same(model, peer, torch.randn(2, 3, *size), (True, not mixed))
-
-
 DINOV3 = dict(
     init_values=1.0, rope_type="dinov3", rope_temperature=100.0, rope_rotate_half=True, use_abs_pos_emb=False, num_reg_tokens=4
 )
 
 
-@each("authors", [False, True])
 @each("kind", ["plain", "qkvb", "plus"])
-def test_dinov3(kind, authors):
-    """The authors mask the bias of the keys instead of leaving it out; their "plus" models have SwiGLU of 8 n channels."""
+def test_dinov3(kind):
+    """The "plus" models have SwiGLU of 8 n channels."""
     plus, bias = kind == "plus", kind != "plain"
     swiglu = dict(swiglu_mlp=True, swiglu_align_to=8, mlp_ratio=2.7) if plus else {}
     norm = partial(nn.LayerNorm, eps=1e-5)
     peer = perturb(eva(**DINOV3, **swiglu, qkv_bias=bias, norm_layer=norm, global_pool="token", use_fc_norm=False))
-    state = peer.state_dict()
-    if authors:
-        state = renamed(state, *EVA02_AUTHORS[: 3 * plus], (r"gamma_(\d)", r"ls\1.gamma"), ("reg_token", "storage_tokens"))
-        for i in (0, 1) if bias else ():
-            q, v = (state.pop(f"blocks.{i}.attn.{n}_bias") for n in "qv")
-            state[f"blocks.{i}.attn.qkv.bias"] = torch.cat((q, torch.full((C,), torch.nan), v))
-            state[f"blocks.{i}.attn.qkv.bias_mask"] = torch.cat((torch.ones(C), torch.zeros(C), torch.ones(C)))
-        state |= {"rope_embed.periods": torch.ones(D // 4), "mask_token": torch.zeros(1, C)}
     block_args = SCALED | dict(norm_eps=1e-5, mlp="swiglu" if plus else "gelu")
     own = dict(reg_tokens=4, qkv_bias=bias, mlp_ratio=2.75 if plus else 4.0)
-    model = ours("rope_normalized", block_args, **own)
-    vitrel.load_pretrained(model, state, allow_unused=["mask_token"])
+    model = vitrel.load_pretrained(ours("rope_normalized", block_args, **own), peer.state_dict())
     for size in SIZES:
         same(model, peer, torch.randn(2, 3, *size))
 

@@ -1,10 +1,11 @@
-"""ViT weights of other code: random ones give the peer's logits and, in the peer's layout, its gradients."""
+"""ViT weights of timm: random ones give timm's logits and, in its layout, its gradients."""
 
 from functools import partial
 
 import pytest
+import timm
 import torch
-from timm.layers import RelPosBiasTf, SwiGLUPacked
+from timm.layers import SwiGLUPacked
 from timm.models.beit import Beit
 from timm.models.mvitv2 import MultiScaleAttention
 from timm.models.vision_transformer import VisionTransformer
@@ -18,12 +19,10 @@ from helpers.vit_peers import HEADS, SCALED, SIZES, SMALL, C, ours, perturb, ren
 
 
 @each("size", SIZES)
-@each("authors", [False, True])
-def test_deit_iii(size, authors):
+def test_deit_iii(size):
     """Layer scale, and an embedding without a row for the class token."""
     peer = perturb(VisionTransformer(**SMALL, init_values=1.0, no_embed_class=True, dynamic_img_size=True))
-    state = renamed(peer.state_dict(), (r"ls(\d)\.gamma", r"gamma_\1")) if authors else peer.state_dict()
-    model = vitrel.load_pretrained(ours("absolute", SCALED), state)
+    model = vitrel.load_pretrained(ours("absolute", SCALED), peer.state_dict())
     assert not model.pos_embed.pos_embed[:, 0].any()
     same(model, peer, torch.randn(2, 3, *size))
 
@@ -37,26 +36,28 @@ def test_registers(size, options):
     same(model, peer, torch.randn(2, 3, *size))
 
 
-def test_dinov2():
-    """The authors' embedding has a row for the class token and none for the registers; timm adds that row to the token."""
-    scaled = dict(init_values=1.0, reg_tokens=4, no_embed_class=True)
-    peer = perturb(VisionTransformer(**SMALL, **scaled))
+def test_a_file_of_authors_is_read_by_timms_filter(tmp_path):
+    """DINOv2's: the embedding has a row for the class token and none for the registers, w12 and w3 are a packed SwiGLU."""
+    options = dict(depth=2, embed_dim=C, num_heads=HEADS, img_size=56, mlp_ratio=4.0)
+    theirs = perturb(timm.create_model("vit_giant_patch14_reg4_dinov2", **options))
+    state = renamed(theirs.state_dict(), (r"^reg_token$", "register_tokens"), (r"mlp\.fc1", "mlp.w12"), (r"mlp\.fc2", "mlp.w3"))
     row = torch.randn(1, 1, C)
-    state = renamed(peer.state_dict(), (r"^reg_token$", "register_tokens"))
-    state |= dict(mask_token=torch.ones(1, C), cls_token=peer.cls_token - row, pos_embed=torch.cat((row, peer.pos_embed), 1))
-    model = vitrel.load_pretrained(ours("absolute", SCALED, reg_tokens=4), state, allow_unused=["mask_token"])
-    same(model, peer, torch.randn(2, 3, 48, 48))
-    g = model.pos_embed.pos_embed.grad
-    torch.testing.assert_close(g[:, :1], model.cls_token.grad)
-    assert torch.equal(model.pos_embed.pos_embed[:, :5], torch.cat((row, torch.zeros(1, 4, C)), 1))
+    state |= dict(mask_token=torch.ones(1, C), cls_token=theirs.cls_token - row)
+    state["pos_embed"] = torch.cat((row, theirs.pos_embed), 1)
+    torch.save(state, path := tmp_path / "dinov2.pth")
+    overlay = dict(file=str(path))
+    model = vitrel.from_timm("vit_giant_patch14_reg4_dinov2", pretrained=True, pretrained_cfg_overlay=overlay, **options)
+    image = torch.randn(2, 3, 56, 56)
+    torch.testing.assert_close(model.eval()(image), theirs(image), atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"not in the model: .*register_tokens|other names than timm's"):
+        vitrel.load(path, like="vit_giant_patch14_reg4_dinov2")
 
 
 def test_packed_swiglu():
-    """DINOv2's largest: w12 and w3, here as timm packs them."""
+    """DINOv2's largest."""
     peer = perturb(VisionTransformer(**SMALL, init_values=1.0, mlp_layer=SwiGLUPacked, act_layer=nn.SiLU, mlp_ratio=5.5))
-    state = renamed(peer.state_dict(), ("mlp.fc1", "mlp.w12"), ("mlp.fc2", "mlp.w3"))
     model = ours("absolute", SCALED | dict(mlp="swiglu"), mlp_ratio=2.75)
-    same(vitrel.load_pretrained(model, state), peer, torch.randn(2, 3, 48, 48))
+    same(vitrel.load_pretrained(model, peer.state_dict()), peer, torch.randn(2, 3, 48, 48))
 
 
 def test_non_square_source():
@@ -130,25 +131,6 @@ def test_timm_relative_position_bias(shared, class_token):
     same(vitrel.load_pretrained(model, peer.state_dict()), peer, torch.randn(2, 3, 48, 48))
 
 
-def test_key_minus_query():
-    """MaxViT's tables [H, 2h-1, 2w-1] count key minus query; read the other way round they give something else."""
-    peer = VisionTransformerRelPos(**SMALL | dict(img_size=(32, 48)), rel_pos_type="bias", fc_norm=True, init_values=None)
-    for block in peer.blocks:
-        block.attn.rel_pos = RelPosBiasTf((4, 6), HEADS)
-    perturb(peer)
-    image, own = torch.randn(2, 3, 32, 48), dict(img_size=(32, 48), class_token=False, global_pool="avg")
-    model = vitrel.load_pretrained(ours("table", **own), peer.state_dict(), key_minus_query=True)
-    torch.testing.assert_close(model(image), peer(image), atol=2e-5, rtol=0)
-    for net in (model, peer):
-        net(image)[:, 0].sum().backward()
-    for i, block in enumerate(peer.blocks):
-        g = model.blocks[i].position.relative_position_bias_table.grad
-        expected = block.attn.rel_pos.relative_position_bias_table.grad
-        assert (g.view(7, 11, HEADS).flip(0, 1).permute(2, 0, 1) - expected).norm() <= 2e-5 * expected.norm()
-    wrong = vitrel.load_pretrained(ours("table", **own), peer.state_dict())
-    assert (wrong(image) - peer(image)).abs().max() > 1e-2
-
-
 def sam(**own):
     """SAM's encoder: windows but in the last block. Its authors' norms have eps 1e-6, timm's 1e-5."""
     size = SMALL | dict(img_size=64, depth=3, num_classes=0)
@@ -162,20 +144,13 @@ def before_the_neck(model, peer, image):
     return model, peer
 
 
-@each("layout", ["timm", "sam", "vitdet"])
-def test_sam(layout):
-    """Grids that the window divides; at others SAM attends to its padding. The class row of pretraining is dropped."""
+def test_sam():
+    """Grids that the window divides; at others SAM attends to its padding."""
     peer = sam()
-    state = {name: value for name, value in peer.state_dict().items()}
-    if layout == "sam":
-        state = renamed(state, ("^", "image_encoder."), (r"mlp\.fc", "mlp.lin"))
-    elif layout == "vitdet":
-        state = renamed({n: t for n, t in state.items() if "neck" not in n}, ("^", "backbone.net."))
-        state["backbone.net.pos_embed"] = torch.cat((torch.randn(1, 1, C), peer.pos_embed.flatten(1, 2)), 1)
     window = dict(window=4, global_blocks=(2,))
     own = dict(img_size=64, depth=3, num_classes=0, class_token=False, global_pool="")
     model = ours("absolute+decomposed", window, **own)
-    vitrel.load_pretrained(model, state, allow_unused=["*neck.*"], allow_unset=["norm.*"])
+    vitrel.load_pretrained(model, peer.state_dict(), allow_unused=["*neck.*"], allow_unset=["norm.*"])
     same(model, peer, torch.randn(2, 3, 64, 64), features=before_the_neck)
     image = torch.randn(2, 3, 96, 128)  # grows: linear in both, the embedding antialiased in both
     a, b = before_the_neck(model, peer, image)
@@ -200,22 +175,3 @@ def test_mvit_tables_without_pooling():
         assert (own - p.grad).norm() <= 2e-5 * p.grad.norm() + 1e-7, n
     peer.rel_pos_h, peer.rel_pos_w = nn.Parameter(peer.rel_pos_h[2:-2]), nn.Parameter(peer.rel_pos_w[1:-1])
     torch.testing.assert_close(layer(x[:, :21], (4, 5, 1)), peer(x[:, :21], (4, 5))[0], atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["ViT", "DeiT", "Dinov2"])
-def test_transformers(name, tmp_path):
-    """Under the names that its modules have, and under those of its files (version 5 renames as it saves)."""
-    library = pytest.importorskip("transformers", reason="transformers is no dependency, its weights are read without it")
-    sizes = dict(image_size=48, patch_size=8, hidden_size=C, num_hidden_layers=2, num_attention_heads=HEADS)
-    config = getattr(library, f"{name}Config")(**sizes, intermediate_size=4 * C, num_labels=5, layer_norm_eps=1e-6)
-    head = {"ViT": "ForImageClassification", "DeiT": "ForImageClassificationWithTeacher", "Dinov2": "Model"}[name]
-    theirs = perturb(getattr(library, f"{name}{head}")(config))
-    theirs.save_pretrained(tmp_path)
-    own = {"ViT": {}, "DeiT": dict(dist_token=True), "Dinov2": dict(num_classes=0, block_args=SCALED)}[name]
-    image = torch.randn(2, 3, 48, 48)
-    for source in (tmp_path / "model.safetensors", theirs.state_dict()):
-        model = ours("absolute", **own)
-        vitrel.load_pretrained(model, source, allow_unused=["*mask_token"])
-        expected = theirs(image)
-        expected = expected.pooler_output if name == "Dinov2" else expected.logits
-        torch.testing.assert_close(model(image), expected, atol=2e-5, rtol=1e-4)

@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("weights of a vitrel name")
     group.add_argument("--source-grid", type=grid, metavar="GRID",
                        help="rows x columns of tokens of the file's tables or embedding, where not square")  # fmt: skip
-    group.add_argument("--key-minus-query", action="store_true", help="the file's tables count offsets as key minus query")
     group.add_argument("--allow-unused", nargs="+", default=[], metavar="NAME",
                        help="tensors of the file, or patterns, that may stay unused")  # fmt: skip
     group.add_argument("--allow-unset", nargs="+", default=[], metavar="NAME",
@@ -125,7 +124,7 @@ def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
     from vitrel.weights.read import read_file
 
     loaded = read_file(args.weights)
-    model, plan = model_for(args.model, args.model_args, loaded, args.source_grid, args.key_minus_query)
+    model, plan = model_for(args.model, args.model_args, loaded, args.source_grid)
     try:
         apply_plan(model, plan, allow_unused=args.allow_unused, allow_unset=args.allow_unset)
     except RuntimeError as error:  # tensors that do not fit, as in torch's load_state_dict

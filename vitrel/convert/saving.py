@@ -81,7 +81,7 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
 
     Args:
         path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a
-            timm checkpoint with its config.json beside it; or bare weights in any layout that `load_pretrained` reads.
+            timm checkpoint with its config.json beside it; or bare weights with the names of timm or vitrel.
         like: for bare weights, the name of a timm or vitrel model with the settings that shapes do not show: number of heads,
             activation, eps, pooling, rotation. The file decides the rest: width, depth, patches, tokens, tables, classes, image
             size. Not needed for a file that holds its model's configuration.
@@ -246,14 +246,17 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
     """Return a model with weights that come without a configuration; `like` as in `load`."""
     state = unwrap(loaded, str(path)).state
     tensors = FileTensors(state)
-    swin = tensors.has(r"(((swin|swinv2)\.)?encoder\.)?layers\.\d+\.blocks\..*|features\.\d+\.\d+\..*")
+    swin = tensors.has(r"layers\.\d+\.blocks\..*")
     own_names = tensors.has(r".*\.position\..*|pos_embed\.pos_embed")
     try:
         rename_swin(tensors) if swin else rename_vit(tensors)
         shapes = swin_arguments(tensors) if swin else vit_arguments(tensors)
     except (LookupError, ValueError) as error:
         reason = f"no tensor is {error.args[0]}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path} holds weights in an unknown layout: {reason}") from error
+        raise ValueError(
+            f"{path} holds weights with other names than timm's: {reason}; timm reads some of them, by vitrel.from_timm(NAME, "
+            "pretrained=True, pretrained_cfg_overlay=dict(file=...))"
+        ) from error
     if like is None and (own_names or not swin or "window_size" not in shapes):
         raise ValueError(
             f"{path} holds bare weights of {_described(shapes)}: their shapes do not show the number of heads, the "

@@ -251,7 +251,7 @@ class Tuning:
                 plan = plan._replace(state={n: v for n, v in plan.state.items() if not n.startswith("head.")})
             apply_plan(model, plan, new)
         except (RuntimeError, ValueError) as error:
-            text = str(error).replace("pass reset_head=True", "set model.tuning.reset_head to null or true")
+            text = str(error).replace("reset_head=True", "set model.tuning.reset_head to null or true")
             raise ValueError(f"model.tuning.init_from {self.init_from}: {text}") from error
         resampled = [f"{row.target} ({row.resampled})" for row in plan.rows if row.resampled]
         if resampled:

@@ -1,5 +1,6 @@
 """Load weights of vitrel and other code: read a file, rearrange it for a model, check that all fits, report every step."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -14,20 +15,29 @@ from torch import Tensor, nn
 from vitrel.common.names import nearest
 from vitrel.common.tables import aligned
 from vitrel.geometry import dtype_name
-from vitrel.position import PositionEncoding, key_of
-from vitrel.position.terms import Composition
-from vitrel.weights.differences import differences, other_family
 from vitrel.weights.positions import rename_positions, resample_positions
 from vitrel.weights.read import guarding, read_file
 from vitrel.weights.record import check_record
 from vitrel.weights.rotate import Rotation
-from vitrel.weights.swin_names import read_swin
+from vitrel.weights.swin_names import rename_swin
 from vitrel.weights.tensors import FileTensors, Row
-from vitrel.weights.unwrap import Unwrapped, unwrap
+from vitrel.weights.unwrap import unwrap
 from vitrel.weights.vit_names import read_vit
 
 # Dtypes that are cast to a float parameter. Quantized values (integers, 8-bit floats) are wrong without their scales.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHOWN = 10  # names of a kind in an error
+_OPTIONS = (  # (pattern of names, option of the model that they mostly depend on); the first that matches counts
+    (r"^head\.", "num_classes (for a new classifier: reset_head=True)"),
+    (r"logit_scale|cpb_mlp|attn\.[qv]_bias", "version of Swin"),
+    (r"position\.|pos_embed|bias_table|rel_pos|freqs|absolute_fade", "position"),
+    (r"^patch_embed\.", "patch_size or in_chans"),
+    (r"_token$|^head_dist\.", "class_token, dist_token or reg_tokens"),
+    (r"^(fc_norm|attn_pool)\.", "global_pool"),
+    (r"\.ls\d\.|mlp\.(norm|fc1_.)|attn\.norm|[qk]_norm", "block_args"),
+    (r"qkv\.bias$", "qkv_bias"),
+)
+_SIZE = "depth or embed_dim"  # for all other names
 
 
 class WeightPlan(NamedTuple):
@@ -39,9 +49,9 @@ class WeightPlan(NamedTuple):
     rows: tuple[Row, ...]  # what was done to every tensor of the file
     state: dict[str, Tensor]  # the tensors under the model's names
     unused: tuple[str, ...]  # keys of the file that the model does not use
-    unset: tuple[str, ...]  # names in the model that the file lacks; "module <key>" is an encoding without parameters
+    unset: tuple[str, ...]  # names in the model that the file lacks
     differ: tuple[str, ...]  # names in the model whose tensor has another shape in the file
-    hints: tuple[str, ...]  # differences between the two models, with the fix
+    choice: str  # which of several copies of the weights in the file was taken; "" if there is one
 
     def __str__(self) -> str:
         lines = [("source", "target", "rule", "resampled")]
@@ -54,15 +64,12 @@ def load_pretrained(
     source: str | Path | dict[str, Tensor],
     reset_head: bool = False,
     source_grid: tuple[int, int] | None = None,
-    key_minus_query: bool = False,
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
 ) -> nn.Module:
     """Load a state dict, or a file that holds one, into a vitrel model and return the model.
 
-    Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE); ViT, DeiT, DeiT III, BEiT,
-    EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them; ViT, DeiT and DINOv2 of transformers.
-
+    Its names are vitrel's, or those of timm's ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM, Swin, Swin V2.
     float16, bfloat16 and float64 tensors are cast to the model's dtype. Files of `vitrel.save` and vitrel train also hold the
     training grids and options of their encodings, which are compared with the model's.
 
@@ -75,7 +82,6 @@ def load_pretrained(
             number the file's is loaded in any case.
         source_grid: (h, w) in patches that the file's absolute embedding or tables were trained on. None: the first of these
             that has as many rows as the tensor: the grid recorded in the file, the model's, a square one.
-        key_minus_query: the file's tables count offsets as key minus query (MaxViT), vitrel's as query minus key.
         allow_unused: names, or patterns with *, of tensors in the file that the model may ignore.
         allow_unset: those of tensors in the model that may keep their values, also where the file's has another shape.
 
@@ -84,7 +90,7 @@ def load_pretrained(
         ValueError: another patch size or rotation, an unknown grid, quantized weights, or integers. The model is unchanged
             after every error.
     """
-    return apply_plan(model, plan_weights(model, source, source_grid, key_minus_query), reset_head, allow_unused, allow_unset)
+    return apply_plan(model, plan_weights(model, source, source_grid), reset_head, allow_unused, allow_unset)
 
 
 def apply_plan(
@@ -111,10 +117,8 @@ def apply_plan(
     """
     own, head = model.state_dict(), ["head.*"] if reset_head else []
     unused, unset = ([names] if isinstance(names, str) else [*names] for names in (allow_unused, allow_unset))
-    unused, unset = unused + head, unset + head
-    misfits = _Misfits(_but(plan.unset, unset), _but(plan.unused, unused), _but(plan.differ, unset))
-    if any(misfits):
-        raise RuntimeError(_mismatch(plan, own, misfits))
+    if misfit := _misfit(plan, own, unused + head, unset + head):
+        raise RuntimeError(misfit)
     new = {n: value for n, value in plan.state.items() if n in own and n not in plan.differ}
     floats = {n: value for n, value in new.items() if value.is_floating_point() and not value.is_meta}
     # a sum is read faster; one beyond the largest number says nothing about its terms
@@ -149,19 +153,10 @@ def _whole(tensors: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tens
     }
 
 
-class _Misfits(NamedTuple):
-    """Names of tensors that make loading fail."""
-
-    unset: tuple[str, ...]  # as in WeightPlan, without those that are allowed to be so
-    unused: tuple[str, ...]  # likewise
-    differ: tuple[str, ...]  # likewise
-
-
 def plan_weights(
     model: nn.Module,
     source: str | Path | dict[str, Tensor],
     source_grid: tuple[int, int] | None = None,
-    key_minus_query: bool = False,
     rotation: Rotation | None = None,
 ) -> WeightPlan:
     """Return how each tensor of a file or state dict would be renamed, rearranged and resampled for a model; nothing is loaded.
@@ -172,7 +167,6 @@ def plan_weights(
         model: a vitrel model, not changed.
         source: as in `load_pretrained`.
         source_grid: as in `load_pretrained`.
-        key_minus_query: as in `load_pretrained`.
         rotation: rotary encoding and channel order in the file; None: inferred from the names of the tensors.
 
     Raises:
@@ -188,26 +182,20 @@ def plan_weights(
     tensors, own = FileTensors(unwrapped.state), model.state_dict()
     check_record(model, record)
     try:
-        read_swin(tensors, model) if model.layout == "swin" else read_vit(tensors, model, rotation)
+        rename_swin(tensors) if model.layout == "swin" else read_vit(tensors, model, rotation)
         rename_positions(tensors, model)
         _check_dtypes(tensors, unwrapped.state, own)
-        resample_positions(tensors, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
+        resample_positions(tensors, model, None if source_grid is None else to_2tuple(source_grid), record)
     except (IndexError, RuntimeError) as error:
         raise ValueError(f"a tensor of the file has a shape that no known layout has: {error}") from error
-    unset = [n for n in own if n not in tensors] + _not_trained_with(tensors, model)
+    unset = tuple(n for n in own if n not in tensors)
     unused = [n for n in tensors.items if n not in own]
-    differ = [n for n in own if n in tensors and tensors[n].shape != own[n].shape]
-    if family := other_family(unused, model):
-        hints = [family]
-    else:
-        _check_patch(tensors, model)
-        hints = differences(unset, [*unused, *unwrapped.beside], {n: (tensors[n].shape, own[n].shape) for n in differ})
-    hints += _unwrapping_hints(unwrapped, unset) if unset or unused or differ or unwrapped.beside else []
+    differ = tuple(n for n in own if n in tensors and tensors[n].shape != own[n].shape)
     names = [n for name in unused for n in tensors.items[name].source] + [*unwrapped.beside]
     rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in tensors.rows()]
     rows += [Row((name,), "", "unused") for name in unwrapped.beside] + [*unwrapped.rows]
     fitted = {n: item.value for n, item in tensors.items.items()}
-    return WeightPlan(tuple(rows), fitted, tuple(dict.fromkeys(names)), tuple(unset), tuple(differ), tuple(hints))
+    return WeightPlan(tuple(rows), fitted, tuple(dict.fromkeys(names)), unset, differ, unwrapped.choice)
 
 
 def model_for(
@@ -215,7 +203,6 @@ def model_for(
     model_args: dict[str, Any],
     loaded: object,
     source_grid: tuple[int, int] | None = None,
-    key_minus_query: bool = False,
 ) -> tuple[nn.Module, WeightPlan]:
     """Return a model, and the plan for a file's weights, which are not loaded into it (`apply_plan` does).
 
@@ -226,7 +213,6 @@ def model_for(
         model_args: constructor arguments.
         loaded: the result of `read_file`.
         source_grid: as in `load_pretrained`.
-        key_minus_query: as in `load_pretrained`.
 
     Raises:
         ValueError: vitrel has no model of that name, or as in `plan_weights`.
@@ -236,12 +222,12 @@ def model_for(
         raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
     with guarding(name, model_args):
         model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
-    plan = plan_weights(model, source, source_grid, key_minus_query)
+    plan = plan_weights(model, source, source_grid)
     classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
     classes = 0 if classifier is None else len(classifier)
     if "num_classes" not in model_args and classes != model.num_classes:
         model = timm.create_model(name, num_classes=classes, **model_args)
-        plan = plan_weights(model, source, source_grid, key_minus_query)
+        plan = plan_weights(model, source, source_grid)
     return model, plan
 
 
@@ -260,9 +246,8 @@ def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, T
     except TypeError as error:  # timm would retry with one argument and hide this
         raise RuntimeError(f"cannot read these weights: {error}") from error
     adapted = ["head.*", "head_dist.*", model.pretrained_cfg["first_conv"] + ".*"]
-    misfits = _Misfits(_but(plan.unset, adapted), _but(plan.unused, adapted), _but(plan.differ, adapted))
-    if any(misfits):
-        raise RuntimeError(_mismatch(plan, model.state_dict(), misfits))
+    if misfit := _misfit(plan, model.state_dict(), adapted, adapted):
+        raise RuntimeError(misfit)
     return plan.state
 
 
@@ -283,58 +268,33 @@ def _check_dtypes(tensors: FileTensors, state: dict[str, Tensor], own: dict[str,
                 )
 
 
-def _unwrapping_hints(unwrapped: Unwrapped, unset: list[str]) -> list[str]:
-    """Return phrases on how the file was unwrapped, which may be why it does not fit."""
-    hints = [unwrapped.choice] if unwrapped.choice else []
-    if both := [name for name in unwrapped.beside if name in unset]:
-        hints.append(f"in the file {both[0]} lacks the prefix of the model's other names (rename it)")
-    return hints
-
-
-def _not_trained_with(tensors: FileTensors, model: nn.Module) -> list[str]:
-    """Return "module <key>" for each encoding without parameters in the model that the file's model lacked.
-
-    A missing key in the state dict does not show it, but the file's layout does (tensors.implied); [] if that is empty.
-    """
-    names = []
-    for name, part in model.named_modules():
-        bare = isinstance(part, PositionEncoding) and not isinstance(part, Composition) and not [*part.parameters()]
-        if tensors.implied and bare and key_of(part) not in {"none", *tensors.implied}:
-            names.append(f"{name} <{key_of(part)}>")
-    return names
-
-
-def _check_patch(tensors: FileTensors, model: nn.Module) -> None:
-    own = model.patch_embed.proj.weight
-    if "patch_embed.proj.weight" in tensors and tensors["patch_embed.proj.weight"].shape[2:] != own.shape[2:]:
-        shape = tensors["patch_embed.proj.weight"].shape
-        raise ValueError(
-            f"the weights have patches of {shape[2]}x{shape[3]} pixels, the model of {own.shape[2]}x{own.shape[3]}; "
-            "build it with that patch_size"
-        )
-
-
-def _but(names: Iterable[str], patterns: list[str]) -> tuple[str, ...]:
+def _but(names: Iterable[str], patterns: list[str]) -> list[str]:
     """Return the names that match no pattern."""
-    return tuple(n for n in names if not any(fnmatch(n.partition(" <")[0], pattern) for pattern in patterns))
+    return [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def _mismatch(plan: WeightPlan, own: dict[str, Tensor], misfits: _Misfits) -> str:
-    """Return the error's text: the misfits, the differences they come from, and the fixes."""
+def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], allow_unset: list[str]) -> str:
+    """Return the text of an error that names the tensors that do not fit a model, "" if all fit.
+
+    Args:
+        plan: for the model.
+        own: the model's state dict.
+        allow_unused: names or patterns of tensors that the model may ignore.
+        allow_unset: of those that may keep their values, also where the file's has another shape.
+    """
+    unset, unused, differ = _but(plan.unset, allow_unset), _but(plan.unused, allow_unused), _but(plan.differ, allow_unset)
+    if not (names := [*unset, *unused, *differ]):
+        return ""
+    shapes = [f"{n}: {tuple(plan.state[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in differ]
     parts = ["the weights do not fit the model; nothing was loaded."]
-    shapes = [f"{n}: {tuple(plan.state[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in misfits.differ]
-    lists = (("not in the file", misfits.unset), ("not in the model", misfits.unused), ("of another shape", shapes))
-    for title, names in lists:
-        if names:
-            more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-            parts.append(f"{title}: {', '.join(names[:8])}{more}.")
-    if plan.hints:
-        parts.append(f"What differs: {'; '.join(plan.hints)}.")
-    if any(name.startswith("head.") for name in misfits.unset):
-        parts.append("The file has no classifier: build the model with num_classes=0, or pass reset_head=True.")
-    if any(name.startswith("head.") for name in misfits.differ):
-        parts.append("For another number of classes pass reset_head=True.")
-    options = [o for o, names in (("allow_unset", misfits.unset), ("allow_unused", misfits.unused)) if names]
-    if options:
-        parts.append(f"To load the rest, name them in {' and '.join(f'{option}=[...]' for option in options)}.")
+    for title, listed in (("not in the file", unset), ("not in the model", unused), ("of another shape", shapes)):
+        if listed:
+            more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+            parts.append(f"{title}: {', '.join(listed[:_SHOWN])}{more}.")
+    if plan.choice:
+        parts.append(f"{plan.choice}.")
+    options = [next((option for pattern, option in _OPTIONS if re.search(pattern, name)), _SIZE) for name in names]
+    parts.append(f"The likely cause is another {Counter(options).most_common(1)[0][0]}.")
+    allowed = [o for o, some in (("allow_unset", unset + differ), ("allow_unused", unused)) if some]
+    parts.append(f"To load the rest, name them in {' and '.join(f'{option}=[...]' for option in allowed)}.")
     return " ".join(parts)

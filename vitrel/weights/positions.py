@@ -45,7 +45,6 @@ def resample_positions(
     tensors: FileTensors,
     model: nn.Module,
     source_grid: tuple[int, int] | None,
-    key_minus_query: bool,
     record: dict[str, dict[str, Any]],
 ) -> None:
     """Resample a file's tables and embeddings, in place, to the model's grid.
@@ -57,12 +56,10 @@ def resample_positions(
         tensors: with the model's names.
         model: whose encodings read the tensors.
         source_grid: as in `load_pretrained`.
-        key_minus_query: as in `load_pretrained`.
         record: of the file's encodings (vitrel.weights.record).
 
     Raises:
-        ValueError: there is no such grid, source_grid is that of no tensor, or key_minus_query is set with encodings other than
-            `table` and `decomposed`.
+        ValueError: there is no such grid, or source_grid is that of no tensor.
     """
     learned = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
     learned = [(name, owner, recorded) for name, owner, recorded in learned if name in tensors]
@@ -71,21 +68,16 @@ def resample_positions(
         name, owner, _ = (*learned, ("the file", None, None))[0]
         rows = f"has {_rows(tensors[name], owner)} rows for positions" if learned else "has no table or embedding"
         raise ValueError(f"{name} {rows}, which is no {format_size(named)} grid: pass the source_grid it was trained on")
-    if key_minus_query:
-        reversible = {name for name, owner, _ in learned if not isinstance(owner, Absolute)}
-        other = [name for name in tensors.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
-        if other or not reversible:
-            tensor = other[0] if other else "the file, which has neither"
-            raise ValueError(f"key_minus_query reverses `table` and `decomposed`, not {tensor}: reverse its offsets yourself")
     for name, owner, recorded in learned:
         candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, tensors[name], owner)
         source = next((g for g in candidates if _fits(g, name, tensors[name], owner)), None)
         if source is None:
             raise ValueError(
                 f"{name} has {_rows(tensors[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), its "
-                "training grid in patches, or to vitrel.load img_size=(h, w), the training size in pixels"
+                "training grid in patches, or to vitrel.load img_size=(h, w), the training size in pixels; or build the model "
+                "with the file's class_token, dist_token and reg_tokens"
             )
-        _resample(tensors, name, owner, source, key_minus_query)
+        _resample(tensors, name, owner, source)
 
 
 def _own_name(name: str, own: list[str]) -> str:
@@ -133,24 +125,19 @@ def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
     return [grid for grid in (Grid(n, n) for n in sides if n > 0) if _fits(grid, name, value, owner)]
 
 
-def _resample(tensors: FileTensors, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
-    """Resample one of the tensors in place from `source` to its encoding's grid; key_minus_query reverses its offsets."""
-    value, own, rules = tensors[name], owner.grid, []
-    if key_minus_query and not isinstance(owner, Absolute):
-        rules.append("offsets were key minus query: reversed")
-        rows = source.offset_classes(name[-1] if isinstance(owner, Decomposed) else "hw")
-        value = torch.cat((value[:rows].flip(0), value[rows:]))
+def _resample(tensors: FileTensors, name: str, owner: PositionEncoding, source: Grid) -> None:
+    """Resample one of the tensors in place from `source` to its encoding's grid."""
+    value, own, rule = tensors[name], owner.grid, ""
     if isinstance(owner, Decomposed):
         axis = name[-1]
         sides = getattr(source, axis), getattr(own, axis)
-        value, rule = resample_axis(value, *sides, owner.policy), ""
+        value = resample_axis(value, *sides, owner.policy)
         resampled = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.policy}"
     else:
         value, rule = (_resampled_embedding if isinstance(owner, Absolute) else _resampled_table)(name, value, owner, source)
         resampled = "" if source[:2] == own[:2] else f"{format_size(source)} -> {format_size(own)}, {owner.policy}"
-    rules += [rule] if rule else []
-    if rules or resampled:
-        tensors.change(name, value, "; ".join(rules) or "resampled", resampled)
+    if rule or resampled:
+        tensors.change(name, value, rule or "resampled", resampled)
 
 
 def _resampled_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:

@@ -24,7 +24,7 @@ def unrotate_layout(tensors: FileTensors, model: nn.Module, rotation: Rotation) 
     """Permute the q and k rows of every qkv, and q and k norms, to vitrel's order: pairs (p, p + D/2), angles of rows first.
 
     Args:
-        tensors: changed in place; rotation.key is added to tensors.implied.
+        tensors: changed in place.
         model: whose rotary encoding is compared.
         rotation: that of the file.
 
@@ -32,7 +32,6 @@ def unrotate_layout(tensors: FileTensors, model: nn.Module, rotation: Rotation) 
         ValueError: the model's rotary encoding or its options differ from the file's.
     """
     _check_encoding(model, rotation)
-    tensors.implied.add(rotation.key)
     if not rotation.interleaved and not rotation.x_first:
         return
     order = " and ".join(

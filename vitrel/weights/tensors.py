@@ -31,13 +31,11 @@ class FileTensors:
     Attributes:
         items: {current name: Item}.
         recomputed: rows of tensors that were left out, such as buffers that the model computes itself.
-        implied: keys of encodings that the file's layout shows it was trained with.
     """
 
     def __init__(self, state: dict[str, Tensor]):
         self.items = {name: Item(value, (name,)) for name, value in state.items()}
         self.recomputed: list[Row] = []
-        self.implied: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.items

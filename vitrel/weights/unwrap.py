@@ -93,8 +93,6 @@ def _choice(used: str, others: list[str]) -> str:
 def _wrapped(state: dict[str, Tensor]) -> dict[str, list[str]]:
     """Return {prefix: names with it}, averaged weights first, for the most frequent prefixes; {} unless most names have one."""
     names_of = {prefix: [name for name in state if name.startswith(f"{prefix}.")] for prefix in _PREFIXES}
-    if any(name.startswith("backbone.net.") for name in names_of["backbone"]):
-        names_of["backbone"] = []  # ViTDet's names are read as they are
     most = max(map(len, names_of.values()))
     names_of = {prefix: names for prefix, names in names_of.items() if 0 < most <= 2 * len(names)}
     return names_of if 2 * sum(map(len, names_of.values())) > len(state) else {}
