@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrel.cli.options import arguments_given, grid, is_name, mapping, size
-from vitrel.common.commands import command_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,9 +72,7 @@ def run(args: argparse.Namespace) -> None:
     grid = model.token_grid(model.img_size)
     print(f"position {model.arguments['position']}, trained at {grid.h}x{grid.w} tokens, {model.num_classes} classes")
     print(f"written to {args.out}{f', report to {args.report}' if args.report else ''}")
-    plots = args.out.with_name(f"{args.out.stem}-plots")
-    print(f"load it with vitrel.load({str(args.out)!r}), or draw its position:")
-    print(f"  {command_line('plot', args.out, '--out', plots)}")
+    print(f"load it with vitrel.load({str(args.out)!r})")
 
 
 def _check(args: argparse.Namespace) -> None:
