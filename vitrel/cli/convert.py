@@ -128,7 +128,7 @@ def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
         raise ValueError(str(error)) from error
     if args.report:
         lines = [(" + ".join(row.source), row.target, row.rule, row.resampled) for row in plan.rows]
-        write_cells(args.report, [("source", "target", "rule", "resampled"), *lines])  # escapes names that look like formulas
+        write_cells(args.report, [("source", "target", "rule", "resampled"), *lines])
     return model.eval(), f"{plan}\n\n{_summary(plan)}\n"  # type: ignore[return-value]
 
 

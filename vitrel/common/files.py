@@ -15,7 +15,6 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[2]  # the repository, unless vitrel is an installed wheel
 _PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # names of `atomic_write`
 _OLD = 24 * 3600  # seconds without a write after which another machine's part counts as abandoned
-_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")  # text that spreadsheets run, or that is escaped already
 
 
 @contextmanager
@@ -67,33 +66,9 @@ def _is_abandoned(process: int, host: str, written: float) -> bool:
 
 
 def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Write lines of cells as a CSV file by `atomic_write`, with text escaped by `guarded`."""
+    """Write lines of cells as a CSV file by `atomic_write`, with text as of `shown`."""
     with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([guarded(cell) for cell in line] for line in lines)
-
-
-def guarded(cell: Any) -> Any:
-    """Return a cell as written into CSV: text as of `shown`, with ' before text that a spreadsheet would run as a formula.
-
-    That is text that begins with =, +, -, @, a tab or a line end and is not a number. `unguarded` is the inverse.
-    """
-    if not isinstance(cell, str):
-        return cell
-    cell = shown(cell)
-    return f"'{cell}" if _FORMULA.match(cell) and not _is_number(cell) else cell
-
-
-def unguarded(cell: Any) -> Any:
-    """Return the value of a CSV cell that `guarded` has escaped."""
-    return cell[1:] if isinstance(cell, str) and cell.startswith("'") and _FORMULA.match(cell) else cell
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        csv.writer(file).writerows([shown(cell) if isinstance(cell, str) else cell for cell in line] for line in lines)
 
 
 def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:

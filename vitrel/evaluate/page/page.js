@@ -392,11 +392,9 @@ function sortRows(button) {
   body.append(...all.sort((a, b) => (isNumber ? numbers : order)(value(a), value(b))));
 }
 
-// As `guarded` of vitrel.common.files: puts ' before text that a spreadsheet would run as a formula, but not before numbers.
 function csvText(lines) {
   const cell = (value) => {
-    let text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value);
-    if (/^'*[=+\-@\t\r\n]/.test(text) && Number.isNaN(Number(text))) text = `'${text}`;
+    const text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value);
     return /[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
   };
   return lines.map((line) => line.map(cell).join(",")).join("\n") + "\n";

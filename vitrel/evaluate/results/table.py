@@ -26,7 +26,7 @@ import torch
 import torchvision
 
 from vitrel.common.extras import optional_import
-from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded, write_cells
+from vitrel.common.files import atomic_write, commit, shown, write_cells
 from vitrel.common.processes import rank_and_world
 from vitrel.common.sizes import format_size
 from vitrel.data import SHAPES
@@ -383,18 +383,14 @@ def left_out_note(rows: Sequence[Row], folder: Path, most: int = 8) -> str:
 
 
 def write_frame(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV atomically; text that a spreadsheet would run as a formula is escaped (`guarded`)."""
-    text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
-    safe = frame.assign(**{name: frame[name].map(guarded) for name in text})
+    """Write a table as CSV atomically."""
     with atomic_write(path) as part:
-        safe.to_csv(part, index=False, encoding="utf-8")
+        frame.to_csv(part, index=False, encoding="utf-8")
 
 
 def read_frame(path: Path, text: Iterable[str]) -> pd.DataFrame:
     """Read a table of `write_frame`; the columns `text` are read as text even if all their values are numbers."""
-    frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(text, str), encoding="utf-8")
-    text_columns = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
-    return frame.assign(**{name: frame[name].map(unguarded) for name in text_columns})
+    return pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(text, str), encoding="utf-8")
 
 
 def columns_of(task: str) -> list[str]:
