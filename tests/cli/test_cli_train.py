@@ -212,12 +212,8 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
         ({"model": {"optim": {"warmup": 3}}}, "unknown key model.optim.warmup: did you mean model.optim.warmup_epochs?"),
         ({"data": {"size": "big"}}, "data.size must be one of int, tuple[int, int], not 'big'"),
         ({"model": {"optim": {"lr": "fast"}}}, "model.optim.lr must be float, not 'fast'"),
-        ({"model": {"model": "vitrel_vit_n8_none", "optim": 3}}, "model.optim takes keys, not 3"),
-        ({"model": {"model": "vitrel_vit_n8_none", "optim": None}}, "model.optim takes keys, not null"),
         ({"model": {"tuning": {"absolute": "gone"}}}, "must be one of 'keep', 'drop', 'fade', null, not 'gone'"),
         ({"run": {"save_every": 0.5}}, "run.save_every must be int, not '0.5'"),
-        ({"data": {"seed": 3}}, "leave out data.seed: it is set from seed_everything"),
-        ({"model": {"num_classes": 3}}, "leave out model.num_classes: it is set from data.data"),
         ({"seed_everything": True}, "seed_everything must be an integer"),
     ],
 )
@@ -235,6 +231,24 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {optim: 3}", "model.optim takes keys, not 3"),
+        ("model.optim: [3]", r"model.optim takes keys, not \[3\]"),
+        ("trainer: 3", "trainer takes keys, not 3"),
+        ("data: {seed: 3}", "leave out data.seed: it is set from seed_everything"),
+        ("data.seed: 3", "leave out data.seed: it is set from seed_everything"),
+        ("model: {num_classes: 3}", "leave out model.num_classes: it is set from data.data"),
+    ],
+)
+def test_what_jsonargparse_would_ignore_is_refused(tmp_path, text, said):
+    (tmp_path / "config.yaml").write_text(text)
+    for given in (["--config", f"{tmp_path}/config.yaml"], [f"-c={tmp_path}/config.yaml"]):
+        with pytest.raises(ValueError, match=rf"config\.yaml: {said}"):
+            run(["fit", *SHORT, *given])
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         (["--size", "224,224"], "argument --size: '224,224' is not an image size: write pixels as 96, or height x width as"),
@@ -244,7 +258,7 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
         (["--config", "gone.yaml"], "no file gone.yaml for --config"),
         (["--epochs"], "argument --epochs: '' is no count of 1 or more"),
         (["--model.optim.lr"], "argument --model.optim.lr: expected one argument"),
-        (["--model.mixing=3"], "model.mixing takes keys"),
+        (["--model.mixing=3"], "model.mixing must be one of Mixing, null, not '3'"),
     ],
 )
 def test_bad_usage_is_one_line_as_of_other_subcommands(options, text, capsys):

@@ -29,7 +29,7 @@ from vitrel.common.exits import one_line
 from vitrel.common.extras import optional_import
 from vitrel.common.lock import only_writer
 from vitrel.common.names import did_you_mean
-from vitrel.common.plain_yaml import PlainLoader
+from vitrel.common.plain_yaml import PlainLoader, read_yaml
 from vitrel.common.user_modules import imported_modules
 from vitrel.train.datamodule import ImageData
 from vitrel.train.metrics import CSVLog
@@ -45,6 +45,13 @@ GO_ON = "to resume, run the same command with --ckpt_path auto"
 HELP = {  # instead of Lightning's texts, which offer more than is allowed here
     "seed_everything": "seed of weights, order of images, augmentation, drop path and mixing",
     "ckpt_path": "checkpoint file to resume from, or auto: last.ckpt in trainer.default_root_dir if there is one",
+}
+COMPUTED = {  # keys that are set from others; in a file jsonargparse would ignore them
+    "data.seed": "seed_everything",
+    "model.seed": "seed_everything",
+    "model.img_size": "data.size",
+    "model.num_classes": "data.data",
+    "data.task": "model.task",
 }
 PARSING = {"allow_abbrev": False, "parser_mode": "plain_yaml"}
 MODULES = ("lightning.pytorch", "lightning.fabric", "vitrel")  # whose classes a configuration may name
@@ -118,7 +125,12 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
         """Parse the arguments; SystemExit 2, with the reason on stderr, for a key or value that is not allowed."""
-        self.command = shlex.join(args or [])
+        args = args or []
+        self.command = shlex.join(args)
+        for option, value in zip(args, [*args[1:], ""], strict=True):
+            name, equals, path = option.partition("=")
+            if name in ("-c", "--config"):
+                _check_file(path if equals else value)
         for action in self._subcommand_parsers["fit"]._actions:
             action.help = HELP.get(action.dest, action.help)
         super().parse_arguments(parser, args)
@@ -295,6 +307,28 @@ def _keys_of(group: type, prefix: str) -> Iterator[str]:
             for part in (hint, *get_args(hint)):
                 if isinstance(part, type) and is_dataclass(part):
                     yield from _keys_of(part, f"{prefix}.{name}")
+
+
+def _check_file(path: str) -> None:
+    """Raise ValueError for what jsonargparse would ignore in a file: keys that are set from others, and a number for a section.
+
+    A missing file is left to jsonargparse.
+    """
+    if not Path(path).is_file():
+        return
+    known = keys()
+    for key, value in _flat(read_yaml(path)):
+        if key in COMPUTED:
+            raise ValueError(f"{path}: leave out {key}: it is set from {COMPUTED[key]}")
+        if isinstance(value, bool | int | float | list) and any(other.startswith(f"{key}.") for other in known):
+            raise ValueError(f"{path}: {key} takes keys, not {value}")
+
+
+def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key, with those that it lies in, and the value of every entry of nested mappings."""
+    for name, value in section.items() if isinstance(section, dict) else ():
+        yield f"{prefix}{name}", value
+        yield from _flat(value, f"{prefix}{name}.")
 
 
 def _sentence(message: str) -> str:
