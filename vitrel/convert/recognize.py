@@ -5,7 +5,6 @@ without a counterpart in vitrel raises a ValueError that names the part that dif
 """
 
 import copy
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -44,22 +43,6 @@ _VITS = (
 _KNOWN = (
     "timm's VisionTransformer (ViT, DeiT, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3, RoPE-ViT), Beit, relpos ViT, SAM and Swin"
 )
-_OTHER_PARTS = {  # classes of timm's parts: what they do and no part of vitrel does
-    "MbConvBlock": "convolutions between its layers of attention",
-    "NextConvBlock": "convolutions between its layers of attention",
-    "MaskUnitAttention": "attention in mask units, which pools the queries",
-    "MultiScaleAttention": "attention with pooled queries, keys and values",
-    "MultiScaleAttentionPoolFirst": "attention with pooled queries, keys and values",
-    "EfficientAttention": "attention to pooled keys and values",
-    "GlobalSubSampleAttn": "attention to subsampled keys and values",
-    "PosConv": "position by a convolution of the tokens",
-    "XCA": "attention between channels, not tokens",
-    "TalkingHeadAttn": "attention whose heads are mixed before and after the softmax",
-    "ClassAttn": "a class token that joins in the last blocks",
-    "ClassAttentionBlock": "a class token that joins in the last blocks",
-    "NaFlexEmbeds": "patches as a sequence, embedded by a linear layer",
-    "SwinTransformerV2CrBlock": "a bias by an MLP for every pair of a window, and norms of its own",
-}
 _PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block, vision_transformer_relpos.RelPosBlock)
 _POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm, vision_transformer_relpos.ResPostRelPosBlock)
 _ATTENTION = (
@@ -94,31 +77,8 @@ def recognize(model: nn.Module) -> Recognized:
     if isinstance(model, SwinTransformer | SwinTransformerV2):
         return _swin(model)
     if not isinstance(model, _VITS) or (type(model).forward_features not in [known.forward_features for known in _VITS]):
-        error = refusal(model, _other_parts(model))
-        error.add_note(f"from_timm takes {_KNOWN}")
-        raise error
+        raise refusal(model, f"it is none of {_KNOWN} (pass the model itself if this one wraps it)")
     return _vit(model)
-
-
-def _other_parts(model: nn.Module) -> str:
-    """Return the parts of a model of another family that vitrel lacks: some of _OTHER_PARTS, or else its kinds of attention."""
-    for wrapper in ("_orig_mod", "module"):  # of torch.compile, of parallel training
-        if isinstance(getattr(model, wrapper, None), nn.Module):
-            return f"it wraps another model: pass its .{wrapper}"
-    kinds = dict.fromkeys(type(part).__name__ for part in model.modules())
-    found: dict[str, list[str]] = {}
-    for kind in kinds:
-        if kind in _OTHER_PARTS:
-            found.setdefault(_OTHER_PARTS[kind], []).append(kind)
-    if found:
-        return "it has " + ", and ".join(f"{what} ({', '.join(names)})" for what, names in found.items())
-    parts = [(name.rpartition(".")[2], type(part).__name__) for name, part in model.named_modules()]
-    attention = dict.fromkeys(
-        kind for name, kind in parts if name == "attn" or re.search("attn|attention", kind, re.IGNORECASE)
-    )
-    if not attention:
-        return "no attention was recognized in it"
-    return f"its attention ({', '.join(attention)}) is that of {type(model).__module__}, for which vitrel has no counterpart"
 
 
 def as_vitrel(model: nn.Module, copy: bool = True) -> Backbone:

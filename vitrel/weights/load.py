@@ -87,7 +87,7 @@ def load_pretrained(
 
     Raises:
         RuntimeError: other tensors, listed in the message, are unused, unset or of another shape, or hold NaN or infinity.
-        ValueError: another patch size or rotation, an unknown grid, quantized weights, or integers. The model is unchanged
+        ValueError: another rotation, an unknown grid, quantized weights, or integers. The model is unchanged
             after every error.
     """
     return apply_plan(model, plan_weights(model, source, source_grid), reset_head, allow_unused, allow_unset)
@@ -296,5 +296,5 @@ def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], a
     options = [next((option for pattern, option in _OPTIONS if re.search(pattern, name)), _SIZE) for name in names]
     parts.append(f"The likely cause is another {Counter(options).most_common(1)[0][0]}.")
     allowed = [o for o, some in (("allow_unset", unset + differ), ("allow_unused", unused)) if some]
-    parts.append(f"To load the rest, name them in {' and '.join(f'{option}=[...]' for option in allowed)}.")
+    parts.append(f"vitrel.load_pretrained loads the rest if they are named in {' and '.join(f'{o}=[...]' for o in allowed)}.")
     return " ".join(parts)

@@ -30,7 +30,7 @@ class FileTensors:
 
     Attributes:
         items: {current name: Item}.
-        recomputed: rows of tensors that were left out, such as buffers that the model computes itself.
+        recomputed: rows of the tensors that were left out.
     """
 
     def __init__(self, state: dict[str, Tensor]):
@@ -67,10 +67,10 @@ class FileTensors:
             renamed[name] = item
         self.items = renamed
 
-    def leave_out(self, pattern: str, why: str = "a buffer, recomputed") -> None:
-        """Remove the tensors whose names match `pattern`, and record the reason."""
+    def leave_out(self, pattern: str) -> None:
+        """Remove the tensors whose names match `pattern`: buffers that the model computes itself."""
         for match in self.find(pattern):
-            self.recomputed.append(Row(self.items.pop(match[0]).source, "", why))
+            self.recomputed.append(Row(self.items.pop(match[0]).source, "", "a buffer, recomputed"))
 
     def change(self, name: str, value: Tensor, rule: str, resampled: str = "") -> None:
         """Replace the value of a tensor.

@@ -17,7 +17,7 @@ from vitrel.weights.rotate import Rotation, unrotate_layout
 from vitrel.weights.tensors import FileTensors
 
 _EVA = dict(base=10000.0, reference=(16, 16))
-_BUFFERS = r".*(relative_position_index|attn\.k_bias|(height|width)_lookup|rope\.(?!freqs$).*)"
+_BUFFERS = r".*(relative_position_index|attn\.k_bias|rope\.(?!freqs$).*)"
 _NAMES = (
     (r"\.gamma_([12])$", r".ls\1.gamma"),
     (r"\.attn\.([qv])_bias$", r".attn.\1_proj.bias"),
