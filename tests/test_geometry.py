@@ -212,7 +212,7 @@ def test_the_operators_fake_tensors_are_as_the_real_ones():
     for key in ((*size, (4, 3), (2, 1), False), ((5, 4), size, 3, "geometric"), ((5, 4), size, 0, "bicubic")):
         name = "vitrel.ops.window._windows" if isinstance(key[2], tuple) else table_taps.__module__
         name = name if name.endswith("_windows") else f"{name}.table_taps"
-        torch.library.opcheck(geometry._operator, (name, *geometry._flat(key), torch.device("cpu")))
+        torch.library.opcheck(geometry._operator, (name, *geometry._flat(geometry._kinds[name], key), torch.device("cpu")))
 
 
 def test_what_a_graph_writes_into_an_operators_result_stays_there():

@@ -10,7 +10,6 @@ operator, vitrel::cached_geometry. Exported programs, ONNX graphs, fake tensors 
 PyTorch's operators; an exported program computes each once for all layers.
 """
 
-import ast
 import functools
 import itertools
 import operator
@@ -18,7 +17,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_origin
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ limit = 256 * 2**20  # maximum bytes of the cache
 F = TypeVar("F", bound=Callable[..., Any])
 
 _makers: dict[str, Callable[..., Any]] = {}
+_kinds: dict[str, tuple[type, ...]] = {}  # of the parts of their keys
 _cache: OrderedDict[tuple, tuple[Tensor, ...]] = OrderedDict()
 _cached_bytes = 0
 _captured: dict[int, tuple[Tensor, ...]] = {}  # by id, what captured CUDA graphs read by its address: never dropped
@@ -52,12 +52,14 @@ def cached_geometry(function: F) -> F:
     The results are shared: callers must not change them in place.
 
     Args:
-        function: depends on its key and the device alone; a key is integers, tuples of integers, strings, floats and booleans.
-            It must also run with symbolic integers, so it may not branch on them.
+        function: depends on its key and the device alone; a key is integers, tuples of integers, strings without blanks, floats
+            and booleans, with a type for each. It must also run with symbolic integers, so it may not branch on them.
     """
     name = f"{function.__module__}.{function.__qualname__}"
-    result_type = function.__annotations__["return"]
-    _makers[name] = function
+    types = dict(function.__annotations__)
+    result_type, _ = types.pop("return"), types.pop("device")
+    kinds = tuple(get_origin(kind) or kind for kind in types.values())  # tuple[int, int]: tuple
+    _makers[name], _kinds[name] = function, kinds
 
     @functools.wraps(function)
     def cached(*key: Any, device: torch.device | str | None = None) -> Any:
@@ -66,9 +68,9 @@ def cached_geometry(function: F) -> F:
                 names = _graph_attributes(name, device, *_plain(key))
                 tensors = tuple([getattr(_graphs, attribute) for attribute in names.split(" ")])
             else:
-                tensors = tuple(_operator(name, *_flat(key), torch.device("cpu" if device is None else device)))
+                tensors = tuple(_operator(name, *_flat(kinds, key), torch.device("cpu" if device is None else device)))
         elif is_exporting() or _is_recorded():
-            return _traced(function, key, device)
+            return _traced(function, kinds, key, device)
         else:
             tensors = _lookup(name, key, device)
         return tensors[0] if result_type is Tensor else result_type(*tensors)
@@ -157,7 +159,7 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
     return tensors
 
 
-def _traced(function: Callable[..., Any], key: tuple, device: torch.device | str | None) -> Any:
+def _traced(function: Callable[..., Any], kinds: Sequence[type], key: tuple, device: torch.device | str | None) -> Any:
     """Compute a result by operators that are recorded; torch.export records them once, and all layers share the result."""
     mode = None
     if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is
@@ -165,9 +167,9 @@ def _traced(function: Callable[..., Any], key: tuple, device: torch.device | str
     if mode is None:
         return function(*key, device=device)
     results = vars(mode).setdefault("vitrel_constants", {})  # the mode ends with its trace
-    layout, integers, floats = _flat(key)
+    words, integers, floats = _flat(kinds, key)
     sizes = [n.node.expr if isinstance(n, torch.SymInt) else n for n in integers]
-    entry = (function, layout, *sizes, *floats, device)
+    entry = (function, words, *sizes, *floats, device)
     if entry not in results:
         results[entry] = function(*key, device=device)
     return results[entry]
@@ -238,50 +240,57 @@ def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -
         return names
 
 
-def _flat(key: tuple) -> tuple[str, list[int], list[float]]:
-    """Split a key into the types of an operator's schema: a layout string, its integers and its floats."""
-    layout: list[str] = []
+def _flat(kinds: Sequence[type], key: tuple) -> tuple[str, list[int], list[float]]:
+    """Split a key into the types of an operator's schema: its strings, joined by blanks, its integers and its floats.
+
+    A boolean is the integer 0 or 1, a tuple its length and its integers.
+
+    Args:
+        kinds: types of the parts of the key: str, float, bool, tuple or int.
+        key: the parts.
+    """
+    words: list[str] = []
     integers: list[int] = []
     floats: list[float] = []
-    for part in key:
-        if isinstance(part, tuple):
-            layout.append("t" + str(len(part)))
+    for kind, part in zip(kinds, key, strict=True):
+        if kind is str:
+            words.append(part)
+        elif kind is float:
+            floats.append(float(part))
+        elif kind is tuple:
+            integers.append(len(part))
             integers.extend(part)
-        elif isinstance(part, str | bool):
-            layout.append("=" + repr(part))
-        elif isinstance(part, float):
-            layout.append("f")
-            floats.append(part)
         else:
-            layout.append("i")
-            integers.append(part)
-    return "|".join(layout), integers, floats
+            integers.append(int(part) if kind is bool else part)
+    return " ".join(words), integers, floats
 
 
-def _key(layout: str, integers: Sequence[int], floats: Sequence[float]) -> tuple:
+def _key(kinds: Sequence[type], words: str, integers: Sequence[int], floats: Sequence[float]) -> tuple:
     """Join again what `_flat` has split."""
-    whole, real, key = iter(integers), iter(floats), []
-    for part in layout.split("|"):
-        if part[0] == "=":
-            key.append(ast.literal_eval(part[1:]))
-        elif part[0] == "t":
-            key.append(tuple(next(whole) for _ in range(int(part[1:]))))
+    word, whole, real, key = iter(words.split(" ")), iter(integers), iter(floats), []
+    for kind in kinds:
+        if kind is str:
+            key.append(next(word))
+        elif kind is float:
+            key.append(next(real))
+        elif kind is tuple:
+            key.append(tuple([next(whole) for _ in range(next(whole))]))
         else:
-            key.append(next(real if part == "f" else whole))
+            key.append(bool(next(whole)) if kind is bool else next(whole))
     return tuple(key)
 
 
 # What this operator computes for the first time, it keeps, which memory of a CUDA graph would not allow: the next replay writes
 # there. The tag makes torch.compile(mode="reduce-overhead") run the operator between graphs.
 @torch.library.custom_op("vitrel::cached_geometry", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
-def _operator(name: str, layout: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
+def _operator(name: str, words: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
     # Copies, since a compiled graph may reuse the memory of an operator's outputs.
-    return [t.clone() for t in _lookup(name, _key(layout, integers, floats), device)]
+    return [t.clone() for t in _lookup(name, _key(_kinds[name], words, integers, floats), device)]
 
 
 @_operator.register_fake
-def _(name: str, layout: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
-    value = _makers[name](*_key(layout, integers, floats), device=device)
+def _(name: str, words: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
+    value = _makers[name](*_key(_kinds[name], words, integers, floats), device=device)
     return [value] if isinstance(value, Tensor) else list(value)
 
 
