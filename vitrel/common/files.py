@@ -1,4 +1,4 @@
-"""File helpers: atomic writes, CSV cells, self-contained HTML pages, and the commit of a checkout."""
+"""File helpers: atomic writes, CSV cells, and the commit of a checkout."""
 
 import csv
 import os
@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,6 @@ def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
     """Write lines of cells as a CSV file by `atomic_write`, with text as of `shown`."""
     with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([shown(cell) if isinstance(cell, str) else cell for cell in line] for line in lines)
-
-
-def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:
-    """Return self-contained HTML: `package`/page/page.html with its style and its scripts (in this order) inserted, and `parts`
-    filled in.
-
-    {{name}} in the template is replaced by the part of that name, in one pass, so that parts may contain {{...}}.
-    """
-    page = files(package) / "page"
-    parts["style"] = (page / "page.css").read_text("utf-8")
-    parts["script"] = "\n".join((page / f"{name}.js").read_text("utf-8") for name in scripts)
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], (page / "page.html").read_text("utf-8"))
 
 
 def commit(checkout: Path = Path(__file__).parents[2]) -> str:
