@@ -25,6 +25,17 @@ def test_nothing_spills(architecture):
     assert all(0 < kernel.registers <= 255 and kernel.stack == 0 for kernel in found), [kernel[:5] for kernel in found]
 
 
+@pytest.mark.slow(seconds=15)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_larger_windows_compile_in_half_precision(architecture):
+    """Also the backward pass, of which an earlier form did not compile for sm_90 with Triton 3.6."""
+    with compiling(architecture) as found:
+        for side in (9, 12, 16):
+            launch(Shape((side, side)))
+    assert len(found) == 6
+    assert all(0 < kernel.registers <= 255 and kernel.stack <= 64 for kernel in found), [kernel[:5] for kernel in found]
+
+
 def test_the_page_is_what_the_results_give():
     rows = pd.read_csv(ROOT / ROWS)
     assert set(FEW) <= set(SHAPES)

@@ -658,11 +658,10 @@ def _tiles(
                     tl.store(TABLE + place, table + ds, mask=there)
                 ds = ds.to(k.dtype)
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-                dq += tl.dot(ds, k, input_precision="ieee")
+                dq += tl.dot(ds, k, input_precision="ieee") * scale  # without a factor, Triton 3.6 cannot compile it for sm_90
                 if first < LAST:
                     tl.store(sums, dq)
                 else:
-                    dq *= scale
                     _store_rotated(DQKV, at, region, dq, ANGLES, head, i, sizes)
                     if DANGLES is not None:
                         x = _rows(QKV, at, region, sizes)
