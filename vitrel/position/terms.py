@@ -57,8 +57,8 @@ class Terms(NamedTuple):
     tokens: Tensor | None = None  # [N, C]  added once, after patch embedding
     rotary: tuple[Tensor, Tensor] | None = None  # (cos, sin), each [H|1, N, D/2]; 1 and 0 on prefix rows
     key_rotary: tuple[Tensor, Tensor] | None = None  # of the keys, where they decay as 1 / that of queries (xpos alone)
-    query_bias: Tensor | None = None  # [H, D]  added to every query, before rotation
-    scale: float = 1.0  # factor that is the same on every grid
+    query_bias: Tensor | None = None  # [H, D]  added to every query, before rotation (transformer_xl alone)
+    scale: float = 1.0  # factor that is the same on every grid (deberta alone)
     temperature: Tensor | None = None  # 0-d factor that depends on the grid; a float would need a graph per size
     tables: tuple[Table, ...] = ()  # rows looked up by offset class, summed
 
