@@ -58,14 +58,13 @@ size, grid, count = checked(parse_size), checked(_grid), checked(_count)  # (h, 
 size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget of tokens
 
 
-def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
+def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
     """Add the positional argument MODEL, or with `many` several, and the options of `add_weights`.
 
     Args:
         random: see `add_weights`.
-        needed: with `many`, require at least one.
     """
-    number: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {}
+    number: dict[str, Any] = {"nargs": "+"} if many else {}
     parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **number)
     add_weights(parser, many, random)
 
@@ -238,16 +237,11 @@ def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", metavar="FILE", help=f'{what} as JSON; "-" prints only that')
 
 
-def check_files(*files: Path | None, fix: str = "") -> None:
-    """Raise FileNotFoundError, before any work, for an input file that does not exist; None passes.
-
-    Args:
-        fix: what to give instead, as the end of the message.
-    """
+def check_files(*files: Path | None) -> None:
+    """Raise FileNotFoundError, before any work, for an input file that does not exist; None passes."""
     for file in files:
         if file is not None and not file.is_file():
-            why = "it is a folder" if file.is_dir() else fix
-            raise FileNotFoundError(f"no file {file}{f': {why}' if why else ''}")
+            raise FileNotFoundError(f"no file {file}{': it is a folder' if file.is_dir() else ''}")
 
 
 def check_folders(*files: Path | str | None) -> None:

@@ -79,10 +79,6 @@ class Layer(NamedTuple):
         at = (self.tokens - self.grid.prefix).clamp(min=0)
         return torch.stack((at // self.grid.w, at % self.grid.w), -1)
 
-    def patch_at(self, window: int, slot: int) -> tuple[int, int]:
-        """(row, column) of the patch in a slot."""
-        return divmod(int(self.tokens[window, slot]) - self.grid.prefix, self.grid.w)
-
     def needed(self, what: str) -> Tensor:
         """The layer's "content" or "position"; ValueError if it was left out in recording."""
         values = getattr(self, what)
