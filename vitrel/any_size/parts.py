@@ -25,7 +25,6 @@ def in_windows(
     attend: Callable[[Tensor, Tensor | None], Tensor],
     shift: Size = (0, 0),
     strided: bool = False,
-    stride: int = 1,
 ) -> Tensor:
     """Apply attention in windows, [B, h, w, C] -> [B, h, w, C'].
 
@@ -33,15 +32,13 @@ def in_windows(
         x: tokens. Sides that are not whole windows are padded on the right and below, and no token sees the padding.
         window: (h, w) in tokens.
         attend: a function of tokens [B*L, N, C] and an additive mask [L*N, N], None if every token of a window sees all
-            others, -> [B*L, N', C'].
+            others, -> [B*L, N, C'].
         shift: of the windows, in tokens, as in vitrel.ops.window.
         strided: windows hold tokens at equal distances over the whole grid (MaxViT's grid attention).
-        stride: factor by which `attend` reduces both sides of a window; h and w are multiples of it. The result has h / stride
-            rows and w / stride columns.
     """
     h, w = x.shape[1:3]
     mask = window_mask(h, w, window, shift, x.dtype, x.device, strided)
-    return _over_windows(x, window, lambda tokens: attend(tokens, mask), shift, strided, stride)
+    return _over_windows(x, window, lambda tokens: attend(tokens, mask), shift, strided)
 
 
 def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
@@ -116,16 +113,15 @@ def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) ->
     return logits if bias is None else logits + bias.repeat(mask.shape[0] // n, 1, 1)
 
 
-def table_bias(table: Tensor, source: Grid, target: Grid, policy: str = "geometric") -> Tensor:
+def table_bias(table: Tensor, source: Grid, target: Grid) -> Tensor:
     """Return the biases [H, N, N] of a table over offsets.
 
     Args:
         table: [(2h-1)(2w-1), H], query minus key.
         source: grid of the table.
         target: grid of the tokens.
-        policy: of vitrel.position.resample.
     """
-    return pair_bias(resample_table(table, source, target, policy), target)
+    return pair_bias(resample_table(table, source, target, "geometric"), target)
 
 
 def pair_bias(rows: Tensor, grid: Grid) -> Tensor:
@@ -153,7 +149,7 @@ def log_offsets(h: int, w: int, trained: Size, dtype: str, device: torch.device)
     return offsets.sign() * (1 + offsets.abs()).log2() / 3
 
 
-def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1, policy: str = "geometric") -> Tensor:
+def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1) -> Tensor:
     """Return the biases of LeViT's table over |row offset| and |column offset| (arXiv 2104.01136, sec. 4.2), [H, N', N].
 
     Args:
@@ -161,12 +157,11 @@ def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1, p
         source: grid of the table.
         target: grid of the keys, N tokens.
         stride: queries are every stride-th row and column.
-        policy: of vitrel.position.resample, for the table over signed offsets.
     """
     if same_size(source, target):
         index = _distance_index(target.h, target.w, stride, device=biases.device)
     else:
-        biases = resample_table(signed_offsets(biases, source), source, target, policy).mT
+        biases = resample_table(signed_offsets(biases, source), source, target, "geometric").mT
         index = _offset_index(target.h, target.w, stride, device=biases.device)
     return biases.index_select(1, index.flatten()).unflatten(1, index.shape)
 
