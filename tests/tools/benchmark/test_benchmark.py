@@ -21,7 +21,7 @@ from tools.benchmark.samples import ROOT, Samples, machine, read_rows
 from tools.benchmark.scale import DENSE, scale_cases
 from tools.benchmark.shapes import CPU_SHAPES, QUICK_SHAPES, SHAPES, make_problem
 from tools.benchmark.tables import growth, model_page, scale_page, write
-from tools.benchmark.worker import Repeats, Stopwatch, Worker, WorkerFailed, most_bytes, take_turns
+from tools.benchmark.worker import Repeats, Worker, WorkerFailed, most_bytes, take_turns
 from vitrel.grid import Grid
 
 CPU = torch.device("cpu")
@@ -411,32 +411,6 @@ def test_take_turns():
     assert {name: found["rounds"] for name, found in times.items()} == {"slow": [[600.0]] * 3, "fast": [[100.0] * 4] * 3}
     assert times["fast"]["host"] == [[7.0] * 4] * 3 and str(failed["bad"]) == "gone"
     assert take_turns({"never run": Fake(1.0, 0)}, Repeats(0, 0)) == ({"never run": {"rounds": [], "host": []}}, {})
-
-
-def test_a_gpu_is_kept_busy_flushed_and_asked_for_its_own_time(monkeypatch):
-    said, now = [], [0.0]
-
-    class Event:
-        """Of a device that is 3 ms later each time it is looked at."""
-
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            now[0] += 3.0
-            self.at = now[0]
-
-        def elapsed_time(self, other):
-            return other.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles))
-    watch = Stopwatch(CPU)
-    watch.gpu, watch.buffer = True, torch.ones(8, dtype=torch.int8)
-    ms, host = watch(lambda: said.append("run"), busy=2.0)
-    assert ms == 3.0 and 0 < host < 1000
-    assert said == ["synchronize", 4_000_001, "run", "synchronize"] and not watch.buffer.any()
 
 
 # --- command line and tables

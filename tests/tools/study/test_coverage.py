@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 
-from helpers import ROOT
 from tools.study.coverage import LOSS, SEEDS, World, alarms, draw, hillis, ours, share
 
 RUNS = 600
@@ -47,8 +46,3 @@ def test_the_simulated_worlds_are_what_they_are_called():
     assert accuracy[0].std(-1, ddof=1).mean() == pytest.approx(4.0, abs=0.6)
     trained, of_models = draw(rng, World(4.0, 0.5), 300, 1)
     assert np.corrcoef(100 * trained.mean((2, 3))[0], of_models[0])[0, 1] > 0.8
-
-
-def test_the_page_has_these_tables():
-    text = (ROOT / "docs" / "concepts" / "statistics.md").read_text("utf-8")
-    assert "python -m tools.study.coverage" in text and all(f"{seeds} seeds" in text for seeds in SEEDS[1:])

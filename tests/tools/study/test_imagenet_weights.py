@@ -12,9 +12,7 @@ from torchvision.io import write_jpeg
 
 from helpers import ROOT
 from tools.study import imagenet_weights as study
-from tools.study.imagenet_weights import FIXED, SCALED, SEVERAL, SIZES, Evaluated, logistic_regression, prepare, table_of
-from vitrel.common.plain_yaml import read_yaml
-from vitrel.common.sizes import format_size, parse_size
+from tools.study.imagenet_weights import Evaluated, logistic_regression, prepare, table_of
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.results.statistics import estimate
 from vitrel.evaluate.run import run_sweep
@@ -101,12 +99,6 @@ def test_the_flower_classifier_separates_what_is_separable():
     labels = (features[:, :3] / torch.tensor([0.01, 1, 5])).argmax(1)
     head = logistic_regression(features, labels, 3)
     assert (head(features).argmax(1) == labels).double().mean() > 0.95
-
-
-def test_the_page_shows_the_models_of_the_configuration():
-    config = read_yaml(ROOT / "vitrel" / "configs" / "study_imagenet.yaml")
-    assert {model["label"] for model in config["models"]} == {label for label, _ in FIXED | SCALED | SEVERAL}
-    assert {format_size(parse_size(str(size))) for size in config["evaluate"]["sizes"]} == {*SIZES}
 
 
 @pytest.mark.slow

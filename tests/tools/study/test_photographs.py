@@ -1,4 +1,4 @@
-"""The study on photographs: its configurations, a slice of the whole grid, and that its pages are its results."""
+"""The study on photographs: a slice of the whole grid, and that its pages are its results."""
 
 import functools
 import math
@@ -11,48 +11,12 @@ import torch
 import yaml
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, command, each, shared
+from helpers import ROOT, command
 from tools.study import photographs as tool
 from tools.study.curves import small_multiples
 from tools.study.photographs import headline, kept_beside, study_tables
-from vitrel.compare.config import load_comparison
 from vitrel.evaluate.results.aggregate import aggregate
 from vitrel.evaluate.results.table import read_csv
-
-RELATIVE = ["table", "factorized", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
-ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalized"]
-DATA = ("imagenette224", "flowers256")
-
-
-@each("data", DATA)
-def test_the_whole_grid_is_configured(data):
-    (found,) = load_comparison(ROOT / "vitrel" / "configs" / f"study_{data}.yaml", str(shared(f"data/{data}")))
-    assert found.name == f"study_{data}" and found.data.endswith(data) and found.seeds == (0, 1, 2)
-    labels = {entry.label for entry in found.entries}
-    assert {*ENCODINGS, "swin-table", "swin-cpb", "swin-rope_mixed", "swin-log_decay"} <= labels
-    assert {
-        "absolute-fixres",
-        "rope_mixed-mixed",
-        "absolute-perturbed",
-        "absolute+log_n",
-        "rope_mixed+ntk",
-        "rope_axial+yarn",
-    } <= labels
-    sides = [math.sqrt(h * w) for h, w in found.sweep.sizes]
-    assert min(sides) == 64 and max(sides) == 512 and any(h != w for h, w in found.sweep.sizes)
-    assert found.sweep.protocols == ("scale", "canvas") and found.train_size == (128, 128)
-    assert found.train["trainer"]["max_epochs"] >= 200
-    for entry in found.entries:  # what a model is called is what it has
-        key = entry.label.split("-")[-1 if entry.label.startswith("swin") else 0].split("+")[0]
-        if key in ENCODINGS and key != "table":
-            assert entry.name.endswith(f"_{key}"), entry.label
-
-
-def test_both_data_sets_are_asked_the_same():
-    first, second = (yaml.safe_load((ROOT / "vitrel" / "configs" / f"study_{data}.yaml").read_text("utf-8")) for data in DATA)
-    for config in (first, second):
-        config.pop("name"), config.pop("data"), config["train"]["trainer"].pop("max_epochs")
-    assert first == second
 
 
 def photographs(folder, side=40):

@@ -90,25 +90,6 @@ def test_places_are_filled_and_named():
         read_costs(Path("nowhere/costs.csv"))
 
 
-@pytest.mark.slow
-def test_ratios_are_of_the_same_round(monkeypatch):
-    """Each round runs every encoding in turn; the first is for warming up; ratios are taken round by round."""
-    ran = []
-    times = iter([9e3, 9e3, 100.0, 150.0, 200.0, 220.0, 400.0, 800.0] * 3)  # milliseconds: none, table, none, ...
-    monkeypatch.setattr(
-        which_encoding, "_run", lambda model, image, mode: (mode, image.shape[-1], type(model.blocks[0].position).__name__)
-    )
-    monkeypatch.setattr(which_encoding, "Stopwatch", lambda device: lambda run: ran.append(run) or (next(times), 0.0))
-    rows = measure_costs(("none", "table"), rounds=3)
-    assert [name for *_, name in ran[:4]] == ["NoPosition", "OffsetTable"] * 2
-    assert [(row["mode"], row["img_size"], row["batch"]) for row in rows[1::2]] == list(which_encoding._MODES)
-    for none, table in zip(rows[::2], rows[1::2], strict=True):
-        assert (table["key"], table["ratio"], table["low"], table["high"], table["seconds"]) == ("table", 1.5, 1.1, 2.0, 0.22)
-        assert (none["key"], none["ratio"], none["low"], none["high"], none["seconds"]) == ("none", 1.0, 1.0, 1.0, 0.2)
-    stored = pd.read_csv(ROOT / "results" / "encoding_cost" / "costs.csv", nrows=1)
-    assert list(stored)[: len(rows[0])] == list(rows[0])
-
-
 def test_what_is_timed_is_a_forward_pass_or_a_step_of_training():
     model, image = timm.create_model("vitrel_vit_n8_shaw", depth=1), torch.randn(1, 3, 32, 32)
     for mode in ("forward", "training"):
