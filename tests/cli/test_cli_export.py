@@ -168,7 +168,7 @@ def test_an_output_is_replaced_only_when_asked(checkpoint, tmp_path):
 def test_what_differs_is_not_written(tmp_path, monkeypatch):
     model = small()
     model.blocks[0].position.policy = "clip"  # on the module, where no argument tells of it
-    with pytest.raises(ValueError, match=r"cannot be saved: blocks.0.position has policy 'clip', and would have 'geometric'"):
+    with pytest.raises(ValueError, match=r"cannot be saved, .* blocks.0.position is .*'clip'.* would be .*'geometric'"):
         export_model(model, tmp_path / "folder", "safetensors")
     (tmp_path / "kept.pt2").write_bytes(b"precious")
     program = torch.export.export(small(), (torch.randn(2, 3, 32, 48),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))

@@ -63,7 +63,8 @@ def _check_rebuilds(model: Backbone, built: Backbone) -> None:
     """Raise ValueError unless the weights and encodings of a model have the names, shapes and options of one built anew."""
 
     def described(part: Backbone) -> dict[str, Any]:
-        return {name: getattr(value, "shape", None) for name, value in part.state_dict().items()} | position_record(part)
+        shapes = {name: getattr(value, "shape", None) for name, value in part.state_dict().items()}
+        return shapes | position_record(part, free=True)
 
     own, anew = described(model), described(built)
     for name in (*own, *anew):

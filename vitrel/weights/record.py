@@ -20,17 +20,20 @@ from vitrel.position.terms import Composition
 _FREE = {"training", "grid", "init_std", "policies", "temperature", "temperature_grid", *STRENGTHS}
 
 
-def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
+def position_record(model: nn.Module, free: bool = False) -> dict[str, dict[str, Any]]:
     """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
 
-    An encoding that is not of this package also has "module", where its class is. Options that may differ when the weights are
-    loaded (policy, temperature, shift_coords, ...) are left out. A composition is recorded by its parts.
+    An encoding that is not of this package also has "module", where its class is. A composition is recorded by its parts.
+
+    Args:
+        model: the model, or a part of one.
+        free: include the options that may differ when the weights are loaded (policy, temperature, shift_coords, ...).
     """
     record = {}
     for name, part in model.named_modules():
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
-            free = {*_FREE, *part.switchable}
-            options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in free}
+            left_out = {"training", "grid"} if free else {*_FREE, *part.switchable}
+            options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in left_out}
             module = type(part).__module__
             own = {} if module.startswith("vitrel.") else {"module": module}  # of an encoding that is not of this package
             record[name] = {"key": key_of(part), "grid": part.grid, **own, **options}
