@@ -27,7 +27,7 @@ from vitrel.weights.tensors import FileTensors
 from vitrel.weights.unwrap import unwrap
 from vitrel.weights.vit_names import rename_vit, vit_arguments
 
-FORMAT = 2  # 1 had no configuration
+FORMAT = 2
 # Entries of 'vitrel' in a checkpoint of vitrel train: those with one value of a type, and those with a list of values.
 _SCALARS = {"model": str, "model_args": dict, "crop_pct": (int, float), "crop_mode": str, "interpolation": str}
 _LISTS = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
@@ -192,14 +192,11 @@ def not_finite(model: nn.Module) -> str:
 def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> Backbone:
     """Return the model of a file of `save`, `about` being its metadata."""
     check_encodings(about.get("position"), path)
-    version = about.get("format", 1)
-    if version == 1 or "model" not in about:
+    if about.get("format") != FORMAT or "model" not in about:
         raise ValueError(
-            f"{path} was written before files held their configuration: name its model, "
-            "vitrel.load(path, like='vitrel_...'), and save it again"
+            f"{path} has format {about.get('format')}, this version of vitrel reads {FORMAT}: upgrade vitrel, or if the file "
+            "holds no configuration, name its model: vitrel.load(path, like='vitrel_...')"
         )
-    if version != FORMAT:
-        raise ValueError(f"{path} has format {version}, this version of vitrel reads {FORMAT}: upgrade vitrel")
     try:
         config = Config(**{name: _tuples(value) for name, value in about["model"].items()})
         if not (config.architecture.startswith(tuple(TRUNKS)) and timm.is_model(config.architecture)):

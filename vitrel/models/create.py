@@ -134,7 +134,7 @@ def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     except (MemoryError, TypeError):  # the arguments are wrong, not the file
         raise
     except Exception as error:  # a damaged file raises almost anything
-        reason = " ".join(f"{error or type(error).__name__}".split())[:600]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         raise ValueError(f"no model can be built from {folder}: {reason}") from error
 
 
