@@ -48,9 +48,10 @@ def test_batches_are_small_where_images_are_few(images, devices, size):
         (2048, 256, 4, True, (256, 2)),
         (2048, 256, 1, True, (256, 8)),
         (2048, 256, 16, True, (128, 1)),  # more devices than the recipe was made for
-        (2048, 256, 3, True, (226, 3)),  # 2,034 images
+        (2048, 256, 3, True, (170, 4)),  # 2,040 images
         (2048, 256, 3, False, (227, 3)),  # 2,043 images
-        (2048, 100, 1, True, (96, 21)),  # 2,016 images
+        (2048, 100, 1, True, (64, 32)),
+        (32, 6, 2, True, (4, 4)),
         (1024, 128, 32, True, (32, 1)),
         (2, 64, 1, True, (2, 1)),
     ],

@@ -266,9 +266,13 @@ def divided_batch(images: int, batch_size: int, devices: int, even: bool = False
     Raises:
         ValueError: fewer images than devices, or with `even` than two for each.
     """
-    step = 2 if even else 1
-    accumulated = -(-images // (batch_size * devices))
-    batch = images // (accumulated * devices) // step * step
+    step, least = 2 if even else 1, -(-images // (batch_size * devices))
+
+    def of_each(accumulated: int) -> int:
+        return images // (accumulated * devices) // step * step
+
+    accumulated = max(range(least, 2 * least + 1), key=lambda number: (number * of_each(number), -number))
+    batch = of_each(accumulated)
     if batch < 1:
         raise ValueError(
             f"data.global_batch_size {images} cannot be divided between {devices} devices in batches of {batch_size}"

@@ -140,6 +140,15 @@ class TrainCLI(LightningCLI):
         # counts, and Classifier raises an error for a checkpoint of another model.
         return
 
+    def instantiate_classes(self) -> None:
+        """Build the trainer, model and data; ValueError for a class that cannot be built, as without its package."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if "Problem with given class_path" not in str(error):
+                raise
+            raise ValueError(_sentence(str(error))) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
 
@@ -343,7 +352,7 @@ def _sentence(message: str) -> str:
         return f"unknown key {name}{near}"
     key = re.match(r'Parser key "([^"]+)":', message)
     if problem := re.search(r"Problem with given class_path '(.+)':\s+(.+)", message):
-        return f"{key[1] if key else 'class_path'}: {problem[1]}: {problem[2]}"
+        return f"{key[1]}: {problem[1]}: {problem[2]}" if key else f"{problem[1]}: {problem[2]}"
     values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
     types = re.search(r"Subtypes: \[(.*)\]", message) or re.search(r"Expected an? (.*)\. Got", message)
     if key is None or not values or types is None:

@@ -78,7 +78,7 @@ class Speed(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         names = {"images_per_s": self.rate, "data_wait": self.data_wait, "memory_mb": self.memory_mb}
         names |= {"lr": trainer.optimizers[0].param_groups[0]["lr"]}
-        module.log_dict(names, sync_dist=trainer.world_size > 1)  # averaged over ranks; each images_per_s counts all devices
+        module.log_dict(names, sync_dist=True)  # averaged over ranks; each images_per_s counts all devices
 
 
 class EpochLines(Callback):
