@@ -15,7 +15,7 @@ from torch._dynamo.utils import get_static_address_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
-from vitrel import Grid, Table, Terms, geometry
+from vitrel import Grid, Table, Terms, create_position, geometry
 from vitrel.geometry import cached_geometry
 from vitrel.ops import attention, window_attention
 from vitrel.ops.window import windows
@@ -240,6 +240,16 @@ def test_a_graph_of_one_size_reads_them():
     for _ in range(2):
         assert all(map(torch.equal, compiled(torch.empty(9, 13)), layout(torch.empty(9, 13))))
     assert counter.frame_count == 3
+
+
+def test_numbers_of_a_module_that_a_graph_takes_for_symbols():
+    """Under dynamic=True, in windows, whose geometry is of one size."""
+    torch._dynamo.reset()
+    encoding = create_position("rope_axial", (4, 3), 1, 8, base=10.0)
+    compiled = torch.compile(lambda x: x * encoding(Grid(4, 3)).rotary[0], backend="eager", fullgraph=True, dynamic=True)
+    for n in (2, 3):
+        x = torch.randn(n, 1, 12, 1)
+        assert torch.equal(compiled(x), x * encoding(Grid(4, 3)).rotary[0])
 
 
 @pytest.mark.slow

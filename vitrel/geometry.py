@@ -65,7 +65,7 @@ def cached_geometry(function: F) -> F:
     def cached(*key: Any, device: torch.device | str | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             if all([has_static_value(n) for n in _integers(key)]):
-                names = _graph_attributes(name, device, *_plain(key))
+                names = _graph_attributes(name, device, *[_plain(part) for part in key])
                 tensors = tuple([getattr(_graphs, attribute) for attribute in names.split(" ")])
             else:
                 tensors = tuple(_operator(name, *_flat(kinds, key), torch.device("cpu" if device is None else device)))
@@ -206,18 +206,16 @@ def _integers(key: tuple) -> list[int]:
     return alone + [n for part in key if isinstance(part, tuple) for n in part]
 
 
-def _plain(key: tuple) -> tuple:
-    """Return the key with plain integers instead of symbols that have one value, as a side of a window cut from any grid."""
-    return tuple(
-        [
-            tuple([operator.index(n) for n in part])
-            if isinstance(part, tuple)
-            else operator.index(part)
-            if isinstance(part, int) and not isinstance(part, bool)
-            else part
-            for part in key
-        ]
-    )
+def _plain(part: Any) -> Any:
+    """Return a part of a key with plain numbers instead of symbols that have one value.
+
+    Such are a side of a window cut from any grid, and under dynamic=True every number that a module holds.
+    """
+    if isinstance(part, tuple):
+        return tuple([operator.index(n) for n in part])
+    if isinstance(part, float):
+        return part.__float__()  # float(part) stays a symbol
+    return operator.index(part) if isinstance(part, int) and not isinstance(part, bool) else part
 
 
 @torch._dynamo.assume_constant_result
