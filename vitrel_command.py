@@ -1,7 +1,8 @@
 """The `vitrel` command.
 
 It stands beside the package, since `import vitrel` imports torch, timm and every model, which takes seconds. Help and errors of
-usage need none of them, so here the package's `__init__` runs only when one of its names is used.
+usage need none of them, so here the package's `__init__` runs only when one of its names is used. importlib's LazyLoader would
+run it as soon as a module of the package is imported.
 """
 
 import importlib.util

@@ -5,7 +5,6 @@ Passes that run out of memory are repeated with smaller batches. No other stage 
 
 import contextlib
 import ctypes
-import hashlib
 import resource
 import sys
 import time
@@ -28,19 +27,10 @@ from vitrel.evaluate.prepare import halved, window_places
 from vitrel.evaluate.results.statistics import TAIL
 from vitrel.evaluate.sweep import Row
 from vitrel.inspect.attention import attention_statistics_of, position_shares
+from vitrel.weights.record import state_hash
 
 with optional_import():
     from scipy.special import stdtrit
-
-
-def state_hash(model: nn.Module) -> str:
-    """SHA-256 of a model's state dict, as hex: every name, dtype, shape and byte, in order."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")

@@ -4,7 +4,6 @@ The images need no labels of the teacher's classes: with `labels: false` the tea
 that is given another position encoding is trained in this way to do what it did before (docs/how_to/convert.md).
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from vitrel.models.config import stored_arguments
 from vitrel.train.tuning import check_registered
 from vitrel.weights.load import load_pretrained, read_file
+from vitrel.weights.record import state_hash
 from vitrel.weights.unwrap import unwrap
 
 
@@ -128,12 +128,7 @@ class Teacher:
                 f"distillation teacher {self.name} has {model.num_classes} classes, the student {num_classes}: use a "
                 "teacher of the same classes, or distillation.labels: false, which needs no labels"
             )
-        # identifies the teacher by its weights, since its file may be moved
-        digest = hashlib.sha256()
-        for name, value in model.state_dict().items():
-            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        self.digest = digest.hexdigest()
+        self.digest = state_hash(model)  # identifies the teacher by its weights, since its file may be moved
         self.size = to_2tuple(size or model.pretrained_cfg["input_size"][-2:])
         self.model = DistillationTeacher(model).requires_grad_(False).eval()
 

@@ -1,13 +1,16 @@
-"""A record of a model's encodings for files of weights: training grids, and the options that a state dict does not show.
+"""A record of a model's encodings for files of weights: training grids, and the options that a state dict does not show; and
+the digest of its weights.
 
-Files of `vitrel.save` and training checkpoints hold it. It makes `source_grid` unnecessary for non-square tables, and loading
-raises an error if the model would compute something else from the same weights.
+Files of `vitrel.save` and training checkpoints hold the record. It makes `source_grid` unnecessary for non-square tables, and
+loading raises an error if the model would compute something else from the same weights.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from vitrel.common.sizes import format_size
@@ -18,6 +21,16 @@ from vitrel.position.terms import Composition
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
 _FREE = {"training", "grid", "init_std", "policies", "temperature", "temperature_grid", *STRENGTHS}
+
+
+def state_hash(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's state dict, in hexadecimal: of every name, dtype, shape and byte, in order."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def position_record(model: nn.Module, free: bool = False) -> dict[str, dict[str, Any]]:

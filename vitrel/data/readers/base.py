@@ -129,12 +129,15 @@ class ImageSet(Dataset, ABC):
         if found is None:
             return self.left_out(draw.size or self.prepare.size)
         picture, target, source = found
-        name = f"{self.name(source)} ({picture.height}x{picture.width} pixels)"
+
+        def name() -> str:
+            return f"{self.name(source)} ({picture.height}x{picture.width} pixels)"
+
         try:
-            with names_image(lambda: f"{name} was prepared{' at {}x{}'.format(*draw.size) if draw.size else ''}"):
+            with names_image(lambda: f"{name()} was prepared{' at {}x{}'.format(*draw.size) if draw.size else ''}"):
                 return self.finish(picture, target, draw)
         except AugmentationError as error:
-            raise AugmentationError(f"{name}: {error}") from error.__cause__
+            raise AugmentationError(f"{name()}: {error}") from error.__cause__
 
     def _readable(self, index: int) -> tuple[Image.Image, Any, int] | None:
         """(image, target, index) of an image or of its replacement, by `on_bad`; None if it is left out."""

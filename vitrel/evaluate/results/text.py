@@ -5,7 +5,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from vitrel.common.extras import optional_import
 from vitrel.common.sizes import sizes_in_words
 from vitrel.evaluate.results.advice import Judged
 from vitrel.evaluate.results.aggregate import (
@@ -20,9 +19,6 @@ from vitrel.evaluate.results.aggregate import (
 )
 from vitrel.evaluate.sweep import Row
 from vitrel.evaluate.tasks.base import capital, task_of
-
-with optional_import():
-    pass
 
 
 def summary(judged: Judged) -> str:
