@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides, run_upcast
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides, first_of, run_upcast
 
 
 class CPB(PositionEncoding):
@@ -68,7 +68,7 @@ class CPB(PositionEncoding):
 
     def terms(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
-        weight = self.cpb_mlp[2].weight
+        weight = first_of(self.cpb_mlp)
         side = grid[:2] if self.policy == "renormalize" else self.pretrained_window
         coordinates = _log_spaced_offsets(*grid[:2], side, device=weight.device)  # [R, 2]
         rows = 16 * run_upcast(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]

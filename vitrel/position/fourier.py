@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrel.geometry import cached_geometry, dtype_name
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Terms, no_autocast, upcast
+from vitrel.position.terms import Factory, PositionEncoding, Terms, first_of, run_upcast, upcast
 
 
 class Fourier(PositionEncoding):
@@ -56,12 +56,10 @@ class Fourier(PositionEncoding):
         self.token_projection.reset_parameters()
 
     def terms(self, grid: Grid) -> Terms:
-        layer = self.token_projection
-        weight, bias = upcast(layer.weight), upcast(layer.bias)
-        options = self.bands, float(self.base), dtype_name(weight.dtype)
+        weight = first_of(self.token_projection)
+        options = self.bands, float(self.base), dtype_name(upcast(weight).dtype)
         waves = fourier_waves(grid.h, grid.w, *options, device=weight.device)  # [h*w, 2 * bands]
-        with no_autocast(weight.device):
-            tokens = F.linear(waves, weight, bias).to(layer.weight.dtype)
+        tokens = run_upcast(self.token_projection, waves).to(weight.dtype)
         return Terms(tokens=F.pad(tokens, (0, 0, grid.prefix, 0)))
 
     def unseen(self, grid: Grid) -> float:

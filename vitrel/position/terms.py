@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from vitrel.grid import Grid, clip_saturated, unseen_share
 from vitrel.position.log_n import checked_power, temperature
@@ -403,13 +404,22 @@ def upcast(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def run_upcast(mlp: nn.Sequential, x: Tensor) -> Tensor:
-    """Return mlp(x), [R, in] -> [R, out], in at least float32 (result too), even with half-precision weights or autocast."""
+def run_upcast(module: nn.Module, x: Tensor) -> Tensor:
+    """Return module(x), [R, in] -> [R, out], in at least float32 (result too), even with half-precision weights or autocast.
+
+    The module is called as a whole, since adapters, pruning and quantization replace its linear layers or their weights.
+    """
+    parameters = dict(module.named_parameters())
+    upcasted = {name: p.float() for name, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)}
+    x = x.to(upcast(next(iter(parameters.values()), x)).dtype)
     with no_autocast(x.device):
-        for layer in mlp:
-            parameters = [upcast(p) for p in layer.parameters()]  # weight and bias of a linear layer
-            x = F.linear(x.to(parameters[0].dtype), *parameters) if parameters else layer(x)
-    return x
+        return functional_call(module, upcasted, (x,)) if upcasted else module(x)
+
+
+def first_of(module: nn.Module) -> Tensor:
+    """Return the first parameter of a module, for its device and dtype; an empty tensor where it has none (quantized)."""
+    parameter = next(module.parameters(), None)
+    return torch.empty(0) if parameter is None else parameter
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
