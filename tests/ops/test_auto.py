@@ -37,7 +37,7 @@ GPU = [  # encoding, side of the grid, window, training -> backend
     ("rope_mixed", 30, (8, 8), True, "triton"),
     ("none", 30, (7, 7), True, "triton"),
     ("table", 30, (12, 12), False, "triton"),
-    ("table", 30, (12, 12), True, "sdpa"),
+    ("table", 30, (12, 12), True, "triton"),
     ("deberta", 30, (7, 7), False, "sdpa"),  # the kernels refuse it
     ("table", 63, None, True, "sdpa"),
     ("table", 64, None, True, "triton"),

@@ -1,17 +1,25 @@
 """Registers and spills of the Triton kernels on four architectures, by the compiler ahead of time; needs no GPU.
 
-    python -m tools.benchmark.kernels          # compile all shapes (minutes): results/kernel_registers
-    python -m tools.benchmark.kernels --table  # table.md again, from the rows
+    python -m tools.benchmark.kernels                 # compile all shapes (minutes): results/kernel_registers
+    python -m tools.benchmark.kernels --triton 3.6.0  # the same with this Triton, that of the oldest torch we allow
+    python -m tools.benchmark.kernels --table         # table.md again, from the rows
 
-What is launched is the code of vitrel.ops.backends with the tiles that it chooses for the architecture.
+What is launched is the code of vitrel.ops.backends with the tiles that it chooses for the architecture. A kernel that does not
+compile ends the command with the compiler's error, and one in half precision that spills more than 64 bytes a thread with exit
+status 1. Another Triton than the installed one is put by pip into a temporary folder, in front of the path of one process.
 """
 
 import argparse
+import itertools
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -26,11 +34,12 @@ from tools.benchmark.samples import ROOT
 from tools.benchmark.tables import markdown
 from vitrel.common.files import atomic_write
 from vitrel.grid import Grid
-from vitrel.ops.backends import triton_global, triton_window
+from vitrel.ops.backends import triton_global, triton_tiles, triton_window
 
 ROWS, PAGE = Path("results/kernel_registers/registers.csv"), Path("results/kernel_registers/table.md")
 ARCHITECTURES = (80, 89, 90, 100)
-_TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MOST_SPILLED = 64  # maximum bytes of stack of a thread in half precision
+COMPILER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Shape(NamedTuple):
@@ -103,8 +112,8 @@ class Driver:
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Compiled]]:
     """Compile kernels for a compute capability (90 is sm_90) where they are launched, and run none; yields those compiled."""
-    if not _TOOL.is_file():
-        raise RuntimeError(f"this triton brings no cuobjdump, which counts registers: {_TOOL}")
+    if not (tool := COMPILER / "cuobjdump").is_file():
+        raise RuntimeError(f"this triton brings no cuobjdump, which counts registers: {tool}")
     found: list[Compiled] = []
     launch = triton.runtime.jit.JITFunction.run
 
@@ -114,15 +123,17 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
             file.write(kernel.asm["cubin"])
             file.flush()
             usage = subprocess.run(
-                [_TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+                [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
             ).stdout
         registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
-        found.append(Compiled(self.__name__, kernel.metadata.num_warps, registers, stack, kernel.metadata.shared, kernel.asm))
+        sizes = kernel.metadata.num_warps, registers, stack, kernel.metadata.shared
+        found.append(Compiled(self.__name__, *sizes, dict(kernel.asm)))
         return kernel
 
     with (
         mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
         mock.patch.object(triton.runtime.driver, "_active", Driver(capability)),
+        mock.patch.object(triton_tiles, "architecture", return_value=capability),
     ):
         yield found
 
@@ -168,19 +179,38 @@ def table(rows: pd.DataFrame) -> str:
             spills = [f"{r} (**{s} B**)" if s else str(r) for r, s in zip(found["registers"], found["stack"], strict=True)]
             cells.append(", ".join(spills))
         body.append(cells)
-    versions = "; ".join(f"{name} {', '.join(map(str, rows[name].unique()))}" for name in ("triton", "torch"))
-    lines = markdown(["", "kernels", *(f"sm_{n}" for n in ARCHITECTURES)], "|---|---|" + "---|" * len(ARCHITECTURES), body)
-    return "\n".join([f"Computed by the compiler ({versions}), no GPU; registers of a thread, at most 255.", "", *lines])
+    head = ["", "kernels", *(f"sm_{n}" for n in ARCHITECTURES)]
+    return "\n".join(markdown(head, "|---|---|" + "---|" * len(ARCHITECTURES), body))
+
+
+def page(rows: pd.DataFrame) -> str:
+    """Return the page: a table per version of Triton, the newest first."""
+    lines = ["# Registers of the Triton kernels", ""]
+    lines += ["Computed by the compiler, no GPU; registers of a thread, at most 255, and in brackets bytes that spill."]
+    for version in sorted(rows["triton"].unique(), key=_number, reverse=True):
+        found = rows[rows["triton"] == version]
+        lines += ["", f"## Triton {version} (torch {', '.join(found['torch'].unique())})", "", table(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def compiled(shape: Shape, architecture: int) -> list[Compiled]:
+    """Return the kernels of a shape for an architecture."""
+    with compiling(architecture) as found:
+        launch(shape)
+    return found
 
 
 def measure() -> pd.DataFrame:
-    """Compile every shape for every architecture: a row per kernel."""
+    """Compile every shape for every architecture, in as many processes as there are cores: a row per kernel."""
     rows = []
     versions = {"triton": triton.__version__, "torch": torch.__version__}
-    for shape in SHAPES:
-        for architecture in ARCHITECTURES:
-            with compiling(architecture) as found:
-                launch(shape)
+    jobs = list(itertools.product(SHAPES, ARCHITECTURES))
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for (shape, architecture), found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
             for kernel in found:
                 row = {"shape": str(shape), "architecture": architecture, "kernel": kernel.name.strip("_")}
                 row |= {name: getattr(kernel, name) for name in ("warps", "registers", "stack", "shared")}
@@ -189,17 +219,34 @@ def measure() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def with_triton(version: str) -> int:
+    """Run this command in a process with another version of Triton and return its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}"]
+        subprocess.run(pip, check=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
+        return subprocess.run([sys.executable, "-m", __spec__.name], env=environment, check=False).returncode
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", metavar="VERSION", help="compile with this version instead of the installed one")
     parser.add_argument("--table", action="store_true", help="compile nothing, write the table from the results")
-    if not parser.parse_args().table:
-        rows = measure()
-        (ROOT / ROWS).parent.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    if args.triton and args.triton != triton.__version__:
+        sys.exit(with_triton(args.triton))
+    rows = pd.read_csv(ROOT / ROWS)
+    if not args.table:
+        new = measure()
+        rows = pd.concat([rows[~rows["triton"].isin(new["triton"])], new])
         with atomic_write(ROOT / ROWS) as part:
             rows.to_csv(part, index=False)
     with atomic_write(ROOT / PAGE) as part:
-        part.write_text(f"# Registers of the Triton kernels\n\n{table(pd.read_csv(ROOT / ROWS))}\n", "utf-8")
+        part.write_text(page(rows), "utf-8")
+    spilled = rows[(rows["stack"] > MOST_SPILLED) & ~rows["shape"].str.endswith("float32")]
+    if len(spilled):
+        sys.exit(f"these kernels spill more than {MOST_SPILLED} bytes:\n{spilled.to_string(index=False)}")
 
 
 if __name__ == "__main__":

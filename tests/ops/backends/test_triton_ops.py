@@ -160,7 +160,7 @@ def test_other_derivatives_are_refused():
         (lambda x: window_attention(x, terms, Grid(3, 4), (3, 4), (0, 0), 2, backend="triton"), qkv),
     ):
         (first,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="no autograd formula"):
+        with pytest.raises(RuntimeError, match=r"no autograd formula|differentiate twice"):
             first.sum().backward()
         for transformed in (
             lambda run=run, x=x: torch.func.jvp(run, (x,), (x,)),

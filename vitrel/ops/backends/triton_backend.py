@@ -100,7 +100,7 @@ def window_attention(
         qkv = torch.cat(((q + added) * factor, others), -1)
     cos, sin = terms.rotary or (None, None)
     inputs = qkv, lattice_bias(terms, Grid(*window), qkv.dtype), cos, sin
-    return triton_ops.window_op(*inputs, window, shift, num_heads, scale, needs_gradient(*inputs))[0]
+    return triton_ops.windows(*inputs, window, shift, num_heads, scale, needs_gradient(*inputs))
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:

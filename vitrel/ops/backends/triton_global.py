@@ -45,7 +45,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.backends.triton_window import LOG2_E, WARP_GROUPS, architecture
+from vitrel.ops.backends import triton_tiles
+from vitrel.ops.backends.triton_tiles import Tile, global_tile
+from vitrel.ops.backends.triton_window import LOG2_E
 
 WIDTHS = (16, 32, 64, 128)  # head widths D
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,10 +110,10 @@ def biased_forward(
     if reason := global_limits(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
         raise ValueError(reason)
     _check_shapes(q, k, v, (bias, row_scores, column_scores), grid)
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     out = _like_tokens(q)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    block_m, block_n, *_ = tile = _query_tile(q.dtype, width, aligned)
+    block_m, block_n, *_ = tile = _tile_for("forward", q, aligned)
     with torch.cuda.device_of(q):
         _forward[(triton.cdiv(queries, block_m) * batch * heads,)](
             (_strided(q), _strided(k), _strided(v)),
@@ -136,13 +138,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, 
     for name, table, shape in zip(("bias", "row scores", "column scores"), tables, shapes, strict=True):
         if table is not None and table.shape != shape:
             raise ValueError(f"{name} of shape {list(table.shape)}; expected {list(shape)} on this grid")
-
-
-def _query_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int, int, int]:
-    """Return (queries of a tile, keys of a tile, warps, stages) of the kernels whose programs own queries."""
-    if dtype == torch.float32:
-        return 32, 32, 8, 1
-    return (64, 32, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
 
 
 class _Sizes(NamedTuple):
@@ -179,10 +174,10 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
     return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h, rows), triton.cdiv(grid.w, lanes))
 
 
-def _constants(grid: Grid, x: Tensor, tile: tuple[int, int, int, int]) -> dict[str, int]:
+def _constants(grid: Grid, x: Tensor, tile: Tile) -> dict[str, int]:
     """Return the compile-time arguments of the kernels for queries like x, except PACKED."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    constants = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], **dict(zip(names, tile, strict=True))}
+    constants = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], **dict(zip(names, tile[:4], strict=True))}
     if x.dtype == torch.float32 and not torch.version.hip:
         constants["maxnreg"] = 255  # otherwise the assembler spills a few registers for a higher occupancy
     return constants
@@ -443,32 +438,18 @@ def biased_backward(
     return dq, dk, dv, dbias, drow, dcolumn
 
 
-def _keys_tile(dtype: torch.dtype, width: int, aligned: bool, device: torch.device) -> tuple[int, int, int, int]:
-    """Return (queries of a tile, keys of a tile, warps, stages) of the kernel whose programs own keys."""
-    if dtype == torch.float32:
-        return 32, 32, 8, 1
-    if architecture(device) not in WARP_GROUPS:
-        return 32, 64, 8 if aligned or width > 64 else 4, 1
-    if architecture(device) > 90 and not aligned and width <= 64:
-        return 64, 64, 8, 1
-    return (32, 64, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
-
-
-def _table_tile(dtype: torch.dtype, width: int, device: torch.device) -> tuple[int, int, int]:
-    """Return (queries and keys of a tile, warps, stages) of the kernel whose programs own offsets."""
-    if dtype == torch.float32:
-        return 32, 8, 2
-    return (64, 8, 2) if architecture(device) in WARP_GROUPS else (64, 4 if width <= 64 else 8, 1)
+def _tile_for(kernel: str, q: Tensor, aligned: bool) -> Tile:
+    return global_tile(kernel, q.dtype, q.shape[-1], aligned, triton_tiles.architecture(q.device))
 
 
 def _query_gradients(
     inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     q = inputs[0][0]
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     bias, row, column = tables
     aligned = row is not None or column is not None
-    block_m, block_n, *_ = tile = _query_tile(q.dtype, width, aligned)
+    block_m, block_n, *_ = tile = _tile_for("queries", q, aligned)
     shape = _sizes_for(grid, heads, queries, block_n, aligned)
     dq, drow = _like_tokens(q), None
     if row is not None:
@@ -492,9 +473,9 @@ def _query_gradients(
 
 def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     q, k = inputs[0][0], inputs[1][0]
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     aligned = tables[1] is not None or tables[2] is not None
-    tile = _keys_tile(q.dtype, width, aligned, q.device)
+    tile = _tile_for("keys", q, aligned)
     shape = _sizes_for(grid, heads, queries, tile[1], aligned)
     dk, dv = _like_tokens(k), _like_tokens(k)
     tiles = shape.groups * shape.chunks + (grid.prefix > 0)
@@ -506,7 +487,7 @@ def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale
 def _table_gradient(inputs: tuple, stats: tuple, tables: tuple, to_prefix: Tensor | None, grid: Grid, scale: float) -> Tensor:
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
-    block, warps, stages = _table_tile(q.dtype, width, q.device)
+    block, _, warps, stages, _ = _tile_for("table", q, True)
     shape = _sizes_for(grid, heads, queries, block, True)
     pairs = (2 * shape.groups - 1) * (2 * shape.chunks - 1)
     splits = min(batch, triton.cdiv(1024, pairs * heads))

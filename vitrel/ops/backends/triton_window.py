@@ -28,7 +28,7 @@ read of the same sum.
 
 Every program writes its sums separately, and torch adds them in a fixed order, so two runs are bitwise equal, without atomics.
 
-Tiles: see `window_backward_tile`. Four warps of Hopper and Blackwell multiply 64 rows together; before, a warp multiplied 16.
+Tiles: see vitrel.ops.backends.triton_tiles.
 Registers (floats): `_whole` bias, logits, their gradient and its sum, 4 * 64 * 64, and three gradients of 64 * D; `_tiles` the
 same without the sum, which it holds for one addition.
 Bytes moved: up to 64 tokens 7 * D elements per token and head (qkv and the output's gradient read, the gradient of qkv
@@ -37,7 +37,7 @@ Larger windows read D more (the output) and 12 bytes of statistics; in cache, fo
 * D * (t-1) for dq, and 2 * D * (t-1) elements of q and grad again.
 """
 
-import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -45,65 +45,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrel.ops.backends import triton_tiles
+from vitrel.ops.backends.triton_tiles import MOST_IN_ONE_TILE, Tile, padded_tokens, window_backward_tile, window_tile
 from vitrel.ops.window import check_window
 
 WIDTHS = (16, 32, 48, 64)  # head widths D
 MOST_TOKENS = 256  # maximum tokens of a window
-MOST_IN_ONE_TILE = 64  # maximum tokens of a window that one tile holds
 LOG2_E = tl.constexpr(1.4426950408889634)  # logits are multiplied by it, since the hardware has exp2
 VARYING = ("h", "w", "windows", "per")  # not specialized, so that a kernel is compiled once for all grids and batches
-WARP_GROUPS = (90, 100, 103)  # architectures on which four warps multiply a tile of 64 rows together
 PROGRAMS = 4096  # maximum per launch; each computes several windows, with one lookup of their bias
 BACKWARD_PROGRAMS = 2048  # the same of the backward pass
+_PAIRS_AT_ONCE = 4096  # of slots, which a program of `_by_offset` sums
 _SCRATCH = 64 * 2**20  # bytes of sums of all programs together, about; it limits the programs for windows of several tiles
 
 
-class Tile(NamedTuple):
-    """Shape of the work of one program of a kernel."""
+class Plan(NamedTuple):
+    """What all calls of a kernel with one kind of windows share."""
 
-    rows: int  # queries of a tile
-    keys: int  # keys of a tile
-    warps: int  # of a program
-    stages: int  # of the software pipeline
-
-
-class WindowSizes(NamedTuple):
-    """Compile-time sizes of a kernel. A window has n = wh * ww slots; dp is the head width d padded to a power of two."""
-
-    heads: tl.constexpr  # H
-    wh: tl.constexpr  # rows of a window, in tokens
-    ww: tl.constexpr  # columns of a window, in tokens
-    n: tl.constexpr  # slots of a window, wh * ww
-    sy: tl.constexpr  # shift in rows
-    sx: tl.constexpr  # shift in columns
-    d: tl.constexpr  # head width D
-    dp: tl.constexpr  # D padded to a power of two
-    rows: tl.constexpr  # queries of a tile
-    keys: tl.constexpr  # keys of a tile
+    tile: Tile
+    sizes: tuple[int | bool, ...]  # compile-time sizes, by the numbers below
+    options: dict[str, int]  # for Triton's compiler
 
 
-def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, device: torch.device) -> Tile:
-    """Return the tile of the forward kernel for windows of N tokens, which spills no registers (tools/benchmark/kernels.py)."""
-    side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
-    warps = 8 if dtype == torch.float32 or (rotary and architecture(device) in WARP_GROUPS) else 4
-    return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
-
-
-def architecture(device: torch.device) -> int:
-    """Return the compute capability for which kernels are compiled on a device.
-
-    90 for sm_90 and in the interpreter, 0 if not NVIDIA's.
-    """
-    if triton.knobs.runtime.interpret:
-        return 90
-    with _current(device):
-        arch = triton.runtime.driver.active.get_current_target().arch
-    return arch if isinstance(arch, int) else 0
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make a GPU the current device, on which Triton compiles and launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+# Sizes of a kernel. A window has N = WH * WW slots; DP is the head width D padded to a power of two. They are a tuple with
+# numbered entries, as inductor writes them into the code that launches the kernels of a compiled model.
+HEADS, WH, WW, N, SY, SX, D, DP, ROWS, KEYS, HOLD = map(tl.constexpr, range(11))
 
 
 def window_limits(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
@@ -155,69 +121,85 @@ def window_forward(
     Raises:
         ValueError: `window_limits` gives a reason, a shape is another, or the window or shift is impossible.
     """
-    check_qkv(qkv, window, shift, num_heads)
-    _check_tables(bias, cos, sin, window, num_heads, qkv.shape[-1] // (3 * num_heads))
-    out = torch.empty(*qkv.shape[:-1], qkv.shape[-1] // 3, dtype=qkv.dtype, device=qkv.device)
+    width = int(qkv.shape[-1]) // (3 * num_heads)
+    plan = forward_plan(window, shift, num_heads, width, qkv.dtype, cos is not None, triton_tiles.architecture(qkv.device))
+    _check_tables(bias, cos, sin, window, num_heads, width)
+    out = torch.empty(*qkv.shape[:-1], num_heads * width, dtype=qkv.dtype, device=qkv.device)
     saved = grad and saves_lse(window)
     lse = torch.empty((*qkv.shape[:-1], num_heads) if saved else (0,), dtype=torch.float32, device=qkv.device)
-    tokens, windows = window[0] * window[1], window_count(qkv, window)
-    tile = window_tile(tokens, qkv.dtype, cos is not None, qkv.device)
-    tiles = triton.cdiv(tokens, tile.rows)
+    windows = window_count(qkv, window)
+    tiles = ceil_div(window[0] * window[1], plan.tile.rows)
     per = windows_per_program(windows, num_heads, PROGRAMS) if tiles == 1 else 1
-    tables = {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads)}
-    call = {"QKV": qkv.contiguous(), **tables, "scale": scale, "OUT": out, "LSE": lse if saved else None}
-    launch_window(_forward, tile, tiles, per, window, shift, num_heads, **call)
+    tables = contiguous_bias(bias), packed_angles(cos, sin, num_heads)
+    call = qkv.contiguous(), *tables, scale, out, lse if saved else None
+    _launch(_forward, plan, tiles, windows, per, call)
     return out, lse
 
 
-def launch_window(
-    kernel: triton.JITFunction,
-    tile: Tile,
-    tiles: int,
-    per: int,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    num_heads: int,
-    **arguments: Tensor | float | None,
-) -> None:
+@functools.lru_cache(1024)
+def forward_plan(
+    window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype, rotary: bool, arch: int
+) -> Plan:
+    """Return the plan of the forward kernel; raises as `window_forward`."""
+    return _plan(window_tile(window[0] * window[1], dtype, rotary, arch), window, shift, heads, width, dtype)
+
+
+@functools.lru_cache(1024)
+def backward_plan(
+    window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype, arch: int
+) -> Plan:
+    """Return the plan of the backward kernel; raises as `window_forward`."""
+    return _plan(window_backward_tile(window[0] * window[1], dtype, width, arch), window, shift, heads, width, dtype)
+
+
+def _plan(tile: Tile, window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype) -> Plan:
+    check_window(window, shift)
+    if reason := window_limits(dtype, width, window):
+        raise ValueError(reason)
+    of_tile = tile.rows, tile.keys, tile.hold
+    sizes = (heads, *window, window[0] * window[1], *shift, width, triton.next_power_of_2(width), *of_tile)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if dtype == torch.float32 and not torch.version.hip:
+        options["maxnreg"] = 255  # as in triton_global
+    return Plan(tile, sizes, options)
+
+
+def _launch(kernel: triton.JITFunction, plan: Plan, tiles: int, windows: int, per: int, arguments: tuple) -> None:
     """Launch a kernel with `tiles` programs for each head and each group of `per` windows; does nothing for an empty batch.
 
     Args:
         kernel: to launch.
-        tile: sizes of its tile.
+        plan: of the kernel.
         tiles: programs per window and head.
+        windows: number of windows of all images.
         per: windows that a program computes in turn.
-        window: (h, w) in tokens.
-        shift: (h, w) in tokens.
-        num_heads: number of heads H.
-        arguments: the kernel's parameters except h, w, windows, per and sizes.
+        arguments: the kernel's parameters before h; the first is qkv.
     """
-    qkv = arguments["QKV"]
-    windows, width = window_count(qkv, window), qkv.shape[-1] // (3 * num_heads)
-    shape = (num_heads, *window, window[0] * window[1], *shift, width, triton.next_power_of_2(width), tile.rows, tile.keys)
-    programs = triton.cdiv(windows, per) * tiles * num_heads
-    if programs == 0:
+    if windows == 0:
         return
-    if qkv.dtype == torch.float32 and not torch.version.hip:
-        arguments["maxnreg"] = 255  # as in triton_global
-    with _current(qkv.device):
-        kernel[(programs,)](
-            **arguments,
-            h=qkv.shape[1],
-            w=qkv.shape[2],
-            windows=windows,
-            per=per,
-            sizes=WindowSizes(*map(tl.constexpr, shape)),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    qkv = arguments[0]
+    grid = (ceil_div(windows, per) * tiles * plan.sizes[HEADS.value],)
+    _run(kernel, grid, (*arguments, qkv.shape[1], qkv.shape[2], windows, per, plan.sizes), plan.options)
 
 
-def check_qkv(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], num_heads: int) -> None:
-    """Raise ValueError for a call that the kernels refuse, and for an impossible window or shift."""
-    check_window(window, shift)
-    if reason := window_limits(qkv.dtype, qkv.shape[-1] // (3 * num_heads), window):
-        raise ValueError(reason)
+def _run(kernel: triton.JITFunction, grid: tuple[int], arguments: tuple, options: dict[str, int]) -> None:
+    """Launch a kernel, or put it into a graph that is being traced; the first argument is a tensor."""
+    x = arguments[0]
+    if is_plain(x):
+        if x.is_cuda:
+            with torch.cuda.device(x.device):  # on which Triton compiles and launches
+                kernel[grid](*arguments, **options)
+        elif not x.is_meta:
+            kernel[grid](*arguments, **options)
+    elif isinstance(kernel, triton.JITFunction):  # in the interpreter it is not one, and a graph calls the operator
+        # Without a limit of registers, which wrap_triton does not take: in a graph a kernel in float32 may spill a few.
+        known = {name: value for name, value in options.items() if name != "maxnreg"}
+        torch.library.wrap_triton(kernel)[grid](*arguments, **known)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor is memory alone, not one of a kind that watches what is done with it."""
+    return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def _check_tables(
@@ -235,12 +217,13 @@ def _check_tables(
 
 def window_count(qkv: Tensor, window: tuple[int, int]) -> int:
     """Return the number of windows in all images of qkv [B, h, w, 3C]."""
-    return qkv.shape[0] * triton.cdiv(qkv.shape[1], window[0]) * triton.cdiv(qkv.shape[2], window[1])
+    batch, h, w, _ = qkv.shape
+    return batch * ceil_div(h, window[0]) * ceil_div(w, window[1])
 
 
-def padded_tokens(tokens: int) -> int:
-    """Return the number of lanes for the tokens of a window: a power of two of at least 16, as matrix products need."""
-    return max(16, triton.next_power_of_2(tokens))
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up; triton.cdiv takes 10 us for it, since kernels call it as well."""
+    return -(-a // b)
 
 
 def windows_per_program(windows: int, jobs: int, programs: int) -> int:
@@ -251,19 +234,20 @@ def windows_per_program(windows: int, jobs: int, programs: int) -> int:
         jobs: programs needed per window without sharing, heads times tiles.
         programs: number that is enough to fill the GPU.
     """
-    return max(1, triton.cdiv(windows * jobs, programs))
+    # In a graph, the number of windows is a symbol.
+    return torch.sym_max(1, ceil_div(windows * jobs, programs))  # type: ignore[return-value]
 
 
 def contiguous_bias(bias: Tensor | None) -> Tensor | None:
     """Return a bias table [H, R] in the kernels' format, contiguous and float32, or None."""
-    return None if bias is None else bias.detach().float().contiguous()
+    return None if bias is None else bias.float().contiguous()
 
 
 def packed_angles(cos: Tensor | None, sin: Tensor | None, num_heads: int) -> Tensor | None:
     """Return cos and sin [H|1, N, D/2] in the kernels' format, [H, 2, N, D/2] float32, or None."""
     if cos is None:
         return None
-    return torch.stack((cos.detach(), sin.detach()), 1).float().expand(num_heads, -1, -1, -1).contiguous()
+    return torch.stack((cos, sin), 1).float().expand(num_heads, -1, -1, -1).contiguous()
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -278,28 +262,28 @@ def _forward(
     w,
     windows,
     per,
-    sizes,
+    sizes: tl.constexpr,
 ):
-    N: tl.constexpr = sizes.n
-    C: tl.constexpr = sizes.heads * sizes.d
-    head, tile, chunk = _job(sizes, (N + sizes.rows - 1) // sizes.rows)
-    i = tile * sizes.rows + tl.arange(0, sizes.rows)
-    if sizes.keys >= N:
-        bias = _bias(BIAS, head, i[:, None], tl.arange(0, sizes.keys)[None, :], sizes)
+    TOKENS: tl.constexpr = sizes[N]
+    C: tl.constexpr = sizes[HEADS] * sizes[D]
+    head, tile, chunk = _job(sizes, (TOKENS + sizes[ROWS] - 1) // sizes[ROWS])
+    i = tile * sizes[ROWS] + tl.arange(0, sizes[ROWS])
+    if sizes[KEYS] >= TOKENS:
+        bias = _bias(BIAS, head, i[:, None], tl.arange(0, sizes[KEYS])[None, :], sizes)
     for window in range(chunk * per, tl.minimum((chunk + 1) * per, windows)):
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
-        q = _rotated_rows(QKV, token * (3 * C) + head * sizes.d, region, ANGLES, head, i, sizes)
-        most = tl.full((sizes.rows,), -1e30, tl.float32)
-        total = tl.zeros((sizes.rows,), tl.float32)
-        out = tl.zeros((sizes.rows, sizes.dp), tl.float32)
-        for first in range(0, N, sizes.keys):
-            j = first + tl.arange(0, sizes.keys)
+        q = _rotated_rows(QKV, token * (3 * C) + head * sizes[D], region, ANGLES, head, i, sizes)
+        most = tl.full((sizes[ROWS],), -1e30, tl.float32)
+        total = tl.zeros((sizes[ROWS],), tl.float32)
+        out = tl.zeros((sizes[ROWS], sizes[DP]), tl.float32)
+        for first in range(0, TOKENS, sizes[KEYS]):
+            j = first + tl.arange(0, sizes[KEYS])
             other, other_region = _place(j, corner, sizes)
-            to = other * (3 * C) + head * sizes.d
+            to = other * (3 * C) + head * sizes[D]
             k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
-            if sizes.keys < N:
+            if sizes[KEYS] < TOKENS:
                 bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
             s = _logits(q, k, bias, region, other_region, corner, scale)
             higher = tl.maximum(most, tl.max(s, 1))
@@ -309,48 +293,48 @@ def _forward(
             out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             most = higher
         total = tl.maximum(total, 1.0)  # less only for padding, which sees no key
-        _store_rows(OUT, token * C + head * sizes.d, region, out / total[:, None], sizes)
+        _store_rows(OUT, token * C + head * sizes[D], region, out / total[:, None], sizes)
         if LSE is not None:
-            tl.store(LSE + token * sizes.heads + head, (most + tl.log2(total)) / LOG2_E, mask=region >= 0)
+            tl.store(LSE + token * sizes[HEADS] + head, (most + tl.log2(total)) / LOG2_E, mask=region >= 0)
 
 
 @triton.jit
-def _job(sizes, TILES: tl.constexpr):
+def _job(sizes: tl.constexpr, TILES: tl.constexpr):
     """Return (head, tile of the window, chunk of windows) of this program; heads, adjacent in memory, vary fastest."""
-    rest = tl.program_id(0) // sizes.heads
-    return tl.program_id(0) % sizes.heads, rest % TILES, rest // TILES
+    rest = tl.program_id(0) // sizes[HEADS]
+    return tl.program_id(0) % sizes[HEADS], rest % TILES, rest // TILES
 
 
 @triton.jit
-def _corner(window, h, w, sizes):
+def _corner(window, h, w, sizes: tl.constexpr):
     """Return where a window lies: image, first row and column, shift, grid, whether it contains padding or the cyclic border.
 
     The shift is 0 along an axis that fits into one window. Rows and columns count on the padded grid, with the shift added.
     """
-    down = (h + sizes.wh - 1) // sizes.wh
-    across = (w + sizes.ww - 1) // sizes.ww
-    sy = tl.where(h > sizes.wh, sizes.sy, 0)  # no shift along an axis that fits into one window
-    sx = tl.where(w > sizes.ww, sizes.sx, 0)
-    top = (window // across) % down * sizes.wh + sy
-    left = window % across * sizes.ww + sx
-    border = (top + sizes.wh > h) | (left + sizes.ww > w)
+    down = (h + sizes[WH] - 1) // sizes[WH]
+    across = (w + sizes[WW] - 1) // sizes[WW]
+    sy = tl.where(h > sizes[WH], sizes[SY], 0)  # no shift along an axis that fits into one window
+    sx = tl.where(w > sizes[WW], sizes[SX], 0)
+    top = (window // across) % down * sizes[WH] + sy
+    left = window % across * sizes[WW] + sx
+    border = (top + sizes[WH] > h) | (left + sizes[WW] > w)
     return (window // (down * across)).to(tl.int64), top, left, sy, sx, h, w, border
 
 
 @triton.jit
-def _place(slot, corner, sizes):
+def _place(slot, corner, sizes: tl.constexpr):
     """Return the token of each slot, numbered over the batch, and its region, -1 where there is no token.
 
     Tokens of the same region see each other.
     """
     image, top, left, sy, sx, h, w, _ = corner
-    bottom = (h + sizes.wh - 1) // sizes.wh * sizes.wh
-    right = (w + sizes.ww - 1) // sizes.ww * sizes.ww
-    y = top + slot // sizes.ww
-    x = left + slot % sizes.ww
+    bottom = (h + sizes[WH] - 1) // sizes[WH] * sizes[WH]
+    right = (w + sizes[WW] - 1) // sizes[WW] * sizes[WW]
+    y = top + slot // sizes[WW]
+    x = left + slot % sizes[WW]
     y = tl.where(y >= bottom, y - bottom, y)
     x = tl.where(x >= right, x - right, x)
-    there = (slot < sizes.n) & (y < h) & (x < w)
+    there = (slot < sizes[N]) & (y < h) & (x < w)
     region = tl.where(y < sy, 2, 0) + tl.where(x < sx, 1, 0)
     return image * h * w + y * w + x, tl.where(there, region, -1)
 
@@ -365,52 +349,52 @@ def _logits(q, k, bias, region, other_region, corner, scale):
 
 
 @triton.jit
-def _bias(BIAS, head, query, key, sizes):
+def _bias(BIAS, head, query, key, sizes: tl.constexpr):
     """Return the bias of the slots `query` and `key`, which broadcast, divided by log 2; -inf for keys beyond the window."""
     if BIAS is None:
-        bias = tl.where(key < sizes.n, 0.0, float("-inf"))
+        bias = tl.where(key < sizes[N], 0.0, float("-inf"))
     else:
-        query = tl.minimum(query, sizes.n - 1)
-        row = query // sizes.ww - key // sizes.ww + sizes.wh - 1
-        column = query % sizes.ww - key % sizes.ww + sizes.ww - 1
-        at = (head * (2 * sizes.wh - 1) + row) * (2 * sizes.ww - 1) + column
-        bias = tl.load(BIAS + at, mask=(key < sizes.n) & (query >= 0), other=float("-inf")) * LOG2_E
+        query = tl.minimum(query, sizes[N] - 1)
+        row = query // sizes[WW] - key // sizes[WW] + sizes[WH] - 1
+        column = query % sizes[WW] - key % sizes[WW] + sizes[WW] - 1
+        at = (head * (2 * sizes[WH] - 1) + row) * (2 * sizes[WW] - 1) + column
+        bias = tl.load(BIAS + at, mask=(key < sizes[N]) & (query >= 0), other=float("-inf")) * LOG2_E
     return bias
 
 
 @triton.jit
-def _channels(sizes):
+def _channels(sizes: tl.constexpr):
     """Return the channel of each column of a tile, and whether it exists.
 
     Each half of a head is padded separately, to keep rotary pairs.
     """
-    column = tl.arange(0, sizes.dp)
-    pair = column % (sizes.dp // 2)
-    return column // (sizes.dp // 2) * (sizes.d // 2) + pair, pair < sizes.d // 2
+    column = tl.arange(0, sizes[DP])
+    pair = column % (sizes[DP] // 2)
+    return column // (sizes[DP] // 2) * (sizes[D] // 2) + pair, pair < sizes[D] // 2
 
 
 @triton.jit
-def _rows(base, offset, region, sizes):
+def _rows(base, offset, region, sizes: tl.constexpr):
     """Load rows of D elements at base + offset, padded to [rows, dp]; zeros in the padding and where the region is -1."""
     channel, there = _channels(sizes)
     mask = (region >= 0)[:, None]
-    if sizes.d != sizes.dp:
+    if sizes[D] != sizes[DP]:
         mask = mask & there[None, :]
     return tl.load(base + offset[:, None] + channel[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _store_rows(base, offset, region, value, sizes):
+def _store_rows(base, offset, region, value, sizes: tl.constexpr):
     """Store rows of D elements, the inverse of `_rows`, rounded to the dtype of `base`; nothing where the region is -1."""
     channel, there = _channels(sizes)
     mask = (region >= 0)[:, None]
-    if sizes.d != sizes.dp:
+    if sizes[D] != sizes[DP]:
         mask = mask & there[None, :]
     tl.store(base + offset[:, None] + channel[None, :], value.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes):
+def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes: tl.constexpr):
     """Load rows of queries or keys by `_rows`, rotated by the angles of their slots if there are any."""
     x = _rows(base, offset, region, sizes)
     if ANGLES is not None:
@@ -420,16 +404,16 @@ def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes):
 
 
 @triton.jit
-def _angles(ANGLES, head, slot, sizes):
+def _angles(ANGLES, head, slot, sizes: tl.constexpr):
     """Return cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half, for `_rotated`."""
-    HALF: tl.constexpr = sizes.d // 2
-    column = tl.arange(0, sizes.dp)
-    pair = column % (sizes.dp // 2)
-    at = (head * 2 * sizes.n + slot)[:, None] * HALF + pair[None, :]
-    mask = (slot < sizes.n)[:, None] & (pair < HALF)[None, :]
+    HALF: tl.constexpr = sizes[D] // 2
+    column = tl.arange(0, sizes[DP])
+    pair = column % (sizes[DP] // 2)
+    at = (head * 2 * sizes[N] + slot)[:, None] * HALF + pair[None, :]
+    mask = (slot < sizes[N])[:, None] & (pair < HALF)[None, :]
     cos = tl.load(ANGLES + at, mask=mask, other=0.0)
-    sin = tl.load(ANGLES + sizes.n * HALF + at, mask=mask, other=0.0)
-    return cos, tl.where((column < sizes.dp // 2)[None, :], -sin, sin)
+    sin = tl.load(ANGLES + sizes[N] * HALF + at, mask=mask, other=0.0)
+    return cos, tl.where((column < sizes[DP] // 2)[None, :], -sin, sin)
 
 
 @triton.jit
@@ -442,19 +426,10 @@ def _rotated(x, cos, sin):
 @triton.jit
 def _swapped(x):
     """Return x with the two halves of its columns exchanged."""
-    ROWS: tl.constexpr = x.shape[0]
+    LINES: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
-    a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
-    return tl.reshape(tl.permute(tl.join(b, a), (0, 2, 1)), (ROWS, 2 * HALF))
-
-
-def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, device: torch.device) -> Tile:
-    """Return the tile of the backward kernel for windows of N tokens, as `window_tile`."""
-    if tokens <= MOST_IN_ONE_TILE:
-        return Tile(padded_tokens(tokens), padded_tokens(tokens), 8, 1)
-    if dtype != torch.float32 and architecture(device) in WARP_GROUPS:
-        return Tile(64, 64, 8, 1)
-    return Tile(16, 64, 4 if width <= 32 else 8, 1)
+    a, b = tl.split(tl.permute(tl.reshape(x, (LINES, 2, HALF)), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(b, a), (0, 2, 1)), (LINES, 2 * HALF))
 
 
 def window_backward(
@@ -487,46 +462,47 @@ def window_backward(
     Raises:
         ValueError: as in `window_forward`, and without lse where it is needed.
     """
-    check_qkv(qkv, window, shift, num_heads)
-    tokens, width, windows = window[0] * window[1], qkv.shape[-1] // (3 * num_heads), window_count(qkv, window)
+    tokens, width, windows = window[0] * window[1], int(qkv.shape[-1]) // (3 * num_heads), window_count(qkv, window)
     several = saves_lse(window)
+    plan = backward_plan(window, shift, num_heads, width, qkv.dtype, triton_tiles.architecture(qkv.device))
     if several and lse.shape != (*qkv.shape[:3], num_heads):
         raise ValueError(f"lse of shape {list(lse.shape)}; call window_forward with grad=True for a backward pass")
-    tile, learned = window_backward_tile(tokens, qkv.dtype, width, qkv.device), rotary_grad and cos is not None
-    line = triton.cdiv(tokens, 4) * 4 if bias is not None and bias_grad else 0  # so that 16 bytes are read at a time
+    learned = rotary_grad and cos is not None
+    line = ceil_div(tokens, 4) * 4 if bias is not None and bias_grad else 0  # so that 16 bytes are read at a time
     of_angles = (2 if several else 1) * 2 * width if learned else 0
-    slots, columns = triton.cdiv(tokens, tile.rows) * tile.rows, triton.next_power_of_2(width) if several else 0
+    rows = plan.tile.rows
+    slots, columns = ceil_div(tokens, rows) * rows, plan.sizes[DP.value] if several else 0
     floats = tokens * (line + of_angles) + slots * columns  # sums of a program
     programs = min(BACKWARD_PROGRAMS, max(1, _SCRATCH // (4 * floats))) if several else BACKWARD_PROGRAMS
     per = windows_per_program(windows, num_heads, programs)
-    sums = (triton.cdiv(windows, per), num_heads)
+    sums = (ceil_div(windows, per), num_heads)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": qkv.device}
     grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     table = torch.empty(*sums, tokens, line, **float32) if line else None
     angle_sums = torch.empty(*sums, of_angles // width, tokens, width, **float32) if learned else None
-    call = {"QKV": qkv.contiguous(), "GRAD": grad_out.to(qkv.dtype).contiguous(), "DQKV": grad_qkv, "scale": scale}
-    call |= {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads), "TABLE": table, "DANGLES": angle_sums}
+    tables = contiguous_bias(bias), packed_angles(cos, sin, num_heads)
+    inputs: tuple = qkv.contiguous(), *tables, grad_out.to(qkv.dtype).contiguous(), scale
     if several:
-        call |= {"OUT": out.contiguous(), "LSE": lse.contiguous(), "DELTA": torch.empty_like(lse)}
-        call["DQ"] = torch.empty(*sums, slots, columns, **float32)
-    launch_window(_tiles if several else _whole, tile, 1, per, window, shift, num_heads, **call)
-    grad_bias = None if table is None else by_offset(table.sum(0)[..., :tokens], window)
+        parts = torch.empty(*sums, slots, columns, **float32)
+        inputs += out.contiguous(), lse.contiguous(), torch.empty_like(lse), grad_qkv, parts
+    else:
+        inputs += (grad_qkv,)
+    _launch(_tiles if several else _whole, plan, 1, windows, per, (*inputs, table, angle_sums))
+    grad_bias = None if table is None else by_offset(table.sum(0), window)
     if angle_sums is None:
         return grad_qkv, grad_bias, None, None
     return grad_qkv, grad_bias, *angle_gradients(angle_sums.sum(0).unflatten(1, (-1, 2)).sum(1), cos.shape[0])
 
 
 def by_offset(pairs: Tensor, window: tuple[int, int]) -> Tensor:
-    """Sum a gradient per pair of slots [H, N queries, N keys] by offset class of Grid(*window), [H, R], in a fixed order."""
-    x = pairs.unflatten(2, window).unflatten(1, window).permute(0, 2, 4, 1, 3)  # [H, ww, ww, wh, wh]
-    return _diagonal_sums(_diagonal_sums(x).permute(0, 3, 1, 2)).flatten(1)
-
-
-def _diagonal_sums(x: Tensor) -> Tensor:
-    """Sum x [..., n, n] over its diagonals, [..., 2n-1], by i - j + n-1."""
-    n = x.shape[-1]
-    flat = torch.nn.functional.pad(x.flip(-1), (0, n)).flatten(-2)  # element (i, j) is at 2n i + n-1-j = (2n-1) i + i-j + n-1
-    return flat[..., : n * (2 * n - 1)].unflatten(-1, (n, 2 * n - 1)).sum(-2)
+    """Sum a gradient per pair of slots [H, N queries, N keys or a little more] by offset class of Grid(*window), [H, R]."""
+    classes = (2 * window[0] - 1) * (2 * window[1] - 1)
+    out = torch.empty(pairs.shape[0], classes, dtype=pairs.dtype, device=pairs.device)
+    lanes = padded_tokens(window[0] * window[1])
+    block = _PAIRS_AT_ONCE // lanes
+    grid = (pairs.shape[0] * ceil_div(classes, block),)
+    _run(_by_offset, grid, (pairs, out, *window, pairs.shape[2], block, lanes), {"num_warps": 4})
+    return out
 
 
 def angle_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -555,22 +531,25 @@ def _whole(
     w,
     windows,
     per,
-    sizes,
+    sizes: tl.constexpr,
 ):
-    C: tl.constexpr = sizes.heads * sizes.d
+    C: tl.constexpr = sizes[HEADS] * sizes[D]
     head, _, chunk = _job(sizes, 1)
-    i = tl.arange(0, sizes.rows)
-    bias = _bias(BIAS, head, i[:, None], i[None, :], sizes)
-    table = tl.zeros((sizes.rows, sizes.keys), tl.float32)
-    dcos, dsin = tl.zeros((sizes.rows, sizes.dp), tl.float32), tl.zeros((sizes.rows, sizes.dp), tl.float32)
-    for window in range(chunk * per, tl.minimum((chunk + 1) * per, windows)):
+    i = tl.arange(0, sizes[ROWS])
+    if sizes[HOLD]:
+        bias = _bias(BIAS, head, i[:, None], i[None, :], sizes)
+    table = tl.zeros((sizes[ROWS], sizes[KEYS]), tl.float32)
+    dcos, dsin = tl.zeros((sizes[ROWS], sizes[DP]), tl.float32), tl.zeros((sizes[ROWS], sizes[DP]), tl.float32)
+    for window in tl.range(chunk * per, tl.minimum((chunk + 1) * per, windows), disable_licm=not sizes[HOLD]):
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
-        at = token * (3 * C) + head * sizes.d
+        at = token * (3 * C) + head * sizes[D]
         q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
         k = _rotated_rows(QKV + C, at, region, ANGLES, head, i, sizes)
         v = _rows(QKV + 2 * C, at, region, sizes)
-        grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
+        grad = _rows(GRAD, token * C + head * sizes[D], region, sizes)
+        if not sizes[HOLD]:
+            bias = _bias(BIAS, head, i[:, None], i[None, :], sizes)
         s = _logits(q, k, bias, region, region, corner, scale)
         p = tl.exp2(s - tl.maximum(tl.max(s, 1), -1e30)[:, None])
         p = p / tl.maximum(tl.sum(p, 1), 1.0)[:, None]  # as in the forward kernel
@@ -591,7 +570,7 @@ def _whole(
         place, there = _table_place(chunk, head, i, i, sizes)
         tl.store(TABLE + place, table, mask=there)
     if DANGLES is not None:
-        _store_angle_gradients(DANGLES, chunk * sizes.heads + head, i, dcos, dsin, sizes)
+        _store_angle_gradients(DANGLES, chunk * sizes[HEADS] + head, i, dcos, dsin, sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -612,43 +591,44 @@ def _tiles(
     w,
     windows,
     per,
-    sizes,
+    sizes: tl.constexpr,
 ):
-    N: tl.constexpr = sizes.n
-    C: tl.constexpr = sizes.heads * sizes.d
-    SLOTS: tl.constexpr = (N + sizes.rows - 1) // sizes.rows * sizes.rows
-    LAST: tl.constexpr = (N - 1) // sizes.keys * sizes.keys
+    TOKENS: tl.constexpr = sizes[N]
+    C: tl.constexpr = sizes[HEADS] * sizes[D]
+    SLOTS: tl.constexpr = (TOKENS + sizes[ROWS] - 1) // sizes[ROWS] * sizes[ROWS]
+    LAST: tl.constexpr = (TOKENS - 1) // sizes[KEYS] * sizes[KEYS]
     head, _, chunk = _job(sizes, 1)
     for window in range(chunk * per, tl.minimum((chunk + 1) * per, windows)):
         corner = _corner(window, h, w, sizes)
-        summed = tl.where(window > chunk * per, N, 0)  # slots whose sums over windows have a value
-        for start in range(0, N, sizes.rows):
-            token, region = _place(start + tl.arange(0, sizes.rows), corner, sizes)
-            at = token * C + head * sizes.d
+        summed = tl.where(window > chunk * per, TOKENS, 0)  # slots whose sums over windows have a value
+        for start in range(0, TOKENS, sizes[ROWS]):
+            token, region = _place(start + tl.arange(0, sizes[ROWS]), corner, sizes)
+            at = token * C + head * sizes[D]
             delta = tl.sum(_rows(GRAD, at, region, sizes).to(tl.float32) * _rows(OUT, at, region, sizes).to(tl.float32), 1)
-            tl.store(DELTA + token * sizes.heads + head, delta, mask=region >= 0)
+            tl.store(DELTA + token * sizes[HEADS] + head, delta, mask=region >= 0)
         tl.debug_barrier()
-        for first in tl.range(0, N, sizes.keys, disable_licm=True):
-            j = first + tl.arange(0, sizes.keys)
+        for first in tl.range(0, TOKENS, sizes[KEYS], disable_licm=True):
+            j = first + tl.arange(0, sizes[KEYS])
             other, other_region = _place(j, corner, sizes)
-            to = other * (3 * C) + head * sizes.d
+            to = other * (3 * C) + head * sizes[D]
             k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
-            dk = tl.zeros((sizes.keys, sizes.dp), tl.float32)
-            dv = tl.zeros((sizes.keys, sizes.dp), tl.float32)
-            for start in tl.range(0, N, sizes.rows, disable_licm=True):
-                i = start + tl.arange(0, sizes.rows)
+            dk = tl.zeros((sizes[KEYS], sizes[DP]), tl.float32)
+            dv = tl.zeros((sizes[KEYS], sizes[DP]), tl.float32)
+            for start in tl.range(0, TOKENS, sizes[ROWS], disable_licm=True):
+                i = start + tl.arange(0, sizes[ROWS])
                 token, region = _place(i, corner, sizes)
-                at = token * (3 * C) + head * sizes.d
+                at = token * (3 * C) + head * sizes[D]
                 q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
-                grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
-                lse = tl.load(LSE + token * sizes.heads + head, mask=region >= 0, other=1e30)  # weights of padding are 0
-                delta = tl.load(DELTA + token * sizes.heads + head, mask=region >= 0, other=0.0)
+                grad = _rows(GRAD, token * C + head * sizes[D], region, sizes)
+                lse = tl.load(LSE + token * sizes[HEADS] + head, mask=region >= 0, other=1e30)  # weights of padding are 0
+                delta = tl.load(DELTA + token * sizes[HEADS] + head, mask=region >= 0, other=0.0)
                 bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
                 p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - (lse * LOG2_E)[:, None])
                 dv = tl.dot(tl.trans(p.to(v.dtype)), grad, dv, input_precision="ieee")
                 ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
-                sums = DQ + (((chunk * sizes.heads + head) * SLOTS + i) * sizes.dp)[:, None] + tl.arange(0, sizes.dp)[None, :]
+                line = ((chunk * sizes[HEADS] + head) * SLOTS + i) * sizes[DP]
+                sums = DQ + line[:, None] + tl.arange(0, sizes[DP])[None, :]
                 dq = tl.load(sums, mask=(i < tl.where(first > 0, SLOTS, 0))[:, None], other=0.0)
                 if TABLE is not None:
                     place, there = _table_place(chunk, head, i, j, sizes)
@@ -665,17 +645,17 @@ def _tiles(
                     _store_rotated(DQKV, at, region, dq, ANGLES, head, i, sizes)
                     if DANGLES is not None:
                         x = _rows(QKV, at, region, sizes)
-                        _add_stored_angle_gradients(DANGLES, (chunk * sizes.heads + head) * 2, i, x, dq, summed, sizes)
+                        _add_stored_angle_gradients(DANGLES, (chunk * sizes[HEADS] + head) * 2, i, x, dq, summed, sizes)
             dk *= scale
             _store_rotated(DQKV + C, to, other_region, dk, ANGLES, head, j, sizes)
             _store_rows(DQKV + 2 * C, to, other_region, dv, sizes)
             if DANGLES is not None:
                 x = _rows(QKV + C, to, other_region, sizes)
-                _add_stored_angle_gradients(DANGLES, (chunk * sizes.heads + head) * 2 + 1, j, x, dk, summed, sizes)
+                _add_stored_angle_gradients(DANGLES, (chunk * sizes[HEADS] + head) * 2 + 1, j, x, dk, summed, sizes)
 
 
 @triton.jit
-def _store_rotated(base, offset, region, grad, ANGLES, head, slot, sizes):
+def _store_rotated(base, offset, region, grad, ANGLES, head, slot, sizes: tl.constexpr):
     """Store the gradient of queries or keys, given the gradient of the rotated queries or keys."""
     if ANGLES is not None:
         cos, sin = _angles(ANGLES, head, slot, sizes)
@@ -694,29 +674,53 @@ def _add_angle_gradients(dcos, dsin, x, grad):
 
 
 @triton.jit
-def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes):
+def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes: tl.constexpr):
     """Add as `_add_angle_gradients` to the sums number `part` in memory, which have a value for `summed` slots."""
-    base = DANGLES + part * (2 * sizes.n * sizes.d)
+    base = DANGLES + part * (2 * sizes[N] * sizes[D])
     region = tl.where(slot < summed, 0, -1)
-    dcos = _rows(base, slot * sizes.d, region, sizes)
-    dsin = _rows(base + sizes.n * sizes.d, slot * sizes.d, region, sizes)
+    dcos = _rows(base, slot * sizes[D], region, sizes)
+    dsin = _rows(base + sizes[N] * sizes[D], slot * sizes[D], region, sizes)
     dcos, dsin = _add_angle_gradients(dcos, dsin, x, grad)
     tl.debug_barrier()  # all have read before any writes
     _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes)
 
 
 @triton.jit
-def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes):
+def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes: tl.constexpr):
     """Store sums for cos and sin, [2, N, D], as number `part`."""
-    base = DANGLES + part * (2 * sizes.n * sizes.d)
-    region = tl.where(slot < sizes.n, 0, -1)
-    _store_rows(base, slot * sizes.d, region, dcos, sizes)
-    _store_rows(base + sizes.n * sizes.d, slot * sizes.d, region, dsin, sizes)
+    base = DANGLES + part * (2 * sizes[N] * sizes[D])
+    region = tl.where(slot < sizes[N], 0, -1)
+    _store_rows(base, slot * sizes[D], region, dcos, sizes)
+    _store_rows(base + sizes[N] * sizes[D], slot * sizes[D], region, dsin, sizes)
 
 
 @triton.jit
-def _table_place(chunk, head, i, j, sizes):
+def _table_place(chunk, head, i, j, sizes: tl.constexpr):
     """Return the index in TABLE of pairs of slots, and whether it is in range; lines are padded to 16 bytes."""
-    LINE: tl.constexpr = (sizes.n + 3) // 4 * 4
-    row = (chunk * sizes.heads + head) * sizes.n + i
-    return row[:, None] * LINE + j[None, :], (i < sizes.n)[:, None] & (j < LINE)[None, :]
+    LINE: tl.constexpr = (sizes[N] + 3) // 4 * 4
+    row = (chunk * sizes[HEADS] + head) * sizes[N] + i
+    return row[:, None] * LINE + j[None, :], (i < sizes[N])[:, None] & (j < LINE)[None, :]
+
+
+@triton.jit
+def _by_offset(
+    PAIRS,  # [H, N, LINE]
+    OUT,  # [H, R]
+    WH: tl.constexpr,
+    WW: tl.constexpr,
+    LINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Sum the pairs of slots of one head and of BLOCK offset classes."""
+    CLASSES: tl.constexpr = (2 * WH - 1) * (2 * WW - 1)
+    PROGRAMS: tl.constexpr = (CLASSES + BLOCK - 1) // BLOCK
+    head = tl.program_id(0) // PROGRAMS
+    offset = tl.program_id(0) % PROGRAMS * BLOCK + tl.arange(0, BLOCK)
+    key = tl.arange(0, LANES)
+    row = (key // WW)[None, :] + (offset // (2 * WW - 1) - (WH - 1))[:, None]
+    column = (key % WW)[None, :] + (offset % (2 * WW - 1) - (WW - 1))[:, None]
+    there = (key < WH * WW)[None, :] & (row >= 0) & (row < WH) & (column >= 0) & (column < WW)
+    at = (head * (WH * WW) + row * WW + column) * LINE + key[None, :]
+    sums = tl.sum(tl.load(PAIRS + at, mask=there, other=0.0), 1)
+    tl.store(OUT + head * CLASSES + offset, sums, mask=offset < CLASSES)

@@ -1,0 +1,75 @@
+"""Graphs of torch.compile contain the window kernels themselves, without Python of ours between them.
+
+On fake tensors of the CPU, since autograd refuses those of a GPU that is not there.
+"""
+
+import os
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from helpers import each
+
+triton = pytest.importorskip("triton")
+
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: E402
+
+from tools.benchmark.kernels import Driver  # noqa: E402
+from vitrel.ops.backends import triton_ops  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no kernels to put there")
+
+
+WRITES = {  # the rest, as qkv, is read only: what torch takes to be written may be copied before
+    "_forward": {"OUT", "LSE"},
+    "_whole": {"DQKV", "TABLE"},
+    "_tiles": {"DELTA", "DQKV", "DQ", "TABLE"},
+    "_by_offset": {"OUT"},
+}
+
+
+def kernels_in(graph):
+    """Names of the kernels that a graph launches, of which torch knows what they write; there is no operator of ours."""
+    names = []
+    for node in graph.graph.nodes:
+        assert "vitrel" not in str(node.target)
+        if "triton_kernel_wrapper" in str(node.target):
+            kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+            names.append(getattr(kernel, "fn", kernel).__name__)
+            given = {name for name, value in node.kwargs["kwargs"].items() if isinstance(value, torch.fx.Node)}
+            assert set(node.kwargs["tensors_to_clone"]) == WRITES[names[-1]] & given
+    return names
+
+
+@pytest.mark.slow(seconds=10)
+@each(("window", "backward"), [(7, ["_whole", "_by_offset"]), (12, ["_tiles", "_by_offset"])])
+def test_a_graph_contains_the_kernels(window, backward, monkeypatch):
+    """One graph for one size and one for all others, in training and in inference."""
+    found = {"forward": [], "backward": [], "inference": []}
+
+    def compiler(name):
+        return lambda graph, inputs: found[name].append(kernels_in(graph)) or graph.forward
+
+    def run(qkv, bias):
+        grad = torch.is_grad_enabled()
+        return triton_ops.windows(qkv, bias, None, None, (window, window), (3, 3), 3, 0.2, grad)
+
+    ways = (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
+    compilers = {f"{way}_compiler": compiler(name) for way, name in ways}
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(90))  # which torch asks for its target, for its analysis
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=aot_autograd(**compilers), fullgraph=True)
+    with FakeTensorMode():
+        bias = torch.empty(3, (2 * window - 1) ** 2, device="cpu", requires_grad=True)
+        for batch, h, w in ((2, 14, 14), (3, 21, 28), (4, 30, 17), (5, 56, 56)):
+            qkv = torch.empty(batch, h, w, 288, device="cpu", dtype=torch.bfloat16, requires_grad=True)
+            out = compiled(qkv, bias)
+            assert out.shape == (batch, h, w, 96) and out.dtype == torch.bfloat16
+            grads = torch.autograd.grad(out, (qkv, bias), torch.empty_like(out))
+            assert [x.shape for x in grads] == [qkv.shape, bias.shape]
+            with torch.no_grad():
+                assert compiled(qkv, bias).shape == out.shape
+    assert found["forward"] == found["inference"] == [["_forward"]] * 2
+    assert found["backward"] == [backward] * 2

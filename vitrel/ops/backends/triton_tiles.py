@@ -1,0 +1,102 @@
+"""Tiles of the Triton kernels: the work of one program, its warps and pipeline stages, by kernel and architecture.
+
+The rows of HALF are for half precision and the shapes that matter most, and are chosen by `python -m tools.gpu sweep`, which
+times variants on a GPU. Tiles of other calls are those that compile without spilling registers (tools.benchmark.kernels).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+class Tile(NamedTuple):
+    """Shape of the work of one program of a kernel."""
+
+    rows: int  # queries of a tile
+    keys: int  # keys of a tile
+    warps: int  # of a program
+    stages: int  # of the software pipeline
+    hold: bool = True  # of "whole": the bias stays in registers for all windows of a program; False: it is read for each
+
+
+MOST_IN_ONE_TILE = 64  # maximum tokens of a window that one tile holds
+
+# A row serves its generation and later ones without a row of their own. Not yet timed: compiled only.
+HALF: dict[str, dict[int, Tile]] = {
+    "whole": {80: Tile(64, 64, 8, 1)},  # backward pass of windows that are one tile
+    "tiles": {80: Tile(16, 64, 4, 1), 90: Tile(64, 64, 8, 1)},  # of larger windows
+    # Global attention with a bias table and heads of up to 64 channels: forward, and the three kernels of the backward pass.
+    "forward": {80: Tile(64, 64, 4, 2)},
+    "queries": {80: Tile(64, 64, 4, 2)},
+    "keys": {80: Tile(32, 64, 4, 1), 90: Tile(64, 64, 4, 2), 100: Tile(64, 64, 8, 1)},
+    "table": {80: Tile(64, 64, 4, 1), 90: Tile(64, 64, 8, 2)},
+}
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Return the compute capability for which kernels are compiled on a device.
+
+    90 for sm_90, in the interpreter, and where fake tensors stand for those of a GPU that is not there; 0 if not NVIDIA's.
+    """
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+        return 90
+    with torch.cuda.device(device):
+        arch = triton.runtime.driver.active.get_current_target().arch
+    return arch if isinstance(arch, int) else 0
+
+
+def generation(arch: int) -> int:
+    """Return 90 for Hopper, 100 for the Blackwell of data centers, whose four warps multiply 64 rows together, else 80."""
+    return {90: 90, 100: 100, 103: 100}.get(arch, 80)
+
+
+def half_tile(kernel: str, arch: int) -> Tile:
+    """Return the row of HALF for an architecture."""
+    rows, of = HALF[kernel], generation(arch)
+    return rows[max(first for first in rows if first <= of)]
+
+
+def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, arch: int) -> Tile:
+    """Return the tile of the forward kernel for windows of N tokens."""
+    side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
+    warps = 8 if dtype == torch.float32 or (rotary and generation(arch) > 80) else 4
+    return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
+
+
+def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, arch: int) -> Tile:
+    """Return the tile of the backward kernel for windows of N tokens."""
+    if tokens <= MOST_IN_ONE_TILE:
+        side = padded_tokens(tokens)
+        return (Tile(64, 64, 8, 1) if dtype == torch.float32 else half_tile("whole", arch))._replace(rows=side, keys=side)
+    if dtype == torch.float32 or (generation(arch) == 80 and width > 32):
+        return Tile(16, 64, 4 if width <= 32 else 8, 1)
+    return half_tile("tiles", arch)
+
+
+def global_tile(kernel: str, dtype: torch.dtype, width: int, aligned: bool, arch: int) -> Tile:
+    """Return the tile of a kernel of global attention, by its name in HALF.
+
+    Args:
+        kernel: "forward", "queries", "keys" or "table".
+        dtype: of q, k and v.
+        width: width D of a head.
+        aligned: tiles follow the image rows, as row and column scores need.
+        arch: see `architecture`.
+    """
+    if dtype == torch.float32:
+        return Tile(32, 32, 8, 2 if kernel == "table" else 1)
+    if kernel == "table":
+        return half_tile(kernel, arch) if width <= 64 or generation(arch) > 80 else Tile(64, 64, 8, 1)
+    if not aligned and width <= 64:
+        return half_tile(kernel, arch)
+    if kernel == "keys":
+        return Tile(32, 64, 8, 2 if generation(arch) > 80 else 1)
+    return Tile(64, 32, 8, 2)
+
+
+def padded_tokens(tokens: int) -> int:
+    """Return the number of lanes for the tokens of a window: a power of two of at least 16, as matrix products need."""
+    return max(16, 1 << (tokens - 1).bit_length())  # triton.next_power_of_2 takes 10 us
