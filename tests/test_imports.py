@@ -39,7 +39,7 @@ print("evaluation", seen())
 import socket
 asked = []
 socket.getaddrinfo = socket.socket.connect = socket.socket.connect_ex = lambda *args, **how: asked.append(args)
-d.Augmenter(d.Augmentation(), *how)
+d.Augmenter(d.Augmentation(), *how[:2])
 print("albumentations", seen(), asked)
 vitrel.evaluate.at_sizes
 print("evaluations", "pandas" in seen())

@@ -32,7 +32,7 @@ def test_items_depend_on_seed_and_index_alone(how):
         assert all(map(torch.equal, DenseShapes(1000, seed=1, **how)[index], together[place]))
     assert all(map(torch.equal, together[4], DenseShapes(40, seed=1, **how | {"size": (72, 48)})[7]))
     image, mask = together[0]
-    assert image.shape[1:] == mask.shape == data.size and image.dtype == torch.float32 and mask.dtype == torch.int64
+    assert image.shape[1:] == mask.shape == data.size and image.dtype == torch.float32 and mask.dtype == torch.uint8
     assert not torch.equal(image, DenseShapes(40, seed=2, **how)[39][0])
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from timm.models import _registry
 
 from helpers.pictures import picture, tensor
-from vitrel.data import Augmentation, Augmenter, Folder, Prepare
+from vitrel.data import Augmentation, Augmenter, Folder, Prepare, collate, normalize
 from vitrel.data.prepare import as_tensor
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
@@ -116,8 +116,8 @@ def test_native_shows_the_whole_image_in_every_crop_mode(mode):
 def test_the_center_crop_of_training_is_the_view_of_evaluation(mode):
     image, plain = tensor(picture(60, 100)), Augmentation(crop="center", flip=False, jitter=0.0)
     half = (0.5,) * 3
-    augmented = Augmenter(plain, (32, 48), half, half, crop_pct=0.875, crop_mode=mode)(image, 0, 0)
-    assert torch.equal(augmented, Prepare((32, 48), half, half, 0.875, crop_mode=mode)(image))
+    augmented = Augmenter(plain, (32, 48), half, crop_pct=0.875, crop_mode=mode)(image, 0, 0)
+    assert torch.equal(augmented, Prepare((32, 48), half, None, 0.875, crop_mode=mode)(image))
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,21 @@ def test_the_center_crop_of_training_is_the_view_of_evaluation(mode):
         ({"crop_mode": "stretch"}, "unknown crop_mode 'stretch'; use one of center, squash, border"),
         ({"crop_pct": 0.0}, "crop_pct must be above 0 .* not 0.0"),
         ({"protocol": "canvas"}, "give base_size"),
+        ({"protocol": "canvas", "base_size": (32, 32), "std": None}, "give std"),
     ],
 )
 def test_settings_are_checked(arguments, text):
     with pytest.raises(ValueError, match=text):
-        Prepare((32, 32), MEAN, STD, **arguments)
+        Prepare((32, 32), MEAN, **{"std": STD} | arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_normalized_later_are_the_normalized_image(mode):
+    images = [tensor(picture(60, 100, seed)) for seed in range(3)]
+    left, whole = (Prepare((40, 32), MEAN, std, 0.875, crop_mode=mode) for std in (None, STD))
+    batch, labels = collate([(left(image), 7) for image in images])
+    assert batch.dtype == torch.uint8 and batch.is_contiguous(memory_format=torch.channels_last) and labels.tolist() == [7] * 3
+    assert torch.equal(normalize(batch, torch.tensor(MEAN), torch.tensor(STD)), torch.stack([whole(image) for image in images]))
 
 
 @pytest.mark.slow(seconds=10)

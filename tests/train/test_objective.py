@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,8 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
 from torch.nn import functional as F
 
 from helpers.small_runs import Tensors, fit, small
-from vitrel.train.objective import Mixing, Objective
+from vitrel.data import Augmentation
+from vitrel.train.objective import Erasing, Mixing, Objective
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 0.0], [0.1, -0.3, 1.2, 0.4]])
 LABELS = torch.tensor([0, 3])
@@ -102,3 +105,47 @@ def test_a_run_minimizes_the_binary_loss():
     trainer = fit(small(objective=Objective("bce", bce_sum=True), mixing=Mixing(cutmix=1.0)))
     assert 0.5 < float(trainer.callback_metrics["train/loss_epoch"]) < 4  # 4 log 2 = 2.8 at first
     assert "val/loss" in trainer.callback_metrics
+
+
+def erased(mode="const", count=1, share=1.0, device="cpu"):
+    """20 white images [20, 3, 64, 64] after erasing, and what the generators of the CPU draw next."""
+    random.seed(0), torch.manual_seed(0), np.random.seed(0)  # noqa: NPY002
+    images = torch.ones(20, 3, 64, 64, device=device)
+    Erasing(Augmentation(erase=share, erase_mode=mode, erase_count=count))(images)
+    return images, (random.random(), torch.rand(()).item(), np.random.rand())  # noqa: NPY002
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_erasing(mode):
+    images, _ = erased(mode)
+    gone = (images != 1).all(1)  # [20, 64, 64]
+    shares = gone.float().mean((1, 2))
+    assert shares.min() > 0.01 and 2 * shares.min() < shares.max() < 0.36
+    for image, place in zip(images, gone, strict=True):
+        colors = image[:, place]
+        if mode == "const":
+            assert (colors == 0).all()  # the mean color
+        elif mode == "rand":
+            assert (colors == colors[:, :1]).all() and len(colors[:, 0].unique()) == 3
+        else:
+            assert len(colors.unique()) > 0.9 * colors.numel()
+
+
+def test_several_rectangles_are_erased_in_a_share_of_the_images():
+    images, _ = erased("rand", count=3)
+    colors = [len(image[0].unique()) - 1 for image in images]
+    assert min(colors) == 1 and max(colors) == 3
+    assert 5 <= sum(bool((image != 1).any()) for image in erased(share=0.5)[0]) <= 15
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_erasing_and_mixing_draw_on_the_cpu_for_every_device(mode):
+    """On the meta device, which has no generator of its own and refuses to be read."""
+    images, after = erased(mode, count=2)
+    assert erased(mode, count=2, device="meta")[1] == after
+    mixup, drawn = Mixing().build(4, 0.1), []
+    for pixels in (images, images.to("meta")):
+        np.random.seed(0)  # noqa: NPY002
+        mixup(pixels, torch.arange(20, device=pixels.device) % 4)
+        drawn.append(np.random.rand())  # noqa: NPY002
+    assert drawn[0] == drawn[1]

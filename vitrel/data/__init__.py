@@ -14,7 +14,7 @@ from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.prepare import Prepare, normalize
-from vitrel.data.readers.base import Draw, ImageSet
+from vitrel.data.readers.base import Draw, ImageSet, collate
 from vitrel.data.readers.decode import IGNORED, BadImage, Reading, decode
 from vitrel.data.readers.files import Files, csv_files
 from vitrel.data.readers.folder import Folder, folder_classes
@@ -23,7 +23,6 @@ from vitrel.data.readers.masks import (
     MaskFiles,
     MaskRows,
     MaskSet,
-    collate_masks,
     mask_classes,
     mask_folder,
     row_classes,
@@ -56,7 +55,7 @@ __all__ = [
     "Tars",
     "TorchvisionSet",
     "class_names",
-    "collate_masks",
+    "collate",
     "create_dataset",
     "create_shapes",
     "decode",
@@ -87,7 +86,7 @@ def create_dataset(
     size: tuple[int, int],
     *,
     mean: tuple[float, ...],
-    std: tuple[float, ...],
+    std: tuple[float, ...] | None,
     task: Task = "classification",
     augment: Augmentation | None = None,
     n: int | None = None,
@@ -98,7 +97,8 @@ def create_dataset(
 ) -> Dataset:
     """Build a data set of (normalized float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
 
-    With task "segmentation", the second of a pair is the mask instead (`vitrel.data.readers.masks`): classes int64 [H, W] with
+    With `std` None, images are uint8 instead, for `normalize` where the model runs; `shapes` are never.
+    With task "segmentation", the second of a pair is the mask instead (`vitrel.data.readers.masks`): classes uint8 [H, W] with
     `augment`, otherwise at the mask's own resolution; pixels of the value 255 have no class.
 
     Args:
@@ -115,7 +115,8 @@ def create_dataset(
             `masks/<split>/` and `classes.txt`; a Hugging Face data set with a column of images and one of masks; or
             "torch/VOCSegmentation:/path" and "torch/OxfordIIITPet:/path". The whole image is resized to (H, W),
             in the canvas protocol to `base_size`.
-        augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
+        augment: augmentation of training images; None prepares them as for evaluation. It needs `std` None, and leaves erasing
+            to the training. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
         reading: pixel limit, handling of unreadable images, links to folders, and the share to evaluate.
@@ -137,6 +138,8 @@ def create_dataset(
     prepare = Prepare(size, mean, std, **view)
     if data in SHAPES:
         _check_shapes(data, task)
+        if std is None:
+            raise ValueError("shapes are drawn in normalized colors: give std")
         if augment is not None:
             raise ValueError("shapes are not augmented, since mirroring would change their labels: leave out augment")
         drawn = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
@@ -144,11 +147,13 @@ def create_dataset(
         return create_shapes(split, n, seed, task, size=size, mean=mean, std=std, **drawn)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
+    if augment is not None and std is not None:
+        raise ValueError("augmented images are uint8, not normalized: give std=None with augment")
     if task == "segmentation":
         whole = {name: getattr(prepare, name) for name in ("interpolation", "protocol", "base_size")}
         prepare = Prepare(size, mean, std, crop_mode="squash", **whole)
         augment = None if augment is None else augment.for_masks()
-    augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, prepare.crop_pct, prepare.crop_mode)
+    augmenter = None if augment is None else Augmenter(augment, size, mean, seed, prepare.crop_pct, prepare.crop_mode)
     kind, place = kind_of(data)
     options: dict[str, Any] = {"prepare": prepare, "augment": augmenter, "n": n, "seed": seed, "reading": reading}
     name, _, root = place.partition(":")

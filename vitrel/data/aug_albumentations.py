@@ -31,8 +31,8 @@ FLAGS = {
 class AlbumentationsPipeline:
     """Augments uint8 [h, w, 3], with a mask uint8 [h, w] or None, to [H, W, 3] and [H, W].
 
-    The steps are crop, flips, policy, color jitter, gray and blur. The crops "simple" and "center", and erasing, are left to
-    `Augmenter`; images must then have the size (H, W).
+    The steps are crop, flips, policy, color jitter, gray and blur. The crops "simple" and "center" are left to `Augmenter`;
+    images must then have the size (H, W).
 
     Args:
         settings: the augmentation.

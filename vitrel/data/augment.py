@@ -7,19 +7,18 @@ number of workers, and a resumed run augments images as an uninterrupted run doe
 import random
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import v2
 
 from vitrel.common.extras import optional_import
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array, normalize
+from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array
 from vitrel.data.readers.decode import ran_out
 
 LIBRARIES = ("albumentations.", "timm.data.", "torchvision.transforms.", "vitrel.data.aug_albumentations")
@@ -30,12 +29,12 @@ class AugmentationError(ValueError):
 
 
 class Augmenter:
-    """Returns a randomly augmented, normalized view of an image, or of an image and its mask.
+    """Returns a randomly augmented view of an image, or of an image and its mask, without random erasing.
 
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean, std: per-channel normalization of values from 0 to 1.
+        mean: color of what a view shows beyond its image, 0 to 1 per channel.
         seed: seed of the run.
         crop_pct, crop_mode: of the "center" crop, as in `Prepare`.
     """
@@ -45,23 +44,22 @@ class Augmenter:
         settings: Augmentation,
         size: tuple[int, int],
         mean: tuple[float, ...],
-        std: tuple[float, ...],
         seed: int = 0,
         crop_pct: float = 1.0,
         crop_mode: str = "center",
     ) -> None:
         self.settings = replace(settings, crop=settings.crop or "random_resized")
-        self.mean, self.std, self.seed, self.size = mean, std, seed, (size[0], size[1])
+        self.mean, self.seed, self.size = mean, seed, (size[0], size[1])
         self.crop_pct, self.crop_mode = (crop_pct, crop_mode) if settings.crop == "center" else (1.0, "center")
-        erase = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
-        self.erase = RandomErasing(settings.erase, **erase) if settings.erase else None
+        # the generators of the libraries; crop, flips, jitter, gray and blur have their own
+        self.seeds = settings.policy is not None or settings.crop in ("simple", "center")
         with optional_import():  # imported here because evaluation and drawn scenes need neither albumentations nor OpenCV
             from vitrel.data.aug_albumentations import AlbumentationsPipeline
         self.pipelines: dict[tuple[int, int], AlbumentationsPipeline] = {}
         self._pipeline = AlbumentationsPipeline
 
     def __call__(self, image: Picture, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
-        """Return the augmented image, normalized float32 [3, H, W].
+        """Return the augmented image, uint8 [3, H, W].
 
         Args:
             image: a Pillow image of mode RGB, or uint8 [3, h, w].
@@ -80,7 +78,7 @@ class Augmenter:
         repeat: int = 0,
         size: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the augmented image, normalized float32 [3, H, W], and its mask of classes, int64 [H, W] (None without).
+        """Return the augmented image, uint8 [3, H, W], and its mask of classes, uint8 [H, W] (None without).
 
         Args:
             image, epoch, index, repeat, size: as in the call.
@@ -96,18 +94,16 @@ class Augmenter:
         # SeedSequence pads with zeros, so view 0 has the random numbers of (seed, epoch, index)
         state = np.random.SeedSequence((self.seed, epoch, index, repeat))
         try:
-            with seeded(state):
+            with seeded(state) if self.seeds else nullcontext():
                 if self.settings.crop in ("simple", "center"):
                     image = self._resized_and_cropped(image, size)
                 pixels, mask = self.pipelines[size](as_array(image), state, mask)
-                view = normalize(torch.from_numpy(pixels).permute(2, 0, 1), self.mean, self.std)
-                view = view if self.erase is None else self.erase(view)
         except Exception as error:
             if ran_out(error):
                 raise
             place = f"seed {self.seed}, epoch {epoch}, image number {index}, view {repeat}"
             raise AugmentationError(f"{_operation(error)} failed with the random numbers of {place}: {error}") from error
-        return view, None if mask is None else torch.from_numpy(mask.astype(np.int64))
+        return torch.from_numpy(pixels).permute(2, 0, 1), None if mask is None else torch.from_numpy(mask)
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
         """The image resized and cropped to `size` by the crop "simple" or "center".
@@ -117,7 +113,7 @@ class Augmenter:
         interpolation = self.settings.interpolation
         if interpolation == "random":
             interpolation = random.choice(list(INTERPOLATIONS))
-        view = Prepare(size, self.mean, self.std, self.crop_pct, interpolation, crop_mode=self.crop_mode)
+        view = Prepare(size, self.mean, None, self.crop_pct, interpolation, crop_mode=self.crop_mode)
         if self.settings.crop == "center":
             return view.cropped(image)
         return v2.RandomCrop(size, padding=4, padding_mode="reflect")(view.resized(image))

@@ -54,7 +54,8 @@ class Augmentation:
         jitter: strength of brightness, contrast and saturation jitter, 0 for none; hue jitter has a quarter of it. Or
             [brightness, contrast, saturation] or [brightness, contrast, saturation, hue], hue at most 0.5. null: 0.3, but 0
             with a policy other than "3a", as in timm.
-        erase: probability of random erasing (timm's, after normalization) of rectangles with 2-33 % of the area in total.
+        erase: probability of random erasing (timm's) of rectangles with 2-33 % of the area in total. The training module
+            erases in normalized batches, on the device.
         policy: one of timm's config strings, "rand-m9-mstd0.5-inc1" (RandAugment), "augmix-m3-w3" (AugMix), "original" or "v0"
             (AutoAugment), "3a" (3-Augment: gray, solarized or blurred); or "trivial" (TrivialAugment); or null.
         vflip: mirror top and bottom with probability one half.

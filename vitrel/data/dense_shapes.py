@@ -58,7 +58,7 @@ class DenseScene(NamedTuple):
 class DenseShapes(Drawn):
     """The data set of n drawn scenes, each a function of (seed, index) and the size; items are (image, mask).
 
-    The image is normalized float32 [3, H, W], the mask int64 [H, W] with the classes of CLASSES, or IGNORED.
+    The image is normalized float32 [3, H, W], the mask uint8 [H, W] with the classes of CLASSES, or IGNORED.
 
     Args:
         n: number of images.
@@ -133,7 +133,7 @@ class DenseShapes(Drawn):
 
     def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         scenes = self.scenes(indices)
-        images, masks = self._ground(scenes.background), np.zeros((len(indices), *self.size), np.int64)
+        images, masks = self._ground(scenes.background), np.zeros((len(indices), *self.size), np.uint8)
         center, radius = scenes.center * self.pixels, scenes.radius * self.pixels
         for m, window, cover in self._draw(images, center, radius, scenes.kind, scenes.color):
             masks[window] = np.where(cover > 0.5, scenes.value[:, m, None, None], masks[window])

@@ -28,11 +28,16 @@ def as_array(image: Picture) -> np.ndarray:
     return image.permute(1, 2, 0).contiguous().numpy() if isinstance(image, Tensor) else np.array(image)
 
 
-def normalize(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return (image / 255 - mean) / std, float32 [3, h, w], of a uint8 image [3, h, w]."""
-    shift, scale = torch.tensor((mean, std), dtype=torch.float32)[..., None, None]
+def normalize(images: Tensor, mean: Tensor | tuple[float, ...], std: Tensor | tuple[float, ...]) -> Tensor:
+    """Return (images / 255 - mean) / std, float32 [..., 3, h, w], of uint8 images [..., 3, h, w] on any device.
+
+    Args:
+        images: uint8 images.
+        mean, std: per channel, of values from 0 to 1; tensors are on the device of the images.
+    """
+    shift, scale = (torch.as_tensor(v, dtype=torch.float32, device=images.device)[:, None, None] for v in (mean, std))
     # Pillow's images have the channels of a pixel side by side, in which order these operations take twice as long
-    planes = image.to(torch.float32, memory_format=torch.contiguous_format)
+    planes = images.to(torch.float32, memory_format=torch.contiguous_format)
     return planes.div_(255).sub_(shift).div_(scale)
 
 
@@ -59,7 +64,7 @@ class Prepare:
     Args:
         size: (H, W) of the result in pixels.
         mean: per channel, of values from 0 to 1.
-        std: per channel, as `mean`.
+        std: per channel, as `mean`; None leaves the images uint8, for `normalize` where the model runs.
         crop_pct: share of the resized image's sides that the view keeps. Above 1, as in a few models of timm, the view is
             larger than the image, and black around it ("border": the mean color).
         interpolation: "bicubic" or "bilinear".
@@ -68,14 +73,15 @@ class Prepare:
         crop_mode: "center", "squash" or "border".
 
     Raises:
-        ValueError: an unknown interpolation, protocol or crop_mode, a crop_pct not above 0, or `canvas` without base_size.
+        ValueError: an unknown interpolation, protocol or crop_mode, a crop_pct not above 0, or `canvas` without base_size or
+            std.
     """
 
     def __init__(
         self,
         size: tuple[int, int],
         mean: tuple[float, ...],
-        std: tuple[float, ...],
+        std: tuple[float, ...] | None,
         crop_pct: float = 1.0,
         interpolation: str = "bicubic",
         protocol: str = "scale",
@@ -92,6 +98,8 @@ class Prepare:
             raise ValueError(f"crop_pct must be above 0 (share of the resized image's sides that is kept), not {crop_pct}")
         if protocol == "canvas" and base_size is None:
             raise ValueError("the canvas protocol needs the training size: give base_size=(H, W) of training")
+        if protocol == "canvas" and std is None:
+            raise ValueError("the canvas protocol fills images with the mean color after they are normalized: give std")
         self.size, self.mean, self.std = (size[0], size[1]), mean, std
         self.crop_pct, self.interpolation, self.crop_mode = crop_pct, interpolation, crop_mode
         self.protocol, self.base_size = protocol, base_size
@@ -104,8 +112,11 @@ class Prepare:
         return Prepare(size, self.mean, self.std, *resizing)
 
     def __call__(self, image: Picture) -> Tensor:
-        """Return the normalized float32 [3, H, W] of an image."""
-        image = normalize(as_tensor(self.cropped(image)), self.mean, self.std)
+        """Return the normalized float32 [3, H, W] of an image, or uint8 where std is None."""
+        image = as_tensor(self.cropped(image))
+        if self.std is None:
+            return image
+        image = normalize(image, self.mean, self.std)
         # pads with 0, the mean color after normalization
         return image if image.shape[1:] == self.size else center_crop(image, list(self.size))
 

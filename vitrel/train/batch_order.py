@@ -309,8 +309,10 @@ class Filled(Dataset):
         """Return the (image, label) pairs of a batch, read as one batch if the data set has `__getitems__`."""
         real = [draw for draw in draws if draw.index >= 0]
         read_batch = getattr(self.dataset, "__getitems__", None)
-        items = iter(read_batch(real) if read_batch else [self.dataset[draw] for draw in real])
-        return [(torch.zeros(3, *(draw.size or ())), -1) if draw.index < 0 else next(items) for draw in draws]
+        items = read_batch(real) if read_batch else [self.dataset[draw] for draw in real]
+        empty = torch.zeros_like(items[0][0]) if items else torch.zeros(3, *(draws[0].size or ()))
+        left = iter(items)
+        return [(empty, -1) if draw.index < 0 else next(left) for draw in draws]
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from vitrel.data import (
     Drawn,
     Reading,
     class_names,
-    collate_masks,
+    collate,
     create_dataset,
     create_shapes,
 )
@@ -124,6 +125,8 @@ class ImageData(LightningDataModule):
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
         strict = replace(self.reading, on_bad="raise")  # evaluation reads all images
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
+        if self.data not in SHAPES:  # the module normalizes on its device
+            preprocessing["std"] = None
         self.train_set, self._listing = self._train_set(preprocessing), None
         options = {"n": self.n_val, "reading": strict, "task": self.task}
         self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, **options)
@@ -211,7 +214,7 @@ class ImageData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of training batches, shuffled by (seed, epoch), which starts at the trainer's current batch."""
-        return self._loader(EpochLoader, self.train_set, progress=self._progress, batch_sampler=self.order)
+        return self._loader(EpochLoader, self.train_set, progress=self._progress, batch_sampler=self.order, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader:
         """Return the loader of this rank's share of the evaluation images, in order (at native shape: grouped by size).
@@ -222,8 +225,8 @@ class ImageData(LightningDataModule):
         if self.protocol == "native":
             sizes = [native_size(height, width, self.budget, self.patch) for height, width in self.val_set.image_sizes()]
         batches = evaluation_batches(sizes, self.batch_size, self.trainer.global_rank, self.trainer.world_size)
-        collate = {"collate_fn": collate_masks} if self.task == "segmentation" else {}
-        return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches, **collate)
+        batch_of = partial(collate, masks_differ=self.task == "segmentation")
+        return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches, collate_fn=batch_of)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:
         # PyTorch would raise the error of a dead loader process from a signal handler, inside whatever runs then, such as

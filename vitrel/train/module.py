@@ -39,13 +39,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.common.warn import warn_once
+from vitrel.data import normalize
 from vitrel.data.readers.classes import order_note
 from vitrel.models.config import preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.metrics import EpochMeans
-from vitrel.train.objective import Mixing, Objective
+from vitrel.train.objective import Erasing, Mixing, Objective
 from vitrel.train.optim import Optimization, check_clipping, create_optimizer
 from vitrel.train.running.execution import Execution, ResourceAdvice, ShardedStrategy, check_strategy, shard
 from vitrel.train.running.resume_check import check_same_run
@@ -65,7 +66,8 @@ class Classifier(LightningModule):
         optim: optimizer and learning-rate schedule.
         mixing: mixup and cutmix; null for none, {} for the defaults.
         label_smoothing: share of a label that is spread evenly over all classes, 0 <= share < 1.
-        seed: seed of drop path, dropout and mixing; the generators are seeded with (seed, epoch, batch, rank) at every batch.
+        seed: seed of drop path, dropout, erasing and mixing; the generators are seeded with (seed, epoch, batch, rank) at
+            every batch.
         objective: the loss, and a teacher for distillation.
         tuning: fine-tuning: the weights to start from, and the parameters that are trained.
         ema: exponential moving average of the weights; null for none.
@@ -115,6 +117,8 @@ class Classifier(LightningModule):
         self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing)
         if self.teacher is not None:
             self.teacher.set_normalization(self.preprocessing["mean"], self.preprocessing["std"])
+        self.mean, self.std = (torch.tensor(self.preprocessing[name]) for name in ("mean", "std"))
+        self.erasing: Erasing | None = None  # `setup` knows the augmentation
         self.resumed = False
         self.means = EpochMeans("train/loss", f"train/{self.task.learned}")
         self.train()
@@ -167,6 +171,8 @@ class Classifier(LightningModule):
             )
         counted = hasattr(data, "train_set") and not self.ignores_labels
         self.class_counts = data.train_set.class_counts() if counted else None
+        augment = getattr(data, "augment", None)
+        self.erasing = Erasing(augment) if augment is not None and augment.erase else None
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
         if self.task.name == "segmentation":
@@ -274,15 +280,27 @@ class Classifier(LightningModule):
         return epochs.processed + trained
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed all random generators from (seed, epoch, batch, rank), so that a resumed run draws the same numbers."""
+        """Seed all random generators from (seed, epoch, batch, rank), so that a resumed run draws the same numbers.
+
+        Erasing and mixing draw from those of the CPU on every device.
+        """
         state = np.random.SeedSequence((self.seed, self.current_epoch, batch_idx, self.global_rank)).generate_state(3)
         torch.manual_seed(int(state[0]))
         np.random.seed(int(state[1]))  # noqa: NPY002  timm's Mixup draws from the global generator
         random.seed(int(state[2]))
 
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return images [B, 3, H, W] as the model takes them: uint8 images normalized, drawn ones as they are."""
+        if images.dtype != torch.uint8:
+            return images
+        self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)  # copied at the first batch
+        return normalize(images, self.mean, self.std)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log it and the share of labels that are predicted."""
-        images, labels = batch
+        images, labels = self.normalized(batch[0]), batch[1]
+        if self.erasing is not None:
+            self.erasing(images)
         if self.mixup is not None and self.mixing.active(self.current_epoch):
             images, labels = self.mixup(images, torch.zeros_like(labels) if self.ignores_labels else labels)
         if self.teacher is None:
@@ -308,7 +326,7 @@ class Classifier(LightningModule):
 
         Images of label -1, which pad the last batches of several ranks, are not counted.
         """
-        images, labels = batch
+        images, labels = self.normalized(batch[0]), batch[1]
         if self.ignores_labels:
             labels = torch.where(labels < 0, labels, self.teacher(images).argmax(-1))  # type: ignore[misc]
         self.task.update(self(images).float(), labels)

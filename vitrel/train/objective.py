@@ -1,4 +1,7 @@
-"""The training loss: cross-entropy or binary cross-entropy, mixup and cutmix, distillation."""
+"""The training loss: cross-entropy or binary cross-entropy, distillation; and erasing, mixup and cutmix of batches.
+
+What is random here is drawn on the CPU, so that a batch has the same numbers on every device.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +9,12 @@ from functools import partial
 from typing import Literal
 
 from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitrel.data import Augmentation
 from vitrel.train.distill import Distillation
 
 
@@ -139,3 +144,31 @@ class Mixing:
                     f"model.mixing.cutmix_minmax {[low, high]} gives an empty box on images of {img_size[0]}x{img_size[1]} "
                     "pixels: widen the range"
                 )
+
+
+class Erasing:
+    """Random erasing of normalized images on their device, by timm's RandomErasing.
+
+    Args:
+        settings: of its fields `erase`, `erase_mode` and `erase_count` are used.
+    """
+
+    def __init__(self, settings: Augmentation) -> None:
+        how = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
+        self.erase = RandomErasing(settings.erase, **how)
+
+    def __call__(self, images: Tensor) -> None:
+        """Erase in images [B, 3, H, W] in place, with random numbers of the global generators of Python and torch (CPU)."""
+        for image in images:
+            self.erase(_Erased(image))
+
+
+class _Erased:
+    """An image [3, H, W] into which RandomErasing writes pixels that it drew on the CPU, without waiting for the device."""
+
+    def __init__(self, image: Tensor) -> None:
+        self.image, self.size, self.dtype = image, image.size, image.dtype
+
+    def __setitem__(self, place: tuple[slice, ...], pixels: Tensor) -> None:
+        pixels = pixels.pin_memory() if self.image.is_cuda else pixels
+        self.image[place] = pixels.to(self.image.device, non_blocking=True)

@@ -146,6 +146,7 @@ class Segmentation(Task):
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         # a sum and a division, since a batch without any labeled pixel has no mean: its loss and gradients are 0
         how = {"weight": self.weights, "ignore_index": IGNORED, "label_smoothing": self.smoothing, "reduction": "sum"}
+        target = target.long()
         total, labeled = F.cross_entropy(logits, target, **how), target != IGNORED
         weights = labeled if self.weights is None else self.weights[torch.where(labeled, target, 0)] * labeled
         loss = total / weights.sum().clamp(min=1e-9)
@@ -160,6 +161,7 @@ class Segmentation(Task):
         for one, mask in zip(logits, target, strict=True):
             if not isinstance(mask, Tensor) or mask.ndim < 2:  # a filled place
                 continue
+            mask = mask.long()
             own = F.interpolate(one[None], size=mask.shape, mode="bilinear", align_corners=False)
             loss = F.cross_entropy(own, mask[None], ignore_index=IGNORED, reduction="sum") / (mask != IGNORED).sum().clamp(
                 min=1

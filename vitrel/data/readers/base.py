@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from vitrel.data.augment import AugmentationError
 from vitrel.data.prepare import Picture
@@ -53,8 +53,27 @@ class Draw(NamedTuple):
     repeat: int = 0
 
 
+def collate(items: Sequence[tuple[Tensor, Any]], masks_differ: bool = False) -> tuple[Tensor, Any]:
+    """Return (images [B, 3, H, W], labels [B] or masks [B, H, W]) of items of a data set, for a DataLoader.
+
+    uint8 images have the channels of a pixel side by side, as Pillow and OpenCV have them, and so has their batch: to copy them
+    into planes takes ten times as long here, and a GPU does it in the first operation on them.
+
+    Args:
+        masks_differ: the masks have resolutions of their own, and are returned as a list.
+    """
+    images, targets = zip(*items, strict=True)
+    if images[0].dtype == torch.uint8:
+        batch = default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    else:
+        batch = default_collate(images)
+    return batch, list(targets) if masks_differ else default_collate(targets)
+
+
 class ImageSet(Dataset, ABC):
-    """Abstract data set of images; its items, by index or `Draw`, are (normalized float32 [3, H, W], class index).
+    """Abstract data set of images; its items, by index or `Draw`, are (image [3, H, W], class index).
+
+    Images are normalized float32, or uint8 with `augment`, and where `prepare` does not normalize.
 
     `bad`, uint8 [n], is 1 for images found unreadable; it is shared with loader processes, as the epoch is.
 

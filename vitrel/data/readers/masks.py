@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from vitrel.common.files import shown
 from vitrel.common.warn import warn_once
@@ -47,10 +46,10 @@ _classes_in_masks: dict[tuple, np.ndarray] = {}  # of every checked set [n, 256]
 
 
 class MaskSet(ImageSet):
-    """Abstract data set of images with masks: items are (normalized float32 [3, H, W], classes int64 of the mask).
+    """Abstract data set of images with masks: items are (image [3, H, W] as of `ImageSet`, classes uint8 of the mask).
 
     With `augment` the mask [H, W] is that of the view; otherwise it keeps its own resolution, so masks of a batch can differ
-    (`collate_masks`), and a prediction is compared with it there. Pixels of the value `IGNORED` have no class.
+    (`collate`), and a prediction is compared with it there. Pixels of the value `IGNORED` have no class.
 
     Args:
         classes: class names, by value of the masks.
@@ -98,11 +97,11 @@ class MaskSet(ImageSet):
         """Return the item of a decoded image and its mask: augmented alike, or the image prepared and the mask as it is."""
         if self.augment is not None:
             return self.augment.joint(picture, target, self.epoch, draw.index, draw.repeat, draw.size)
-        return super().finish(picture, torch.from_numpy(target.astype(np.int64)), draw)
+        return super().finish(picture, torch.from_numpy(target), draw)
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return the item (H, W) that stands for an unreadable image: zeros, and a mask without classes."""
-        return torch.zeros(3, *size), torch.full(size, IGNORED)
+        return torch.zeros(3, *size), torch.full(size, IGNORED, dtype=torch.uint8)
 
     def class_counts(self) -> list[int]:
         """Return the number of images in which each class occurs."""
@@ -365,12 +364,6 @@ def _largest(name: str) -> int:
 
     with ThreadPoolExecutor(READERS) as readers:
         return max(value for rows in splits.values() for value in readers.map(largest, rows[column]))
-
-
-def collate_masks(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-    """Return (images [B, 3, H, W], list of B masks) of items whose masks have their own resolution."""
-    images, masks = zip(*items, strict=True)
-    return default_collate(list(images)), list(masks)
 
 
 def _files(folder: str) -> list[str]:
