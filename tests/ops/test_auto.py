@@ -1,5 +1,7 @@
 """What backend "auto" takes, on tensors of a GPU that hold no values: by device and kind of call, compiled and exported."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,7 @@ GPU = [  # encoding, side of the grid, window, training -> backend
     ("decomposed", 31, None, False, "sdpa"),
     ("decomposed", 32, None, False, "augmented_qk"),
     ("shaw", 14, None, True, "augmented_qk"),
+    ("shaw", 14, None, False, "augmented_qk"),  # sdpa refuses it
     ("pape", 32, None, True, "sdpa"),  # augmented_qk refuses it in half precision
     ("rope_axial", 64, None, True, "sdpa"),
     ("none", 128, None, False, "sdpa"),
@@ -72,12 +75,71 @@ def test_on_a_gpu_in_full_precision(key, side, window, training, backend):
 
 
 @needs_triton
-def test_what_a_kernel_lacks_goes_to_the_next_row(monkeypatch):
-    """As dropout, or all of Triton where it is not installed."""
-    case = ("table", Grid(30, 30), (7, 7), True)
-    assert chosen(*case, dropout_p=0.1) == "sdpa"
+def test_what_a_kernel_lacks_goes_to_the_next_row():
+    assert chosen("table", Grid(30, 30), (7, 7), True, dropout_p=0.1) == "sdpa"
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    """No kernel was tried before."""
+    monkeypatch.setattr(triton_backend, "_failures", {})
+    monkeypatch.setattr(triton_backend, "_told", set())
+
+
+@needs_triton
+def test_without_triton_one_warning_tells_of_it(monkeypatch, untried, recwarn):
     monkeypatch.setattr(triton_backend, "_INSTALLED", False)
-    assert chosen(*case) == "sdpa" and chosen("table", Grid(64, 64), None, True) == "sdpa"
+    assert chosen("table", Grid(30, 30), (7, 7), True) == chosen("table", Grid(64, 64), None, True) == "sdpa"
+    (warning,) = (str(w.message) for w in recwarn if w.category is RuntimeWarning)
+    assert warning.startswith("windows of 7x7 with 2 heads of 16 in bfloat16: Triton is not installed beside torch")
+
+
+def broken(*cases):
+    """A double of `_try`: Triton fails for the kinds of calls for which one of the cases is true."""
+
+    def run(kind):
+        if any(case(kind) for case in cases):
+            raise RuntimeError("PassManager::run failed\nand more lines")
+
+    return run
+
+
+@needs_triton
+def test_a_shape_that_triton_does_not_compile_goes_to_the_next_row(monkeypatch, untried, recwarn):
+    """With one warning for a shape; where only the backward pass fails, in training alone."""
+    forward, backward = (lambda kind: kind.window == (12, 12)), (lambda kind: kind.window == (9, 9) and kind.grads)
+    monkeypatch.setattr(triton_backend, "_try", broken(forward, backward, lambda kind: kind.grid == (64, 64, 0)))
+    for _ in range(2):
+        assert chosen("table", Grid(30, 30), (12, 12)) == chosen("table", Grid(30, 30), (12, 12), True) == "sdpa"
+        assert chosen("table", Grid(30, 30), (9, 9)) == "triton" and chosen("table", Grid(30, 30), (9, 9), True) == "sdpa"
+        assert chosen("table", Grid(64, 64), None, True) == "sdpa"
+        assert chosen("table", Grid(30, 30), (7, 7), True) == "triton"
+    told = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    shapes = ["windows of 12x12", "windows of 9x9", "attention over 64x64 tokens"]
+    assert [text.partition(" with 2 heads of 16 in bfloat16: ")[0] for text in told] == shapes
+    reason = f"Triton {version('triton')} (torch {torch.__version__}) fails to run its kernels: RuntimeError: PassManager"
+    assert all(f"{reason}::run failed; another" in text for text in told)
+
+
+@needs_triton
+def test_why_names_what_failed(monkeypatch, untried):
+    monkeypatch.setattr(triton_backend, "_try", broken(lambda kind: True))
+    with FakeTensorMode():
+        qkv = torch.zeros(1, 14, 14, 96, device="cuda", dtype=torch.float16)
+        with pytest.warns(RuntimeWarning, match="fails to run"):
+            text = why(window_attention, qkv, Terms(), Grid(14, 14), (7, 7), (0, 0), 2)
+    assert ": sdpa (auto)" in text and "\n    triton: Triton " in text and "RuntimeError: PassManager::run failed" in text
+
+
+@needs_triton
+def test_memory_that_runs_out_is_no_fault_of_tritons(monkeypatch, untried):
+    def run(kind):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(triton_backend, "_try", run)
+    with pytest.raises(torch.OutOfMemoryError):
+        chosen("table", Grid(30, 30), (7, 7))
+    assert not triton_backend._failures
 
 
 @needs_triton
@@ -152,6 +214,19 @@ def test_eight_sizes_compile_in_two_graphs(name, training, first, any_size):
         assert calls and all(operator in str(node.target) for node in calls)
         if "decomposed" in name:
             assert all(node.kwargs["attn_mask"] is None for node in calls)
+
+
+@needs_triton
+def test_a_graph_has_no_kernel_that_fails(monkeypatch, untried):
+    monkeypatch.setattr(triton_backend, "_try", broken(lambda kind: True))
+    graphs = []
+    with fake_gpu("vitrel_swin_n", torch.bfloat16, depths=(1,), num_heads=(1,)) as model, torch.no_grad():
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
+        with pytest.warns(RuntimeWarning, match="fails to run"):
+            compiled(torch.zeros(2, 3, 64, 64, device="cuda", dtype=torch.bfloat16))
+    (graph,) = graphs
+    found = [str(node.target) for node in graph.nodes if SDPA in str(node.target) or WINDOWS in str(node.target)]
+    assert found and all(SDPA in target for target in found)
 
 
 @each("name", ["swin_n", "vit_n8_decomposed"])

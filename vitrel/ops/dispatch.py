@@ -151,7 +151,11 @@ def choose(backend: str, call: Call) -> ModuleType:
 
 def row_of(call: Call) -> Row:
     """Return the row of vitrel.ops.auto by which "auto" takes a backend for a call."""
-    return next(row for row in rows_of(call) if not BACKENDS[row.backend].refuses(call))
+    return next(row for row in rows_of(call) if _serves(row.backend, call))
+
+
+def _serves(name: str, call: Call) -> bool:
+    return triton_backend.serves(call) if name == "triton" else not BACKENDS[name].refuses(call)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vitrel.ops.backends import triton_backend
 from vitrel.ops.dispatch import BACKENDS, Call, chosen, recording, row_of
 
 
@@ -60,5 +61,11 @@ def _text(backend: str, call: Call, name: str) -> str:
         lines.append(f"    auto: {row.kind}{since}: {row.measured}")
     for other in BACKENDS:
         if other != name:
-            lines.append(f"    {other}: {BACKENDS[other].refuses(call) or 'serves it if given by name'}")
+            lines.append(f"    {other}: {_refusal(other, call) or 'serves it if given by name'}")
     return "\n".join(lines)
+
+
+def _refusal(name: str, call: Call) -> str:
+    """Return the reason why a backend does not serve a call, or did not when "auto" tried it."""
+    reason = BACKENDS[name].refuses(call)
+    return triton_backend.failure(call, known=True) if name == "triton" and not reason else reason

@@ -4,6 +4,7 @@ Run in Triton's interpreter, in a process of its own (see test_triton_window.py)
 """
 
 import os
+from functools import partial
 
 import pytest
 import timm
@@ -13,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import each
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed, refusal, spread
 from vitrel import Grid, Table, Terms
-from vitrel.ops import attention, sdpa_faults, use_backend, why, window_attention
+from vitrel.ops import attention, auto, sdpa_faults, use_backend, why, window_attention
 from vitrel.ops.backends import triton_backend
 
 pytest.importorskip("triton")
+
+from vitrel.ops.backends import triton_global, triton_window
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -147,6 +150,41 @@ def test_shared_keys():
     terms = Terms(tables=(Table(bias=bias),))
     for x in ((q, k[:1], v[:1]), (q[:1], k, v), (q, k[:, :1], v[:, :1])):
         check(lambda backend, x=x: attention(*x, terms, grid, backend=backend), [q, k, v])
+
+
+class Broken:
+    """A kernel that Triton does not compile."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("PassManager::run failed")
+
+
+@runs
+@each(
+    ("module", "kernel", "training_only"),
+    [(triton_window, "_whole", True), (triton_window, "_forward", False), (triton_global, "_keys", True)],
+)
+def test_what_fails_to_run_is_not_chosen(module, kernel, training_only, monkeypatch):
+    """Attention and its gradients come from another backend, with a warning; by name the kernels' error is raised."""
+    rows = [row._replace(device="any", tokens=0) for row in auto.ROWS if row.backend in ("triton", "sdpa")]
+    monkeypatch.setattr(auto, "ROWS", rows)
+    monkeypatch.setattr(triton_backend, "_failures", {})
+    monkeypatch.setattr(triton_backend, "_told", set())
+    monkeypatch.setattr(module, kernel, Broken())
+    terms = Terms(tables=(Table(bias=torch.randn(1, 35, device=DEVICE, requires_grad=True)),))
+    if module is triton_window:
+        x = torch.randn(1, 3, 4, 48, device=DEVICE, requires_grad=True)
+        call = partial(window_attention, x, terms, Grid(3, 4), (3, 4), (0, 0), 1)
+    else:
+        x = torch.randn(1, 1, 12, 16, device=DEVICE, requires_grad=True)
+        call = partial(attention, x, x, x, terms, Grid(3, 4))
+    leaves = [x, terms.tables[0].bias]
+    with pytest.warns(RuntimeWarning, match=r"3x4.* in float32: Triton .* fails to run its kernels: RuntimeError: PassManager"):
+        check(lambda backend: call(backend={"triton": "auto"}.get(backend, backend)), leaves)
+    with torch.no_grad():
+        assert (": triton (auto)" in why(call)) == training_only
+    with pytest.raises(RuntimeError, match="PassManager::run failed"):
+        torch.autograd.grad(call(backend="triton").sum(), leaves)
 
 
 @runs

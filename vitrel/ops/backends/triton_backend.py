@@ -7,11 +7,15 @@ become scores of every query with every row or column of the grid (N times h or 
 attention, or in the window kernel.
 """
 
+import functools
 import importlib.util
 import os
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vitrel.geometry import is_exporting
 from vitrel.grid import Grid
@@ -20,13 +24,14 @@ from vitrel.ops.reference import Call, in_forward_mode, lattice_bias, needs_grad
 from vitrel.ops.sdpa import SCALED_KEYS
 from vitrel.position.terms import Terms
 
+MISSING = "Triton is not installed"
 _INSTALLED = importlib.util.find_spec("triton") is not None  # torch 2.11 cannot compile a call of find_spec
 
 
 def refuses(call: Call) -> str:
     """Return the reason why the kernels do not serve a call, "" if they do."""
     if not _INSTALLED:
-        return "Triton is not installed"
+        return MISSING
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
     if call.device.type == "cuda" and _is_too_old(call.device.index or 0):
@@ -53,6 +58,126 @@ def refuses(call: Call) -> str:
     from vitrel.ops.backends.triton_global import global_limits
 
     return global_limits(call.dtype, call.width, call.grid, call.queries, bool(queries))
+
+
+class Kind(NamedTuple):
+    """Calls for which the same kernels are compiled; see Call for the entries.
+
+    grads: whether gradients of the bias and of the angles are needed, None in inference.
+    """
+
+    window: tuple[int, int] | None
+    grid: tuple[int, int, int]  # with window, that of the window
+    queries: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+    bias: bool
+    rotary: bool
+    grads: tuple[bool, bool] | None
+    device: int
+
+    def __str__(self) -> str:
+        h, w, prefix = self.grid
+        shape = f"windows of {h}x{w}" if self.window else f"attention over {h}x{w}{f' + {prefix}' if prefix else ''} tokens"
+        return f"{shape} with {self.heads} heads of {self.width} in {str(self.dtype).removeprefix('torch.')}"
+
+
+def serves(call: Call) -> bool:
+    """Return whether "auto" may take the kernels: they do not refuse the call, and Triton runs them here.
+
+    The first call of a kind runs its kernels on zeros, those of the backward pass too in training, so that a kernel which does
+    not compile fails before it is chosen. A warning tells of it once for a shape.
+    """
+    if not (reason := refuses(call)):
+        reason = failure(call)
+    elif reason == MISSING:
+        _tell_missing(*_kind(call))
+    return not reason
+
+
+def failure(call: Call, known: bool = False) -> str:
+    """Return the reason why Triton does not run the kernels of a call that they do not refuse, "" if it does.
+
+    Args:
+        call: what is to be computed.
+        known: try nothing; "" where no call of this kind was tried.
+    """
+    return _failure(known, *_kind(call))
+
+
+def _kind(call: Call) -> tuple:
+    """Return the entries of the kind of a call; torch.compile cannot pass on the named tuple as a constant."""
+    terms, tables = call.terms, call.terms.tables
+    rotary = call.window is not None and terms.rotary is not None  # rotated before global attention
+    learned = any([table.bias is not None and table.bias.requires_grad for table in tables])
+    turning = rotary and any([angle.requires_grad for angle in terms.rotary])  # type: ignore[union-attr]
+    grid, queries = (call.grid, call.queries) if call.window is None else ((*call.window, 0), call.window[0] * call.window[1])
+    size = call.heads, int(call.width), call.dtype
+    grads = (learned, turning) if call.grad else None
+    return call.window, tuple(grid), queries, *size, len(tables) > 0, rotary, grads, call.device.index or 0
+
+
+_failures: dict[Kind, str] = {}
+_told: set[str] = set()  # shapes of which a warning has told
+
+
+@torch._dynamo.assume_constant_result
+def _failure(known: bool, *entries: Any) -> str:
+    kind = Kind(*entries)
+    if kind not in _failures and not known:
+        _failures[kind] = ""
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                _try(kind)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # no fault of Triton's
+            del _failures[kind]
+            raise
+        except Exception as error:  # of Triton, its C compiler, the assembler or the driver, which have no common type
+            import triton
+
+            text = f"{type(error).__name__}: {str(error).strip() or 'without a message'}".splitlines()[0]
+            _failures[kind] = f"Triton {triton.__version__} (torch {torch.__version__}) fails to run its kernels: {text[:300]}"
+            _tell(str(kind), _failures[kind])
+    return _failures.get(kind, "")
+
+
+@torch._dynamo.assume_constant_result
+def _tell_missing(*entries: Any) -> None:
+    if not _told:
+        _tell(str(Kind(*entries)), f"{MISSING} beside torch {torch.__version__}")
+
+
+def _tell(shape: str, reason: str) -> None:
+    if shape not in _told:
+        _told.add(shape)
+        warnings.warn(f"{shape}: {reason}; another backend computes them (vitrel.ops.why)", RuntimeWarning, stacklevel=2)
+
+
+def _try(kind: Kind) -> None:
+    """Run the kernels of a kind of calls on zeros, in a batch of one image or window; raises whatever Triton raises."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return  # fake tensors stand for those of a GPU
+    from vitrel.ops.backends import triton_global, triton_window
+
+    device = torch.device("cuda", kind.device) if torch.cuda.is_available() else torch.device("cpu")
+    grid = Grid(*kind.grid)
+    zeros = functools.partial(torch.zeros, device=device)
+    bias = zeros(kind.heads, grid.classes()) if kind.bias else None
+    if kind.window is None:
+        x = zeros(1, grid.tokens, kind.heads, kind.width, dtype=kind.dtype).transpose(1, 2)
+        inputs = x[:, :, -kind.queries :], x, x, bias, None, None
+        out, lse = triton_global.biased_forward(*inputs, grid, 1.0)
+        if kind.grads:
+            triton_global.biased_backward(out, *inputs, out, lse, grid, 1.0, kind.grads[0])
+        return
+    qkv = zeros(1, *kind.window, 3 * kind.heads * kind.width, dtype=kind.dtype)
+    angle = zeros(1, grid.tokens, kind.width // 2) if kind.rotary else None
+    call = qkv, bias, angle, angle
+    how = kind.window, (0, 0), kind.heads, 1.0
+    out, lse = triton_window.window_forward(*call, *how, kind.grads is not None)
+    if kind.grads:
+        triton_window.window_backward(out, *call, out, lse, *how, *kind.grads)
 
 
 @torch._dynamo.assume_constant_result

@@ -68,7 +68,8 @@ class Plan(NamedTuple):
 
 
 # Sizes of a kernel. A window has N = WH * WW slots; DP is the head width D padded to a power of two. They are a tuple with
-# numbered entries, as inductor writes them into the code that launches the kernels of a compiled model.
+# numbered entries, as inductor writes them into the code that launches the kernels of a compiled model. In a shape, Triton 3.6
+# takes none of them as they are, only constants with a name.
 HEADS, WH, WW, N, SY, SX, D, DP, ROWS, KEYS, HOLD = map(tl.constexpr, range(11))
 
 
@@ -265,6 +266,8 @@ def _forward(
     sizes: tl.constexpr,
 ):
     TOKENS: tl.constexpr = sizes[N]
+    QUERIES: tl.constexpr = sizes[ROWS]
+    COLUMNS: tl.constexpr = sizes[DP]
     C: tl.constexpr = sizes[HEADS] * sizes[D]
     head, tile, chunk = _job(sizes, (TOKENS + sizes[ROWS] - 1) // sizes[ROWS])
     i = tile * sizes[ROWS] + tl.arange(0, sizes[ROWS])
@@ -274,9 +277,9 @@ def _forward(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         q = _rotated_rows(QKV, token * (3 * C) + head * sizes[D], region, ANGLES, head, i, sizes)
-        most = tl.full((sizes[ROWS],), -1e30, tl.float32)
-        total = tl.zeros((sizes[ROWS],), tl.float32)
-        out = tl.zeros((sizes[ROWS], sizes[DP]), tl.float32)
+        most = tl.full((QUERIES,), -1e30, tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        out = tl.zeros((QUERIES, COLUMNS), tl.float32)
         for first in range(0, TOKENS, sizes[KEYS]):
             j = first + tl.arange(0, sizes[KEYS])
             other, other_region = _place(j, corner, sizes)
@@ -533,13 +536,16 @@ def _whole(
     per,
     sizes: tl.constexpr,
 ):
+    QUERIES: tl.constexpr = sizes[ROWS]
+    LANES: tl.constexpr = sizes[KEYS]
+    COLUMNS: tl.constexpr = sizes[DP]
     C: tl.constexpr = sizes[HEADS] * sizes[D]
     head, _, chunk = _job(sizes, 1)
     i = tl.arange(0, sizes[ROWS])
     if sizes[HOLD]:
         bias = _bias(BIAS, head, i[:, None], i[None, :], sizes)
-    table = tl.zeros((sizes[ROWS], sizes[KEYS]), tl.float32)
-    dcos, dsin = tl.zeros((sizes[ROWS], sizes[DP]), tl.float32), tl.zeros((sizes[ROWS], sizes[DP]), tl.float32)
+    table = tl.zeros((QUERIES, LANES), tl.float32)
+    dcos, dsin = tl.zeros((QUERIES, COLUMNS), tl.float32), tl.zeros((QUERIES, COLUMNS), tl.float32)
     for window in tl.range(chunk * per, tl.minimum((chunk + 1) * per, windows), disable_licm=not sizes[HOLD]):
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
@@ -594,6 +600,8 @@ def _tiles(
     sizes: tl.constexpr,
 ):
     TOKENS: tl.constexpr = sizes[N]
+    LANES: tl.constexpr = sizes[KEYS]
+    COLUMNS: tl.constexpr = sizes[DP]
     C: tl.constexpr = sizes[HEADS] * sizes[D]
     SLOTS: tl.constexpr = (TOKENS + sizes[ROWS] - 1) // sizes[ROWS] * sizes[ROWS]
     LAST: tl.constexpr = (TOKENS - 1) // sizes[KEYS] * sizes[KEYS]
@@ -613,8 +621,8 @@ def _tiles(
             to = other * (3 * C) + head * sizes[D]
             k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
-            dk = tl.zeros((sizes[KEYS], sizes[DP]), tl.float32)
-            dv = tl.zeros((sizes[KEYS], sizes[DP]), tl.float32)
+            dk = tl.zeros((LANES, COLUMNS), tl.float32)
+            dv = tl.zeros((LANES, COLUMNS), tl.float32)
             for start in tl.range(0, TOKENS, sizes[ROWS], disable_licm=True):
                 i = start + tl.arange(0, sizes[ROWS])
                 token, region = _place(i, corner, sizes)
