@@ -89,12 +89,12 @@ class Case:
 class Engine:
     """Measures cases and writes rows into `samples`. worker: the class that runs a contender; tests replace it."""
 
-    def __init__(self, samples: Samples, device: torch.device, worker: Callable[..., Worker] = Worker):
-        self.samples, self.device, self.worker = samples, device.type, worker
+    def __init__(self, samples: Samples, worker: Callable[..., Worker] = Worker):
+        self.samples, self.worker = samples, worker
         self.threads = torch.get_num_threads()
 
-    def run(self, cases: Iterable[Case], only: str, until: float, after: Callable[[], None]) -> bool:
-        """Measure the cases whose name matches `only`, in order, and call `after` after each.
+    def run(self, cases: Iterable[Case], only: str, until: float) -> bool:
+        """Measure the cases whose name matches `only`, in order.
 
         until: `time.time()` after which no case starts. Returns False if that time came first.
         """
@@ -103,7 +103,6 @@ class Engine:
                 if time.time() > until:
                     return False
                 self.measure(case)
-                after()
         return True
 
     def measure(self, case: Case) -> None:
@@ -191,7 +190,7 @@ class Engine:
         return truth
 
     def _process(self, case: Case, args: Arguments, env: dict[str, str]) -> Worker:
-        return self.worker(case.build, args | {"device": self.device}, self.threads, env, self.device, case.patience)
+        return self.worker(case.build, args, self.threads, env, case.patience)
 
     def _failed(self, key: dict[str, str], error: WorkerFailed) -> None:
         text = str(error)

@@ -21,10 +21,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
-import pandas as pd
 import torch
 import triton
 from torch import Tensor
@@ -35,6 +34,9 @@ from tools.benchmark.tables import markdown
 from vitrel.common.files import atomic_write
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_global, triton_tiles, triton_window
+
+if TYPE_CHECKING:  # the tests of the kernels run where there is no pandas
+    import pandas as pd
 
 ROWS, PAGE = Path("results/kernel_registers/registers.csv"), Path("results/kernel_registers/table.md")
 ARCHITECTURES = (80, 89, 90, 100)
@@ -169,7 +171,7 @@ def _launch_global(shape: Shape) -> None:
     triton_global.biased_backward(out, *inputs, out, lse, grid, 1.0, not shape.scores)
 
 
-def table(rows: pd.DataFrame) -> str:
+def table(rows: "pd.DataFrame") -> str:
     """Return a Markdown table: a line per shape, a column per architecture with the registers of each kernel and any spills."""
     body = []
     for shape, of_shape in rows.groupby("shape", sort=False):
@@ -183,7 +185,7 @@ def table(rows: pd.DataFrame) -> str:
     return "\n".join(markdown(head, "|---|---|" + "---|" * len(ARCHITECTURES), body))
 
 
-def page(rows: pd.DataFrame) -> str:
+def page(rows: "pd.DataFrame") -> str:
     """Return the page: a table per version of Triton, the newest first."""
     lines = ["# Registers of the Triton kernels", ""]
     lines += ["Computed by the compiler, no GPU; registers of a thread, at most 255, and in brackets bytes that spill."]
@@ -204,8 +206,10 @@ def compiled(shape: Shape, architecture: int) -> list[Compiled]:
     return found
 
 
-def measure() -> pd.DataFrame:
+def measure() -> "pd.DataFrame":
     """Compile every shape for every architecture, in as many processes as there are cores: a row per kernel."""
+    import pandas as pd
+
     rows = []
     versions = {"triton": triton.__version__, "torch": torch.__version__}
     jobs = list(itertools.product(SHAPES, ARCHITECTURES))
@@ -230,6 +234,8 @@ def with_triton(version: str) -> int:
 
 def main() -> None:
     """Run the command line."""
+    import pandas as pd
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", metavar="VERSION", help="compile with this version instead of the installed one")
     parser.add_argument("--table", action="store_true", help="compile nothing, write the table from the results")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tools.benchmark.models import SETTINGS, visits_of
 from tools.benchmark.samples import footer, last_run
 from tools.benchmark.scale import DENSE, FLUSHED
-from tools.benchmark.tables import Ratio, Row, by_case, call_mb, growth, markdown, ratio, three
+from tools.benchmark.tables import Ratio, Row, by_case, call_mb, growth, markdown, ratio, three, verdict
 
 PAGE = "docs/performance.md"
 _CPU = SETTINGS["cpu"]
@@ -60,7 +60,7 @@ def tables(models: list[Row], scale: list[Row]) -> list[tuple[str, str]]:
     about, models = last_run(models)
     measured, (_, scale) = Measured(models), last_run(scale)
     found = [("goals", _goals(measured)), ("speed", _speeds(measured)), ("resources", _resources(measured))]
-    found.append(("scale", _scale(scale)))
+    found.append(("scale", scale_table(scale)))
     return [(name, "\n".join(lines)) for name, lines in [("machine", [f"{footer(about)}."]), *found]]
 
 
@@ -68,9 +68,8 @@ def _goals(measured: Measured) -> list[str]:
     body = []
     for goal in GOALS:
         found = measured.ratio(goal.fast, goal.slow, goal.visit)
-        verdict = "not measured" if found is None else "met" if found.middle >= goal.least else "**missed**"
         where = visits_of(goal.fast[0], _CPU)[goal.visit].mode
-        body.append((goal.text, where, f"{goal.least:.2f}", _cell(found), verdict))
+        body.append((goal.text, where, f"{goal.least:.2f}", _cell(found), verdict(found and found.middle, goal.least)))
     return markdown(("goal", "", "at least", "measured", ""), "|---|---|---:|---|---|", body)
 
 
@@ -116,7 +115,8 @@ def _resources(measured: Measured) -> list[str]:
     return markdown(head, "|---|" + "---:|" * 5, body)
 
 
-def _scale(rows: list[Row]) -> list[str]:
+def scale_table(rows: list[Row]) -> list[str]:
+    """Return the table of cost against size: an encoding per line."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         if row["kind"] == "size":

@@ -26,15 +26,15 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Samples:
     """The rows of one file. Rows of other code or another machine stay in it, but count as not measured.
 
-    about: the result of `machine`; every row gets its columns CARRIED and STAMP.
+    about: the result of `machine`; every row gets its columns CARRIED and STAMP. stamp: columns that must agree.
     """
 
-    def __init__(self, path: Path, about: dict[str, str]):
+    def __init__(self, path: Path, about: dict[str, str], stamp: Iterable[str] = STAMP):
         self.path, self.carried = path, {name: about[name] for name in (*CARRIED, *STAMP)}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(path)
-        current = (row for row in self.rows if all(row.get(name) == about[name] for name in STAMP))
-        self._known = {_key(row): row for row in current}
+        self._wanted = {name: about[name] for name in stamp}
+        self._known = {_key(row): row for row in self.current()}
 
     def add(self, kind: str, **row: Any) -> None:
         """Append a row and flush it to the disk."""
@@ -48,6 +48,10 @@ class Samples:
             os.fsync(file.fileno())
         self.rows.append(row)
         self._known[_key(row)] = row
+
+    def current(self) -> list[dict[str, Any]]:
+        """Return the rows that were measured with this code on this machine."""
+        return [row for row in self.rows if all(row.get(name) == value for name, value in self._wanted.items())]
 
     def has(self, kind: str, **row: Any) -> bool:
         """Return whether the file has this row, measured with this code on this machine."""
@@ -96,15 +100,8 @@ def last_run(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str,
     return machines[-1], [row for row in rows if all(row.get(name) == machines[-1].get(name) for name in STAMP)]
 
 
-def machine_lines(about: dict[str, Any]) -> list[str]:
-    """Return a "machine" row as a Markdown list without empty values, with the method of measurement as the last line."""
-    left_out = ("kind", "how", *(("device",) if about.get("device") == about.get("cpu") else ()))
-    lines = [f"- {name}: {value}" for name, value in about.items() if value and name not in left_out]
-    return [*lines, "", f"How: {about['how']}"] if about.get("how") else lines
-
-
 def footer(about: dict[str, Any]) -> str:
-    """Return a "machine" row as one line, for the bottom of a plot."""
+    """Return a "machine" row as one line."""
     threads = f"{about['threads']} thread{'s' if about['threads'] != '1' else ''}"
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "timm", "python") if about.get(name))
     return ", ".join(filter(None, (about["device"], threads, versions, f"commit {about['commit']}" if about["commit"] else "")))

@@ -24,23 +24,22 @@ SIDES, QUICK_SIDES = (14, 32, 48, 64, 128), (4, 8)
 _STATM = Path("/proc/self/statm")  # its first number is the size of the address space in pages
 
 
-def scale_cases(gpu: bool, quick: bool) -> list[Case]:
+def scale_cases(quick: bool) -> list[Case]:
     """Return a case for every encoding in attention, for none, and for a dense bias; a process visits all sizes."""
     encodings = [name for name, encoding in POSITIONS.items() if encoding.site == "attention"]
     names = ["none", "table", DENSE] if quick else ["none", *encodings, FLUSHED, DENSE]
-    return [_case(name, QUICK_SIDES if quick else SIDES, gpu) for name in dict.fromkeys(names)]
+    return [_case(name, QUICK_SIDES if quick else SIDES) for name in dict.fromkeys(names)]
 
 
-def _case(name: str, sides: tuple[int, ...], gpu: bool) -> Case:
+def _case(name: str, sides: tuple[int, ...]) -> Case:
     visits = [
         Visit(f"{mode}, {side * side} tokens", {"side": side, "training": mode == "training"}, _row(name, side))
         for mode in ("inference", "training")
         for side in sides
     ]
-    args = {"name": name, "dtype": "bfloat16" if gpu else "float32"}
-    contender = Contender(name, "peer" if name == DENSE else "ours", args, None)
+    contender = Contender(name, "peer" if name == DENSE else "ours", {"name": name}, None)
     build = f"{__name__}:ScaleCall"
-    return Case(f"scale {name}", build, (contender,), tuple(visits), Repeats(0, 0), args["dtype"], kind="size")
+    return Case(f"scale {name}", build, (contender,), tuple(visits), Repeats(0, 0), kind="size")
 
 
 def _row(name: str, side: int) -> dict[str, int]:
@@ -50,28 +49,26 @@ def _row(name: str, side: int) -> dict[str, int]:
 class ScaleCall:
     """The call of a worker: attention with an encoding on one image of side x side tokens, with `training` also backward."""
 
-    isolated = True
-
-    def __init__(self, name: str, dtype: str, device: str, side: int, training: bool):
-        if device == "cpu" and _STATM.exists():
+    def __init__(self, name: str, side: int, training: bool):
+        if _STATM.exists():
             limit = LIMIT + int(_STATM.read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         torch.manual_seed(0)
-        self.dense, self.device, self.dtype = name == DENSE, torch.device(device), getattr(torch, dtype)
+        self.dense = name == DENSE
         torch.set_flush_denormal(name == FLUSHED)
         key = "table" if self.dense else name.partition(",")[0]
-        self.encoding = create_position(key, Grid(14, 14), HEADS, WIDTH, device=self.device)
+        self.encoding = create_position(key, Grid(14, 14), HEADS, WIDTH)
         self.set(side, training)
 
     def set(self, side: int, training: bool) -> None:
         """Draw inputs of another size."""
         self.grid, self.training = Grid(side, side), training
-        drawn = torch.randn(1, side * side, 4, HEADS, WIDTH, device=self.device, dtype=self.dtype)
+        drawn = torch.randn(1, side * side, 4, HEADS, WIDTH)
         *self.qkv, self.grad = drawn.permute(2, 0, 3, 1, 4)
         self.index = None
         if self.dense:
-            self.index = self.grid.index(device=self.device)
-            self.table = torch.randn(self.grid.classes(), HEADS, device=self.device, requires_grad=True)
+            self.index = self.grid.index()
+            self.table = torch.randn(self.grid.classes(), HEADS, requires_grad=True)
 
     def __call__(self) -> dict[str, Tensor]:
         q, k, v = (x.detach().requires_grad_(self.training) for x in self.qkv)

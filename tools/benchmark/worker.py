@@ -1,7 +1,7 @@
 """Workers: each runs one contender in a new process with a separate environment, compilations and memory.
 
-Workers take turns (A B A B) while the rest wait idle, so a machine that changes speed affects all alike. On a CPU a call is
-timed in CPU time of the process, on a GPU by events around it. Run as a module, this file is the worker process.
+Workers take turns (A B A B) while the rest wait idle, so a machine that changes speed affects all alike. A call is timed in CPU
+time of the process. Run as a module, this file is the worker process.
 """
 
 import contextlib
@@ -27,9 +27,6 @@ from torch.profiler import ProfilerActivity, profile
 from tools.benchmark.samples import ROOT
 
 K = TypeVar("K")
-_FLUSHED = 256 * 2**20  # bytes; caches hold up to 126 MB
-_BUSY_CYCLES = 2e6  # of the device's clock, a millisecond
-_MOST_BUSY = 20.0  # milliseconds
 
 
 class Repeats(NamedTuple):
@@ -41,36 +38,11 @@ class Repeats(NamedTuple):
     most: int = 5
 
 
-class Stopwatch:
-    """Measures one call on a device.
-
-    isolated: on a GPU the second-level cache is flushed before each call by writing a buffer several times its size, and the
-    GPU is kept busy until the host has queued the call, so only the GPU's work is measured, not the host's launches. Without it
-    (for whole models) the host's time counts.
-    """
-
-    def __init__(self, device: torch.device, isolated: bool = True):
-        self.gpu, self.isolated = device.type == "cuda", isolated
-        self.buffer = torch.empty(_FLUSHED, dtype=torch.int8, device=device) if self.gpu and isolated else None
-
-    def __call__(self, run: Callable[[], object], busy: float = 0.0) -> tuple[float, float]:
-        """Return milliseconds of the device and of the host. busy: milliseconds to keep the GPU busy first."""
-        if not self.gpu:
-            start, wall = time.process_time(), time.perf_counter()
-            run()
-            return (time.process_time() - start) * 1e3, (time.perf_counter() - wall) * 1e3
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        if self.isolated:
-            self.buffer.zero_()
-            torch.cuda._sleep(int(min(busy, _MOST_BUSY) * _BUSY_CYCLES) + 1)
-        wall = time.perf_counter()
-        start.record()
-        run()
-        end.record()
-        host = (time.perf_counter() - wall) * 1e3
-        torch.cuda.synchronize()
-        return start.elapsed_time(end), host
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Return milliseconds of a call: CPU time of the process, and of the clock."""
+    start, wall = time.process_time(), time.perf_counter()
+    run()
+    return (time.process_time() - start) * 1e3, (time.perf_counter() - wall) * 1e3
 
 
 class WorkerFailed(RuntimeError):
@@ -82,9 +54,8 @@ class Worker:
 
     build: "module:function". function(**args) returns the call: called without arguments, it does the timed work once and
     returns {name: Tensor}. Optional attributes: set(**args) changes the next calls, checked(returned) gives the tensors for a
-    gate, isolated the Stopwatch's option. env is set before Python starts. patience:
-    seconds for one answer, after which the process counts as hung. Every method raises WorkerFailed if the contender raises,
-    dies or hangs.
+    gate. env is set before Python starts. patience: seconds for one answer, after which the process counts as hung. Every
+    method raises WorkerFailed if the contender raises, dies or hangs.
     """
 
     def __init__(
@@ -93,11 +64,10 @@ class Worker:
         args: dict[str, Any],
         threads: int = 1,
         env: dict[str, str] | None = None,
-        device: str = "cpu",
         patience: float = 600.0,
     ):
         self.build, self.patience = build, patience
-        self._order = (build, args, threads, device)
+        self._order = (build, args, threads)
         self._folder = tempfile.TemporaryDirectory(prefix="vitrel-worker-")
         self._said = Path(self._folder.name) / "stderr"
         self._link, child = Pipe()
@@ -135,7 +105,7 @@ class Worker:
         return torch.load(path, weights_only=True)
 
     def run(self, calls: int) -> list[tuple[float, float]]:
-        """Return (device, host) milliseconds of each of `calls` calls; on a CPU, (CPU time, wall time)."""
+        """Return milliseconds of each of `calls` calls, (CPU time, wall time)."""
         return self._ask("run", calls)
 
     def set(self, first: bool = True, **args: Any) -> dict[str, float]:
@@ -145,8 +115,7 @@ class Worker:
     def memory(self) -> dict[str, Any]:
         """Return call_ms, the time of a further call, and call_bytes, the most that its tensors hold at once in addition.
 
-        Also peak_bytes and reserved_bytes: the most that PyTorch used and reserved on the GPU since the first call, None on
-        a CPU; launches: the operators of a call, if the call counts them.
+        Also launches: the operators of a call, if the call counts them.
         """
         return self._ask("memory")
 
@@ -203,14 +172,12 @@ def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict
 class _Served:
     """The requests that a worker process answers: one method each."""
 
-    def start(self, build: str, args: dict[str, Any], threads: int, device: str) -> dict[str, float]:
+    def start(self, build: str, args: dict[str, Any], threads: int) -> dict[str, float]:
         torch.set_num_threads(threads)
-        self.device, self.kept, self.highest = torch.device(device), None, 0
-        self.gpu = self.device.type == "cuda"
+        self.kept = None
         module, _, function = build.partition(":")
         self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
-        self.watch, self.busy = Stopwatch(self.device, getattr(self.call, "isolated", False)), 1.0
-        _settle(self.device)
+        gc.collect()
         return {"first_call_s": self._first(), "compiles": self.compiles()}
 
     def outcome(self, path: str) -> str:
@@ -221,38 +188,25 @@ class _Served:
     def set(self, first: bool, args: dict[str, Any]) -> dict[str, float]:
         self.kept = None
         self.call.set(**args)
-        self.highest = 0
-        _settle(self.device)
+        gc.collect()
         return {"first_call_s": self._first()} if first else {}
 
     def _first(self) -> float:
-        """Return the seconds of one call: of the clock on a GPU, else of processors, with those of compilers it starts."""
-        start, clock = sum(os.times()[:4]), time.perf_counter()
+        """Return the seconds of processors of one call, with those of compilers it starts."""
+        start = sum(os.times()[:4])
         self._once()
-        if self.gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - clock if self.gpu else sum(os.times()[:4]) - start
+        return sum(os.times()[:4]) - start
 
     def run(self, calls: int) -> list[tuple[float, float]]:
-        if self.gpu:  # allocates again the memory released below for other workers
-            self._once()
-        times = [self.watch(self._once, self.busy) for _ in range(calls)]
-        self.busy = 1.5 * min(host for _, host in times) + 0.2  # until the host has queued a call
-        if self.gpu:
-            torch.cuda.empty_cache()
-        return times
+        return [timed(self._once) for _ in range(calls)]
 
     def memory(self) -> dict[str, Any]:
         self.kept = None  # if it were freed within the call, the call would seem to take less
-        memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None}
-        if self.gpu:
-            self.highest = max(self.highest, torch.cuda.max_memory_allocated())
-            memory = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved()}
-        call_ms, _ = self.watch(self._once)
+        call_ms, _ = timed(self._once)
         self.kept = None
-        call_bytes = most_bytes(self._once, self.device)
+        call_bytes = most_bytes(self._once, torch.device("cpu"))
         count = getattr(self.call, "launches", lambda: None)()
-        return memory | {"call_bytes": call_bytes, "call_ms": call_ms, "launches": count}
+        return {"call_bytes": call_bytes, "call_ms": call_ms, "launches": count}
 
     def compiles(self) -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
@@ -267,8 +221,10 @@ def most_bytes(run: Callable[[], object], device: torch.device) -> int:
 
     On a CPU the profiler does not notice when an earlier tensor is freed, so `run` should free none.
     """
-    _settle(device)
+    gc.collect()
     if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         torch.cuda.synchronize()
@@ -277,14 +233,6 @@ def most_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate((event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())), initial=0))
-
-
-def _settle(device: torch.device) -> None:
-    """Free what is not referenced, and on a GPU reset the peak of memory."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _serve(link: Connection) -> None:

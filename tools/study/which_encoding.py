@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tools.benchmark.tables import markdown, milliseconds, ratio
-from tools.benchmark.worker import Stopwatch
+from tools.benchmark.worker import timed
 from tools.study.curves import draw_protocols
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
 from vitrel.common.files import atomic_write
@@ -64,11 +64,10 @@ def _interleaved(keys: Sequence[str], mode: str, side: int, batch: int, rounds: 
     image = torch.randn(batch, 3, side, side)
     models = {key: timm.create_model(f"vitrel_vit_ti16_{key}", num_classes=10) for key in keys}
     runs = {key: _run(model, image, mode) for key, model in models.items()}
-    watch = Stopwatch(torch.device("cpu"))
     found: dict[str, Row] = {key: {"rounds": []} for key in keys}
     for number in range(rounds + 1):
         for key, run in runs.items():
-            ms, _ = watch(run)
+            ms, _ = timed(run)
             if number:
                 found[key]["rounds"].append([ms])
     rows = []
