@@ -2,15 +2,21 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitrel.train.datamodule
 import vitrel.train.running.command
 from helpers.runs import run
+from helpers.small_runs import Tensors, fit
 from vitrel.cli import doctor
 from vitrel.evaluate.predict import Runner
+from vitrel.train import Classifier, Execution
+from vitrel.train.datamodule import default_workers
+from vitrel.train.running import execution
 from vitrel.train.running.faults import FiniteLoss
 
 GPU = torch.device("cuda", 0)
@@ -62,6 +68,33 @@ def test_a_run_is_in_bfloat16_with_pinned_memory(command, monkeypatch):
     cli = run(command("run", "--trainer.accelerator=auto", epochs=1))
     assert cli.trainer.precision == "bf16-mixed"
     assert cli.trainer.train_dataloader.pin_memory and cli.trainer.val_dataloaders.pin_memory
+
+
+def test_loader_processes_are_the_cores_but_two(monkeypatch):
+    monkeypatch.setattr(vitrel.train.datamodule, "cores", lambda: 16)
+    assert [default_workers(GPU, devices) for devices in (1, 2, 4, 16)] == [14, 7, 3, 1]
+    monkeypatch.setattr(vitrel.train.datamodule, "cores", lambda: 192)
+    assert [default_workers(GPU, devices) for devices in (1, 8, 16)] == [16, 16, 11]
+    assert default_workers(torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_blocks_are_compiled_where_one_size_is_trained(monkeypatch, triton):
+    monkeypatch.setattr(execution, "has_triton", lambda: triton)
+    assert Execution().compiles(GPU, one_size=True) is triton
+    assert not Execution().compiles(GPU, one_size=False) and not Execution().compiles(torch.device("cpu"), one_size=True)
+    assert Execution(compile=True).compiles(GPU, one_size=False)
+    assert not Execution(compile=False).compiles(GPU, one_size=True)
+
+
+@pytest.mark.slow
+def test_every_block_has_a_graph_and_evaluation_none():
+    """Blocks that differ by drop path are more than torch.compile keeps graphs of a function by default."""
+    graphs = CompileCounter()
+    args = {"depth": 9, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.2}
+    module = Classifier("vitrel_vit_n8_table", 4, 32, args, execution=Execution(compile=True, backend=graphs))
+    fit(module, Tensors(batches=2), max_epochs=2)
+    assert graphs.frame_count == 9
 
 
 def test_doctor_names_the_gpu(monkeypatch):

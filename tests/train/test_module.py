@@ -139,7 +139,7 @@ def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     held = checkpoint["hyper_parameters"]
     assert held["tuning"] == asdict(Tuning())
     assert held["optim"]["schedule"]["sched"] == "cosine" and held["objective"]["loss"] == "ce"
-    assert held["execution"]["compile"] is False and held["ema"]["decay"] == 0.9
+    assert held["execution"]["compile"] is None and held["ema"]["decay"] == 0.9
     assert set(held) == set(inspect.signature(Classifier).parameters)
 
 

@@ -75,7 +75,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
 data
   --data.batch_size N             images per batch and device (64, fewer where images are few)
   --data.global_batch_size N      images per update, accumulated over batches, on any number of devices
-  --data.workers N                processes that load images (0: the training process)
+  --data.workers N                processes that load images (on a GPU all cores but two, at most 16 a device; else 0)
   --data.augment YAML             {} for the defaults, null for none
   --data.n_train N, --data.n_val N    number of images; default all
   --data.train_sizes YAML         sizes between which batches alternate, e.g. '[80, 96, [96, 128]]'

@@ -1,5 +1,6 @@
 """This machine as files and reports record it: names of its processor and GPUs, versions of its packages."""
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -23,6 +24,11 @@ def processor_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def installed_version(package: str) -> str:

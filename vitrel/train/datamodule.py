@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from vitrel.common.machine import cores
 from vitrel.common.resources import check_workers
 from vitrel.common.sizes import Budget, Size, native_size, token_count
 from vitrel.data import (
@@ -47,7 +48,7 @@ class ImageData(LightningDataModule):
         global_batch_size: images per update on all devices together, whatever their number: gradients of several batches are
             accumulated, and batches are made smaller where `batch_size` does not fit (`divided_batch`). With
             trainer.accumulate_grad_batches above 1 it has no effect. Null: one batch of every device.
-        workers: loader processes per device; 0 loads in the training process. Null: one per core, at most 8.
+        workers: loader processes per device; 0 loads in the training process. Null: see `default_workers`.
         augment: random augmentation of training images; null for none, {} for the defaults.
         n_train: number of training images; by default 10,000 for `shapes`, otherwise all.
         n_val: number of evaluation images; by default 1,000 for `shapes`, otherwise all.
@@ -79,7 +80,7 @@ class ImageData(LightningDataModule):
         size: int | tuple[int, int],
         batch_size: int | None = None,
         global_batch_size: int | None = None,
-        workers: int | None = 0,
+        workers: int | None = None,
         augment: Augmentation | None = None,
         n_train: int | None = None,
         n_val: int | None = None,
@@ -120,7 +121,7 @@ class ImageData(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Build both data sets with the preprocessing of the model's cfg, and the order of the training batches."""
         if self.workers is None:
-            self.workers = min(8, (os.cpu_count() or 1) // self.trainer.num_devices)
+            self.workers = default_workers(self.trainer.strategy.root_device, self.trainer.num_devices)
         check_workers(self.workers)
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
         strict = replace(self.reading, on_bad="raise")  # evaluation reads all images
@@ -241,6 +242,18 @@ class ImageData(LightningDataModule):
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed
         return epochs.processed, loop.epoch_loop.batch_progress.current.ready if inside else 0
+
+
+def default_workers(device: torch.device, devices: int = 1) -> int:
+    """Return the default of `data.workers`: 0 on a CPU, whose cores train; else the cores but two, divided, at most 16.
+
+    Args:
+        device: type of the devices that train.
+        devices: their number on this machine.
+    """
+    if device.type == "cpu":
+        return 0
+    return max(1, min(16, (cores() - 2) // devices))
 
 
 def default_batch_size(images: int, devices: int = 1) -> int:

@@ -24,12 +24,14 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from timm.layers import to_2tuple
 from timm.utils import dispatch_clip_grad
@@ -119,7 +121,7 @@ class Classifier(LightningModule):
             self.teacher.set_normalization(self.preprocessing["mean"], self.preprocessing["std"])
         self.mean, self.std = (torch.tensor(self.preprocessing[name]) for name in ("mean", "std"))
         self.erasing: Erasing | None = None  # `setup` knows the augmentation
-        self.resumed = False
+        self.resumed = self.compiled = False
         self.means = EpochMeans("train/loss", f"train/{self.task.learned}")
         self.train()
 
@@ -209,6 +211,10 @@ class Classifier(LightningModule):
             images = images.contiguous(memory_format=torch.channels_last)
         return self.model(images)
 
+    def eager(self) -> AbstractContextManager:
+        """Context in which compiled blocks run without their graphs, which other batch sizes and modes would compile anew."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+
     def configure_model(self) -> None:
         """Shard the weights over the devices if the strategy is `ShardedStrategy` (FSDP2)."""
         if isinstance(self.trainer.strategy, ShardedStrategy):
@@ -248,7 +254,7 @@ class Classifier(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
 
     def on_fit_start(self) -> None:
-        """Fit the position encoding where `tuning.fit` asks for it; a resumed run has its weights already."""
+        """Fit the position encoding where `tuning.fit` asks for it (a resumed run has its weights), and compile the blocks."""
         if self.tuning.position is not None and self.tuning.fit != 0 and not self.resumed:
             if isinstance(self.trainer.strategy, ShardedStrategy):
                 raise ValueError(
@@ -256,6 +262,11 @@ class Classifier(LightningModule):
                     "and start from its file, or set model.tuning.fit to 0"
                 )
             self.tuning.fit_position(self.backbone, self.name, self.trainer.datamodule.unaugmented)
+        one_size = len(self.train_sizes) == 1 and not isinstance(self.train_sizes[0], Budget)
+        self.compiled = self.execution.compiles(self.device, one_size)
+        if self.compiled:
+            self.execution.compile_blocks(self.model)
+            rank_zero_only(print)("the first update compiles the model, which can take minutes (model.execution.compile)")
 
     def updates_per_epoch(self) -> int:
         """Number of optimizer updates in an epoch, an incomplete last accumulation included; does not build the loaders.
@@ -329,7 +340,9 @@ class Classifier(LightningModule):
         images, labels = self.normalized(batch[0]), batch[1]
         if self.ignores_labels:
             labels = torch.where(labels < 0, labels, self.teacher(images).argmax(-1))  # type: ignore[misc]
-        self.task.update(self(images).float(), labels)
+        with self.eager():
+            logits = self(images).float()
+        self.task.update(logits, labels)
         self.log_dict(dict(self.task.values), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

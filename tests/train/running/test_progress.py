@@ -107,10 +107,39 @@ def test_a_line_of_plain_text(monkeypatch, capsys):
     assert reported(monkeypatch, capsys, rank_zero=False) == ""
 
 
+def test_a_line_a_minute_within_an_epoch(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    values = {"train/loss_step": torch.tensor(1.5), "train/top1_step": torch.tensor(0.5), "val/loss": torch.tensor(9.0)}
+    trainer = SimpleNamespace(
+        callback_metrics=values,
+        current_epoch=1,
+        max_epochs=3,
+        is_global_zero=True,
+        num_training_batches=20,
+        num_val_batches=[9],
+    )
+    module, lines = SimpleNamespace(task=SimpleNamespace(learned="top1")), EpochLines(Speed())
+    lines.on_train_start(trainer, module)
+    for batch in range(20):
+        now[0] += 10
+        lines.on_train_batch_end(trainer, module, None, None, batch)
+    rest = "  images/s 0  data wait 0%  memory 0 MiB"
+    assert capsys.readouterr().out.splitlines() == [
+        f"epoch 2/3  batch {batch}/20  loss 1.5000  top1 0.5000{rest}" for batch in (6, 12, 18)
+    ]
+    lines.on_validation_batch_end(trainer, module, None, None, 1)
+    assert capsys.readouterr().out == ""
+    now[0] += 40
+    lines.on_validation_batch_end(trainer, module, None, None, 2)
+    assert capsys.readouterr().out == f"epoch 2/3  evaluation 3/9{rest}\n"
+
+
 @pytest.mark.parametrize(("terminal", "kinds"), [(True, [EpochLines, Progress]), (False, [EpochLines])])
 def test_a_bar_on_a_terminal_only(monkeypatch, terminal, kinds):
     monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
-    assert [type(callback) for callback in progress_of(Speed())] == kinds
+    shown = progress_of(Speed())
+    assert [type(callback) for callback in shown] == kinds and (shown[0].every == 60) == (not terminal)
     assert [type(callback) for callback in progress_of(Speed(), [TQDMProgressBar()])] == [EpochLines]
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._triton import has_triton
 
 from vitrel.common.exits import one_line
 from vitrel.common.resources import loading_failed, out_of_memory
@@ -26,7 +27,8 @@ class Execution:
 
     Args:
         grad_checkpointing: recompute the blocks' activations in the backward pass instead of storing them.
-        compile: run the model through torch.compile.
+        compile: run the blocks through torch.compile in training (`Classifier.eager`: not in evaluation). Null: on a GPU with
+            Triton, where all training images have one size.
         dynamic: `dynamic` of torch.compile: one graph for all image sizes (true), one graph per size (false), or PyTorch
             decides (null).
         backend: `backend` of torch.compile.
@@ -34,7 +36,7 @@ class Execution:
     """
 
     grad_checkpointing: bool = False
-    compile: bool = False
+    compile: bool | None = None
     dynamic: bool | None = None
     backend: str = "inductor"
     channels_last: bool = False
@@ -49,8 +51,21 @@ class Execution:
                 raise ValueError(f"model.execution.grad_checkpointing: {name} does not support it, leave it out") from error
         if self.channels_last:
             model.to(memory_format=torch.channels_last)
-        if self.compile:
-            model.compile(dynamic=self.dynamic, backend=self.backend)
+
+    def compiles(self, device: torch.device, one_size: bool) -> bool:
+        """Return whether the blocks are compiled for training on `device`, on images of one size or of several."""
+        return device.type == "cuda" and one_size and has_triton() if self.compile is None else self.compile
+
+    def compile_blocks(self, model: nn.Module) -> None:
+        """Run every `Block` of `model` through torch.compile, in place; the whole model where it has none."""
+        from torch._dynamo import config  # takes seconds to import
+
+        blocks: list[nn.Module] = [part for part in model.modules() if isinstance(part, Block)] or [model]
+        # blocks differ by drop path and shift, so each needs a graph of its own; beyond the limit they would stay eager
+        config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+        for block in blocks:
+            block.compile(dynamic=self.dynamic, backend=self.backend)
 
 
 class ResourceAdvice(Callback):

@@ -82,14 +82,40 @@ class Speed(Callback):
 
 
 class EpochLines(Callback):
-    """Prints a line of plain text per epoch, on rank 0: the epoch's metrics and the speed.
+    """Prints a line of plain text per epoch, on rank 0: the epoch's metrics and the speed; and one a minute within epochs.
 
     The line of an epoch is printed when the next one begins, since the module has not logged the epoch's means in
     `on_train_epoch_end` yet.
+
+    Args:
+        speed: the speed measurements.
+        every: seconds after which a line within an epoch follows the last line; infinite beside a bar.
     """
 
-    def __init__(self, speed: Speed) -> None:
-        self.speed, self.ended = speed, False
+    def __init__(self, speed: Speed, every: float = 60.0) -> None:
+        self.speed, self.every, self.ended, self.printed = speed, every, False, time.monotonic()
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.printed = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = ("train/loss_step", f"train/{module.task.learned}_step")
+        self._print_within(trainer, f"batch {batch_idx + 1}/{trainer.num_training_batches}", metrics)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._print_within(trainer, f"evaluation {batch_idx + 1}/{sum(trainer.num_val_batches)}")
+
+    def _print_within(self, trainer: Trainer, where: str, metrics: Sequence[str] = ()) -> None:
+        if trainer.is_global_zero and time.monotonic() - self.printed >= self.every:
+            known = {name: trainer.callback_metrics[name] for name in metrics if name in trainer.callback_metrics}
+            self._print(f"epoch {trainer.current_epoch + 1}{_end(trainer)}  {where}", known)
+
+    def _print(self, where: str, metrics: dict[str, Any]) -> None:
+        values = {name: f"{float(value):.4f}" for name, value in _shown(metrics).items()} | _speed_values(self.speed)
+        print("  ".join([where, *(f"{name} {value}" for name, value in values.items())]), flush=True)
+        self.printed = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.ended = True
@@ -104,11 +130,8 @@ class EpochLines(Callback):
         if not trainer.is_global_zero or not self.ended:
             return
         self.ended = False
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        values = {name: f"{value:.4f}" for name, value in _shown(metrics).items()} | _speed_values(self.speed)
-        end = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        text = "  ".join(f"{name} {value}" for name, value in values.items())
-        print(f"epoch {trainer.current_epoch}{end}  {text}", flush=True)
+        of_epochs = {name: value for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
+        self._print(f"epoch {trainer.current_epoch}{_end(trainer)}", of_epochs)
 
 
 class Progress(RichProgressBar):
@@ -146,7 +169,7 @@ class Progress(RichProgressBar):
 def progress_of(speed: Speed, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the callbacks that show progress: lines of text, and a bar if stdout is a terminal and the others have none."""
     bar = sys.stdout.isatty() and not has_bar(others)
-    return [EpochLines(speed), *([Progress(speed)] if bar else [])]
+    return [EpochLines(speed, math.inf), Progress(speed)] if bar else [EpochLines(speed)]
 
 
 def has_bar(callbacks: Sequence[Callback]) -> bool:
@@ -164,6 +187,11 @@ def peak_memory(device: torch.device) -> float:
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def _end(trainer: Trainer) -> str:
+    """The number of epochs after the one that is named, if it is known."""
+    return f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
 
 
 def _shown(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Summary(Callback):
         if tuning.position is None or not trainer.is_global_zero or isinstance(trainer.strategy, ShardedStrategy):
             return
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), module.eager():
                 images = trainer.datamodule.unaugmented(SHARE_IMAGES).to(module.device)
                 shares = position_shares(module.model, images)
         except (ValueError, OSError, RuntimeError) as error:  # the run itself has succeeded
