@@ -161,8 +161,8 @@ def _time(setting: Setting, jobs: list[tuple[Case, Tile]]) -> None:
                     for _ in range(_CALLS):
                         call()
                     sync(setting.device)
-            us = {event.key: event.self_device_time_total / _CALLS for event in seen.key_averages()}  # type: ignore[attr-defined]
-            samples.add("time", **key, us=us[case.launched], call_us=sum(us.values()))
+            us = attention.kernel_us(seen.key_averages())
+            samples.add("time", **key, us=us[case.launched] / _CALLS, call_us=sum(us.values()) / _CALLS)
 
 
 def _results(found: Any) -> list[torch.Tensor]:

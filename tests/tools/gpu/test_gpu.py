@@ -164,6 +164,19 @@ def test_attention_that_is_timed_is_attention_with_all_gradients(shape):
     assert not torch.allclose(bare, attention.call(shape, "sdpa", False, CPU, torch.float32)(), atol=1e-2)
 
 
+def test_a_kernel_is_counted_once():
+    """In a profile it is itself, a part of the operator that launched it, and within what the caller has named."""
+    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    events = [
+        SimpleNamespace(key=key, device_type=device, is_user_annotation=named, self_device_time_total=us)
+        for key, device, named, us in (
+            ("aten::mm", cpu, False, 30.0), ("gemm", gpu, False, 30.0), ("_whole", gpu, False, 12.0),
+            ("one call", cpu, True, 0.0), ("one call", gpu, True, 50.0),
+        )
+    ]  # fmt: skip
+    assert attention.kernel_us(events) == {"gemm": 30.0, "_whole": 12.0}
+
+
 def test_bytes_that_have_to_be_moved():
     """q, k, v and the output of 128 images of 56x56 tokens with 96 channels in bfloat16, as worked out by hand."""
     shape = attention.SHAPES[0]
