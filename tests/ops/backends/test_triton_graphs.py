@@ -73,3 +73,31 @@ def test_a_graph_contains_the_kernels(window, backward, monkeypatch):
                 assert compiled(qkv, bias).shape == out.shape
     assert found["forward"] == found["inference"] == [["_forward"]] * 2
     assert found["backward"] == [backward] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: inductor compiles only for one that is there")
+@pytest.mark.slow(seconds=30)
+@each(("window", "rotary"), [(7, False), (7, True), (12, False), (12, True)])
+def test_inductor_launches_the_kernels(window, rotary):
+    """With the same bits as without torch.compile, for two sizes; the code that it writes calls no operator of ours."""
+
+    def run(qkv, bias, *turn):
+        turn = turn or (None, None)
+        return triton_ops.windows(qkv, bias, *turn, (window, window), (3, 3), 3, 0.2, True)
+
+    compiled = torch.compile(run, fullgraph=True)
+    torch._dynamo.reset()
+    for h, w in ((14, 14), (21, 30)):
+        qkv = torch.randn(2, h, w, 288, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        bias = torch.randn(3, (2 * window - 1) ** 2, device="cuda", requires_grad=True)
+        turn = [torch.randn(3, window**2, 16, device="cuda", requires_grad=True) for _ in range(2 * rotary)]
+        leaves = qkv, bias, *turn
+        grad = torch.randn(2, h, w, 96, device="cuda", dtype=torch.bfloat16)
+        expected = run(*leaves)
+        with torch.profiler.profile() as seen:
+            out = compiled(*leaves)
+            found = torch.autograd.grad(out, leaves, grad)
+        assert torch.equal(out, expected)
+        for a, b in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-5)
+        assert not any(event.key.startswith("vitrel::") for event in seen.key_averages())

@@ -39,9 +39,10 @@ HALF: dict[str, dict[int, Tile]] = {
 def architecture(device: torch.device) -> int:
     """Return the compute capability for which kernels are compiled on a device.
 
-    90 for sm_90, in the interpreter, and where fake tensors stand for those of a GPU that is not there; 0 if not NVIDIA's.
+    90 for sm_90, on a CPU (as in the interpreter), and where fake tensors stand for those of a GPU that is not there; 0 if not
+    NVIDIA's.
     """
-    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 90
     with torch.cuda.device(device):
         arch = triton.runtime.driver.active.get_current_target().arch

@@ -269,6 +269,7 @@ def _forward(
     QUERIES: tl.constexpr = sizes[ROWS]
     COLUMNS: tl.constexpr = sizes[DP]
     C: tl.constexpr = sizes[HEADS] * sizes[D]
+    scale = tl.cast(scale, tl.float32)  # inductor passes a double
     head, tile, chunk = _job(sizes, (TOKENS + sizes[ROWS] - 1) // sizes[ROWS])
     i = tile * sizes[ROWS] + tl.arange(0, sizes[ROWS])
     if sizes[KEYS] >= TOKENS:
@@ -540,6 +541,7 @@ def _whole(
     LANES: tl.constexpr = sizes[KEYS]
     COLUMNS: tl.constexpr = sizes[DP]
     C: tl.constexpr = sizes[HEADS] * sizes[D]
+    scale = tl.cast(scale, tl.float32)  # inductor passes a double
     head, _, chunk = _job(sizes, 1)
     i = tl.arange(0, sizes[ROWS])
     if sizes[HOLD]:
@@ -603,6 +605,7 @@ def _tiles(
     LANES: tl.constexpr = sizes[KEYS]
     COLUMNS: tl.constexpr = sizes[DP]
     C: tl.constexpr = sizes[HEADS] * sizes[D]
+    scale = tl.cast(scale, tl.float32)  # inductor passes a double
     SLOTS: tl.constexpr = (TOKENS + sizes[ROWS] - 1) // sizes[ROWS] * sizes[ROWS]
     LAST: tl.constexpr = (TOKENS - 1) // sizes[KEYS] * sizes[KEYS]
     head, _, chunk = _job(sizes, 1)
