@@ -27,7 +27,7 @@ from tools.gpu import SCRATCH
 from tools.gpu.parts import CODE, Job, Setting, known, measuring, run_again, sync
 from vitrel.common.extras import EXTRAS, absent
 
-TRAINED = (*CODE, "vitrel/train/*.py", "vitrel/data/*.py", "tools/gpu/train.py")
+TRAINED = (*CODE, "vitrel/train/**/*.py", "vitrel/data/**/*.py", "tools/gpu/train.py")
 DEVICE, TIMM, OURS = "data on the device", "timm's loader", "vitrel train"
 _WARM = 8
 _SPARED = 2  # cores that load no images
