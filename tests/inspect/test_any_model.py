@@ -195,8 +195,9 @@ def test_a_trace_leaves_the_model_as_it_was():
     model = timm.create_model(SWIN, **NARROW).train()
     model.layers[1].eval()
     before = {name: module.training for name, module in model.named_modules()}
-    blocks = trace(model, (224, 224)).blocks
-    assert [block.name for block in blocks][:3] == ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
+    calls = trace(model, (224, 224)).calls
+    expected = ["layers.0.blocks.0.attn", "layers.0.blocks.1.attn", "layers.1.blocks.0.attn"]
+    assert [call.name for call in calls][:3] == expected
     assert {name: module.training for name, module in model.named_modules()} == before
     assert not any(parameter.is_meta for parameter in model.parameters())
 

@@ -11,7 +11,7 @@ from torch import nn
 import vitrel
 from vitrel.evaluate.predict import state_hash
 from vitrel.inspect.any_model import at_size
-from vitrel.inspect.footprint import border_leak
+from vitrel.inspect.leaks import border_leak
 
 SIZES = [160, 192, 224, 256]
 SMALL = dict(embed_dim=12, num_heads=(1, 2, 2, 4), depths=(2, 2, 2, 2), num_classes=2)
@@ -39,7 +39,7 @@ def test_borders_meet_at_the_known_sizes(dynamic):
             assert bool(stage.leaks.rows) == rows and stage.leaks.columns == stage.leaks.rows
             assert stage.leaking == pytest.approx(1 - (1 - len(stage.leaks.rows) / n) ** 2)
     stage = next(stage for line in dynamic.sizes for stage in line.stages if stage.windows.grid == (12, 12))
-    assert stage.leaks.rows == (0, 1, 10, 11) and stage.block.endswith("blocks.1")
+    assert stage.leaks.rows == (0, 1, 10, 11) and stage.layer.endswith("blocks.1.attn")
 
 
 def test_padding_is_attended_to_as_known(dynamic):
@@ -187,16 +187,17 @@ def test_a_vit_built_in_two_ways():
 
 
 class Pooled(nn.Module):
-    """Attention, by one function or step by step, over tokens of pooled pixels, whose grid no module shows; or none."""
+    """Attention, by one function or step by step, over tokens of pooled pixels, or over mixtures of them; or none."""
 
     num_classes = 3
 
-    def __init__(self, attend):
+    def __init__(self, attend, mixed=False):
         super().__init__()
         self.embed, self.attend = nn.Conv2d(3, 8, 4, 4), attend
+        self.mix = nn.LazyLinear(16) if mixed else nn.Identity()
 
     def forward(self, image):
-        x = nn.functional.avg_pool2d(self.embed(image), 2).flatten(2).mT
+        x = self.mix(nn.functional.avg_pool2d(self.embed(image), 2).flatten(2)).mT
         return self.attend(x, x, x).mean(1) if self.attend else x.mean(1)
 
 
@@ -208,6 +209,10 @@ def by_hand(q, k, v):
 def test_attention_on_an_unknown_grid_is_no_missing_attention(attend):
     found = str(vitrel.diagnose(Pooled(attend), [32, 64]))
     assert ("the model has no attention" in found) == (attend is None)
+    assert ("global" in found) == (attend is not None) and "not examined" not in found  # found by its operators
+    mixed = Pooled(attend, mixed=True)
+    mixed(torch.randn(1, 3, 32, 32))
+    found = str(vitrel.diagnose(mixed, 32))
     assert ("not examined: attention on tokens whose grid is unknown" in found) == (attend is not None)
 
 

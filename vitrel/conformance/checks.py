@@ -672,7 +672,7 @@ class _Plain(nn.Module):
         self.model, self._extra = model, subject._extra
 
     def forward(self, images: Tensor) -> Tensor:
-        from vitrel.conformance.record import first_tensor
+        from vitrel.inspect.recorder import first_tensor
 
         return first_tensor(self.model(images, **self._extra))
 

@@ -13,8 +13,8 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size, format_size
-from vitrel.conformance.record import first_tensor
 from vitrel.inspect.any_model import model_at_size, trained_size
+from vitrel.inspect.recorder import first_tensor
 
 REFUSALS = (AssertionError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _UNITS = (16, 14, 8, 32)  # pixels tried as the side of a patch where the model does not show it

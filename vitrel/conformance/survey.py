@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
-from vitrel.conformance.record import Pass, Replace, constant, record
+from vitrel.inspect.recorder import HIDDEN, Pass, Replace, constant, run
 
-HIDDEN = -80.0  # logits so far below the largest of their query are a mask: -100 in Swin V2, whose biases are 0 to 16
 CONTENTS = 3  # constant passes, each with other contents, so that no single content is degenerate
 
 
@@ -93,11 +92,11 @@ def survey(call: Callable[[Tensor], Any], model: nn.Module, size: Size, channels
         made = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(0))
         return made.to(parameter.device, parameter.dtype)
 
-    plain = record(call, model, images(1))
+    plain = run(call, model, images(1))
     found = Survey(size, softmaxes=len(plain.attentions))
     if not plain.attentions and not plain.added:
         return found
-    fixed = [record(call, model, images(1), constant(plain, content)) for content in range(CONTENTS)]
+    fixed = [run(call, model, images(1), constant(plain, content)) for content in range(CONTENTS)]
     coarse = _changes(call, model, images(1), size)
     last: dict[int, int] = {}  # {stride: number of the last attention with it}
     layouts: list[_Layout | Unlocated] = []
@@ -114,7 +113,7 @@ def survey(call: Callable[[Tensor], Any], model: nn.Module, size: Size, channels
         if stride not in codes:
             grid = size[0] // stride, size[1] // stride
             made, bits = _code(grid, stride, images(1).new_empty(0), channels, size)
-            codes[stride] = Code(record(call, model, made, Replace(softmax=True), last.get(stride)), grid, bits)
+            codes[stride] = Code(run(call, model, made, Replace(softmax=True), last.get(stride)), grid, bits)
         return codes[stride]
 
     mixed = ""
@@ -168,7 +167,7 @@ def _whole(group: list[int], found: Pass, name: str, batch: int, heads: int) -> 
 def _changes(call: Callable, model: nn.Module, like: Tensor, size: Size) -> Pass:
     """An isolated pass of two images, each of one color."""
     images = torch.stack([_color(which, like.shape[1]).to(like)[:, None, None].expand(-1, *size) for which in (0, 1)])
-    return record(call, model, images.contiguous(), Replace(softmax=True))
+    return run(call, model, images.contiguous(), Replace(softmax=True))
 
 
 def _color(which: int, channels: int) -> Tensor:

@@ -31,8 +31,8 @@ from vitrel.common.sizes import Size, token_count
 from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.sweep import Row
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import StageWindows, TracedBlock, at_size, model_at_size, stage_windows, window_and_shift
-from vitrel.inspect.footprint import border_leak
+from vitrel.inspect.any_model import StageWindows, at_size, model_at_size, own_windows, stage_windows
+from vitrel.inspect.leaks import border_leak
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, parts_with_policies
 from vitrel.ops import BACKENDS
@@ -349,7 +349,7 @@ def _stages(model: Backbone, size: Size) -> Iterator[tuple[Iterable[nn.Module], 
 
 def _windows(blocks: Iterable[nn.Module], grid: Size) -> tuple[StageWindows, ...]:
     """The windows of the blocks of a stage."""
-    return stage_windows(TracedBlock("", block, grid, (), "", *window_and_shift(block, grid), None) for block in blocks)
+    return stage_windows(own_windows(block.attn, grid) for block in blocks)  # type: ignore[arg-type]
 
 
 def _geometry(ready: ModelWithPolicy) -> Row:

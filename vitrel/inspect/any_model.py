@@ -1,35 +1,32 @@
 """A trace of any model's forward pass at any image size (`trace`), and a model adapted to an image size (`at_size`).
 
-`trace` runs forward on the meta device, so it computes no values and needs no memory. vitrel's models take every size. Some
+`trace` runs forward on an image without values (vitrel.inspect.recorder). vitrel's models take every size. Some
 of timm's models take every size, some resample an embedding inside forward (`dynamic_img_size`), some are changed for the size
 (`set_input_size`), and some take only the size they were built for.
 """
 
 import copy
-import math
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
 from vitrel.grid import Grid
+from vitrel.inspect.recorder import Attention as Seen
+from vitrel.inspect.recorder import blank, hidden_pairs, run
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
-from vitrel.ops.window import axis_shift
+from vitrel.ops.window import axis_shift, windows
 from vitrel.position import PositionEncoding, create_position, key_of
 from vitrel.position.terms import Composition, Terms, sum_counts
 
-REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # errors by which timm's models refuse a size
-MOST_PREFIX = 32  # maximum number of prefix tokens assumed when a sequence is matched to a grid
-_INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
+# errors by which models refuse a size
+REFUSALS = (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _POLICIES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # how timm resamples each
 _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 2], the input of an MLP that gives the bias
 
@@ -57,31 +54,36 @@ class StageWindows(NamedTuple):
         return (h + down) // y, (w + right) // x
 
 
-class TracedBlock(NamedTuple):
-    """A block with attention, and the shape of its input in one forward pass."""
+class Call(NamedTuple):
+    """One attention call in a forward pass at one image size: its tokens in W windows of N slots, and what position adds."""
 
-    name: str
-    module: nn.Module
-    grid: Size
-    shape: tuple[int, ...]  # of its input: [B, h, w, C], [B, C, h, w] or [B, N, C]
-    layout: str  # "NHWC" | "NCHW" | "NLC"
-    window: Size | None  # None: global
-    shift: Size | None  # None: blocks of this class never shift
-    arguments: tuple | None  # positional arguments after the input; None if one is a tensor
+    name: str  # path of the module
+    grid: Grid | None  # tokens of the image that query here, prefix tokens included; None: they are no grid of the image
+    heads: int
+    window: Size | None = None  # None: global
+    shift: Size = (0, 0)
+    strided: bool = False  # a window holds tokens at equal distances over the whole grid (MaxViT's grid attention)
+    tokens: Tensor = torch.empty(0)  # [W, N] token (row-major, prefix first) in each slot of each window, -1 for padding
+    visible: Tensor | None = None  # [W, H or 1, N, N] bool: pairs that nothing hides, padding included; None: all
+    bias: Tensor | None = None  # [W, H, N, N] what is added to the logits, masks included; None: nothing that is known
+    rotation: tuple[Tensor, ...] = ()  # cosines and sines by which queries and keys are multiplied
+    parameters: frozenset[str] = frozenset()  # names of those that enter between the linear layers and the softmax
+    heads_first: bool = False  # in the leading dimensions of its product, heads are slower than windows
+    square: bool = True  # keys are the tokens of the queries, not pooled ones
 
     @property
-    def strided(self) -> bool:
-        """True if each window holds tokens at equal distances over the whole grid (MaxViT's grid attention)."""
-        return not getattr(self.module, "partition_block", True)
+    def windows(self) -> StageWindows:
+        """The grid and window, as those of a stage of one block."""
+        return one_block(self.grid[:2], self.window, self.shift, self.strided)
 
 
 class Trace(NamedTuple):
     """What one forward pass at one image size contains."""
 
-    blocks: tuple[TracedBlock, ...]
+    calls: tuple[Call, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
     resampled: dict[str, int]  # {policy: number of parameter values resampled inside forward}
-    attends: bool = True  # False: forward has no softmax of what depends on the image, so no attention, recognized or not
+    attends: bool  # whether there is a softmax of what depends on the image, recognized as attention or not
 
 
 class ModelAtSize(NamedTuple):
@@ -133,6 +135,7 @@ def checked_size(size: int | Size) -> Size:
 def trained_size(model: nn.Module) -> Size:
     """The image size (h, w) in pixels that a model was built for, or that its weights were trained at; else 224 x 224."""
     built_for = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
+    built_for = built_for or getattr(getattr(model, "config", None), "image_size", None)  # transformers'
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return tuple(to_2tuple(built_for or cfg.get("input_size", (3, 224, 224))[-2:]))
 
@@ -152,38 +155,149 @@ def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
     return found
 
 
+def channels_of(model: nn.Module) -> int:
+    """The number of channels of a model's images."""
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    config = getattr(getattr(model, "config", None), "num_channels", None)
+    return config or getattr(model, "in_chans", None) or (3 if first is None else first.in_channels)
+
+
+def on_images(model: nn.Module) -> Callable[[Tensor], Any]:
+    """A function that runs the model on images of any size that it takes; transformers' models are told to interpolate."""
+    names = inspect.signature(model.forward).parameters
+    extra = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
+    return lambda images: model(images, **extra)
+
+
 def trace(model: nn.Module, size: Size) -> Trace:
-    """Run one image of `size` (h, w) pixels through the model on the meta device. Raises what forward raises for the size."""
-    named = _values(model)
-    blank = {id(v): torch.empty_like(v, dtype=_float32(v), device="meta") for v in named.values()}
-    meta = {name: blank[id(v)] for name, v in named.items()}
-    channels = getattr(model, "in_chans", None) or getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
-    image, blocks, encodings = torch.empty(1, channels, *size, device="meta"), [], []
-    patches = patch_grid(model, size)
-
-    def hook(name: str, module: nn.Module) -> RemovableHandle:
-        def record(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if isinstance(module, PositionEncoding):
-                encodings.append((module, args[0]))
-            elif (block := _traced_block(name, module, args, kwargs, size, patches)) is not None:
-                blocks.append(block)
-
-        return module.register_forward_pre_hook(record, with_kwargs=True)
-
-    encoding_modules = own_encodings(model)
-    parts = {name: module for name, module in model.named_modules() if isinstance(getattr(module, "attn", None), nn.Module)}
-    parts.pop("", None)  # the model itself
-    hooks = [hook(name, module) for name, module in (encoding_modules | parts).items()]
-    others = {name: value for name, value in meta.items() if not any(name.startswith(f"{part}.") for part in encoding_modules)}
-    recorder = _InterpolationRecorder(image, others)
+    """Run one image of `size` (h, w) pixels without values through the model. Raises what forward raises for the size."""
+    calls: list[Call] = []
+    encodings: list[tuple[PositionEncoding, Grid]] = []
+    grids: dict[str, Grid] = {}  # of vitrel's attention
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args: encodings.append((m, args[0])))
+        for module in own_encodings(model).values()
+    ]
+    own = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    for name, module in own.items():
+        hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: grids.update({name: args[2]})))
     try:
-        with torch.no_grad(), evaluating(model), recorder:
-            functional_call(model, meta, (image,), tie_weights=False)  # _values has every name of a tied one
+        found = run(
+            on_images(model),
+            model,
+            blank(model, size, channels_of(model)),
+            use=lambda attention: calls.append(located(attention, size, model)),
+            follow=True,
+        )
     finally:
-        for handle in hooks:
-            handle.remove()
-    resampled = sum_counts([recorder.found, *(encoding.resampled(grid) for encoding, grid in encodings)])
-    return Trace(tuple(blocks), tuple(encodings), resampled, recorder.attends or bool(blocks))
+        for hook in hooks:
+            hook.remove()
+    for number, call in enumerate(calls):
+        if call.name in own:  # its encoding says what position adds, and its layout how a backend of several products attends
+            told = own_call(call.name, own[call.name], grids[call.name], call.tokens.device)
+            same = call.grid == told.grid and call.tokens.shape == told.tokens.shape
+            calls[number] = told._replace(tokens=call.tokens, visible=call.visible) if same else told
+    resampled = sum_counts([found.resampled, *(encoding.resampled(grid) for encoding, grid in encodings)])
+    return Trace(tuple(calls), tuple(encodings), resampled, found.softmaxes > 0)
+
+
+def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> Call:
+    """The call of vitrel's attention `module` on a grid, by the layout that it uses."""
+    line = own_windows(module, grid[:2])
+    if line.window is None:
+        return Call(name, grid, module.num_heads, tokens=torch.arange(grid.tokens, device=device)[None])
+    n = line.window[0] * line.window[1]
+    layout = windows(grid.h, grid.w, line.window, module.shift, device)
+    tokens = torch.full_like(layout.source, -1)
+    tokens[layout.inverse] = torch.arange(grid.tokens, device=device)
+    visible = layout.visible.unflatten(0, (-1, n))[:, None]  # [W, 1, N, N]
+    return Call(name, grid, module.num_heads, line.window, line.shift, False, tokens.unflatten(0, (-1, n)), visible)
+
+
+def located(found: Seen, size: Size, model: nn.Module) -> Call:
+    """The grid, windows and slots of an attention, by the pixels at which the patches of its queries begin."""
+    unknown = Call(found.where, None, len(found.logits), rotation=found.rotation, parameters=found.entered)
+    if found.places is None or found.places[0].shape[-1] < 2:
+        return unknown
+    place = found.places[0]  # [L, N]
+    heads = int((place == place[:1]).all(1).sum())
+    if len(place) % heads:
+        return unknown
+    fast, slow = place.view(-1, heads, place.shape[1]), place.view(heads, -1, place.shape[1]).transpose(0, 1)
+    heads_first = not bool((fast == fast[:, :1]).all())
+    if heads_first and not bool((slow == slow[:, :1]).all()):
+        return unknown
+    place = (slow if heads_first else fast)[:, 0].long()  # [W, N]
+    real = place[place >= 0].unique()
+    rows, columns = (real // size[1]).unique(), (real % size[1]).unique()
+    if not len(real) or len(real) != len(rows) * len(columns):
+        return unknown
+    tokens = torch.where(place >= 0, torch.searchsorted(real, place.clamp(min=0)), -1)
+    bias = found.bias
+    if bias is not None:
+        bias = bias.unflatten(0, (heads, -1)).transpose(0, 1) if heads_first else bias.unflatten(0, (-1, heads))  # [W, H, Q, K]
+    visible = None if bias is None else ~hidden_pairs(bias)
+    visible = None if visible is None or bool(visible.all()) else visible
+    tokens = _without_copies(tokens)
+    if int((tokens >= 0).sum()) != len(real):
+        return unknown
+    leading = int((tokens[0] >= 0).long().argmax())
+    prefix = leading if len(tokens) == 1 and not bool((tokens[0, leading:] < 0).any()) else 0
+    if prefix:
+        tokens = torch.cat((torch.arange(prefix)[None], tokens[:, prefix:] + prefix), 1)
+    grid = Grid(len(rows), len(columns), prefix)
+    same = found.places[1].shape == found.places[0].shape  # keys are not pooled
+    if len(tokens) == 1 and bool((tokens >= 0).all()):
+        window = grid[:2] if not prefix and _named_window(found.where, model) == grid[:2] else None
+    else:
+        window = _window(tokens, grid) if same else None
+    shift, strided = (0, 0), False
+    if window is not None:
+        shift, strided = _shift_and_stride(tokens, grid, window)
+    call = Call(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, bias)
+    return call._replace(rotation=found.rotation, parameters=found.entered, heads_first=heads_first, square=same)
+
+
+def _named_window(name: str, model: nn.Module) -> Size | None:
+    """The attribute `window_size` of a module or its block: a window that holds the whole grid shows by nothing else."""
+    path = name.split(".")
+    found = [getattr(model.get_submodule(".".join(path[:n])), "window_size", None) for n in (len(path), len(path) - 1) if n]
+    pairs = [tuple(to_2tuple(value)) for value in found if isinstance(value, int | tuple | list)]
+    return pairs[0] if pairs else None
+
+
+def _without_copies(tokens: Tensor) -> Tensor:
+    """`tokens` [W, N] with -1 for copies that fill padding, which lies to the right of and below the token itself."""
+    flat = tokens.flatten()
+    slots = torch.arange(len(flat))
+    numbers = torch.where(flat >= 0, slots, len(flat))
+    first = torch.full((int(flat.max()) + 1,), len(flat)).scatter_reduce(0, flat.clamp(min=0), numbers, "amin")
+    return flat.masked_fill(first[flat.clamp(min=0)] != slots, -1).view_as(tokens)
+
+
+def _window(tokens: Tensor, grid: Grid) -> Size | None:
+    """Shape of windows whose slots follow each other row by row; None where they do not."""
+    n = tokens.shape[1]
+    row = tokens[int((tokens >= 0).sum(1).argmax())]  # the fullest window
+    real = (row >= 0).nonzero().flatten()
+    y = row[real] // grid.w
+    other = (y != y[0]).nonzero().flatten()
+    width = int(real[other[0]] - real[0]) if len(other) else n
+    return (n // width, width) if width and n % width == 0 else None
+
+
+def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, bool]:
+    """Rows and columns by which windows are shifted, and whether a window holds tokens at distances."""
+    slots = tokens[0].view(window)
+    shift, strided = [], False
+    for axis in (0, 1):
+        along = slots.amax(1 - axis)
+        real = (along >= 0).nonzero().flatten()
+        at = along[real] // grid.w if axis == 0 else along[real] % grid.w
+        shift.append(int(at[0] - real[0]) % window[axis])
+        steps = at.diff()
+        strided = strided or bool(len(steps) and (steps > 1).float().mean() > 0.5)
+    return ((0, 0) if strided else (shift[0], shift[1])), strided
 
 
 def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
@@ -206,7 +320,8 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
         found = trace(after, size)
     except REFUSALS as error:
         raise _refusal(after, size, error) from error
-    return ModelAtSize(after, _replaced_values(model, after) | found.resampled, stage_windows(found.blocks), found)
+    lines = stage_windows(call.windows for call in found.calls if call.grid is not None)
+    return ModelAtSize(after, _replaced_values(model, after) | found.resampled, lines, found)
 
 
 def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
@@ -257,15 +372,6 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
     return tables
 
 
-def coordinate_bias(module: nn.Module, of: nn.Module) -> Tensor | None:
-    """Biases [..., 2h-1, 2w-1, H] that the MLP of timm's `module` makes of the coordinates of `of`; None without an MLP."""
-    if hasattr(module, "cpb_mlp") and hasattr(module, "relative_coords_table"):  # Swin V2
-        return 16 * module.cpb_mlp(of.relative_coords_table).sigmoid()
-    if hasattr(module, "rel_coords_log"):  # timm's RelPosMlp
-        return module.bias_act(module.mlp(of.rel_coords_log))
-    return None
-
-
 def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
     """Number of values that belong to prefix tokens in a parameter whose other rows are resampled."""
     if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(model, "patch_embed", None), "grid_size"):
@@ -277,17 +383,22 @@ def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
     return 0
 
 
-def stage_windows(blocks: Iterable[TracedBlock]) -> tuple[StageWindows, ...]:
+def one_block(grid: Size, window: Size | None, shift: Size = (0, 0), strided: bool = False) -> StageWindows:
+    """The windows of one block, with the padding that fills them."""
+    padding = (0, 0) if window is None else (-grid[0] % window[0], -grid[1] % window[1])
+    return StageWindows(1, (grid[0], grid[1]), window, shift, padding, strided)
+
+
+def stage_windows(blocks: Iterable[StageWindows]) -> tuple[StageWindows, ...]:
     """One entry for the blocks of each grid, window and kind (strided or not), in the order of their first block.
 
     `shift` is the largest of the group's shifts.
     """
     lines: dict[tuple, StageWindows] = {}
     for block in blocks:
-        padding = (0, 0) if block.window is None else tuple(-n % m for n, m in zip(block.grid, block.window, strict=True))
         kind = block.grid, block.window, block.strided
-        line = lines.get(kind) or StageWindows(0, block.grid, block.window, (0, 0), padding, block.strided)
-        lines[kind] = line._replace(blocks=line.blocks + 1, shift=max(line.shift, block.shift or (0, 0)))
+        line = lines.get(kind)
+        lines[kind] = block if line is None else line._replace(blocks=line.blocks + 1, shift=max(line.shift, block.shift))
     return tuple(lines.values())
 
 
@@ -300,11 +411,6 @@ def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
     if not hasattr(model, "set_input_size") and trained_size(model) != size:
         hint += f"; try timm.create_model({model_name(model)!r}, img_size={size})"
     return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {_reason(error)}{hint}")
-
-
-def _float32(value: Tensor) -> torch.dtype:
-    """float32 for floating-point values of any precision, to fit a float32 image; for other values their dtype."""
-    return torch.float32 if value.is_floating_point() else value.dtype
 
 
 def _takes(model: nn.Module, size: Size) -> bool:
@@ -329,97 +435,9 @@ def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    """{name: parameter or buffer}; tied tensors under each name, but a module that occurs at several paths only once.
-
-    functional_call does not restore a module's tensor that it is given under two paths.
-    """
-    return {
-        f"{name}.{leaf}".removeprefix("."): value
-        for name, module in model.named_modules()
-        for leaf, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
-
-
-def window_and_shift(block: nn.Module, grid: Size) -> tuple[Size | None, Size | None]:
-    """The window of a block with attention, None if it is global, and its shift on `grid`, None if its class never shifts."""
-    if isinstance(block.attn, Attention):
-        window, shift = block.attn.window, block.attn.shift
-        if window is None:
-            return None, None
-        shifts = tuple(axis_shift(n, m, s) for s, n, m in zip(shift, grid, window[:2], strict=True))
-        return tuple(window[:2]), shifts  # type: ignore[return-value]  # two of each
-    value = getattr(block, "window_size", None) or getattr(block, "partition_size", None) or getattr(block.attn, "ws", None)
-    if hasattr(block, "window_resolution"):  # EfficientViT, whose windows shrink to a smaller grid
-        value = block.attn.resolution
-    sides, steps = to_2tuple(value or 0), getattr(block, "shift_size", None)
-    return tuple(sides) if min(sides) > 0 else None, None if steps is None else tuple(to_2tuple(steps))
-
-
-def _traced_block(
-    name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], size: Size, patches: Size | None
-) -> TracedBlock | None:
-    """The block of one forward call, or None if its input is no map or sequence of tokens."""
-    x = args[0] if args else None
-    if not isinstance(x, Tensor) or x.dim() not in (3, 4):
-        return None
-    shape = tuple(x.shape)
-    if x.dim() == 4:
-        layout = _layout(module, shape, size)
-        grid = shape[1:3] if layout == "NHWC" else shape[2:]
-    else:
-        layout = "NLC"
-        passed = (tuple(a)[:2] for a in args[1:] if isinstance(a, tuple | list) and _is_grid(a[:2], shape[1]))
-        grid = next(passed, patches if patches and 0 <= shape[1] - patches[0] * patches[1] <= MOST_PREFIX else None)
-    if grid is None:
-        return None
-    tensors = any(isinstance(value, Tensor) for value in tree_leaves((args[1:], kwargs)))
-    return TracedBlock(name, module, grid, shape, layout, *window_and_shift(module, grid), None if tensors else args[1:])
-
-
-def _layout(block: nn.Module, shape: tuple[int, ...], size: Size) -> str:
-    """Layout of a 4-D input, from the channels of the block's first weight, or else from the image's aspect ratio."""
-    first = next((module for module in block.modules() if isinstance(getattr(module, "weight", None), Tensor)), None)
-    channels = getattr(first, "in_features", None) or getattr(first, "in_channels", None) or len(getattr(first, "weight", ()))
-    if channels in (shape[1], shape[-1]) and shape[1] != shape[-1]:
-        return "NHWC" if channels == shape[-1] else "NCHW"
-    grids = {"NHWC": shape[1:3], "NCHW": shape[2:]}
-    return min(grids, key=lambda layout: abs(math.log(grids[layout][0] * size[1] / (grids[layout][1] * size[0]))))
-
-
-def _is_grid(pair: Any, tokens: int) -> bool:
-    return len(pair) == 2 and all(isinstance(n, int) for n in pair) and pair[0] * pair[1] == tokens
-
-
-class _InterpolationRecorder(TorchDispatchMode):
-    """Counts the values of every interpolation of parameters or buffers: {leaf name and policy: number of values}.
-
-    `attends`: whether there was a softmax of values that depend on the image.
-    """
-
-    def __init__(self, image: Tensor, named: dict[str, Tensor]):
-        super().__init__()
-        self.found: dict[str, int] = {}
-        self.attends = False
-        self._image = {id(image)}
-        self._origin = {id(value): name for name, value in named.items()}
-        self._alive = [image, *named.values()]  # so that no id is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        read = [id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-        self._alive += made
-        if any(key in self._image for key in read):
-            self._image.update(map(id, made))
-            self.attends = self.attends or "softmax" in func.__name__
-            return out
-        origin = next((self._origin[key] for key in read if key in self._origin), None)
-        if origin is not None:
-            self._origin.update((id(value), origin) for value in made)
-            resamples = "upsample" in func.__name__ or "grid_sampler" in func.__name__
-            kind = next((k for k in _INTERPOLATIONS if resamples and k in func.__name__), None)
-            if kind is not None:
-                policy = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
-                self.found[policy] = self.found.get(policy, 0) + args[0].numel()
-        return out
+def own_windows(attn: Attention, grid: Size) -> StageWindows:
+    """The windows of a layer of vitrel on a grid, and their shift there."""
+    if attn.window is None:
+        return one_block(grid, None)
+    shift = tuple(axis_shift(n, m, s) for s, n, m in zip(attn.shift, grid, attn.window, strict=True))
+    return one_block(grid, tuple(attn.window[:2]), shift)  # type: ignore[arg-type]  # two of each

@@ -1,49 +1,30 @@
 """Recorded attention: the weights of every layer of a model for a batch of images (`record`), and their statistics.
 
-The model runs in evaluation mode and uncompiled, with hooks on its attention, which are removed afterwards, also after an
-error. For vitrel's layers the logits are computed from the projected tokens; for timm's they are read where the code of the
-layer calls softmax or scaled_dot_product_attention.
-
-Classes of timm that are covered, each without its subclasses: timm.layers.Attention (ViT, DeiT, FlexiViT, hybrids),
-AttentionRope and EvaAttention (EVA, RoPE-ViT, DINOv3, PE), BEiT's Attention, RelPosAttention, ParallelScalingBlock, and
-WindowAttention of Swin V1 and V2. The logits of all of them are split into content and position: biases are
-read from the module, and a layer with a rotation runs a second time without it.
+The model runs in evaluation mode and uncompiled, under `vitrel.inspect.recorder`, which finds attention of any class by
+PyTorch's operators. The logits are split into content and position: what is added to the product of queries and keys is
+position, and so is a rotation of them; vitrel's layers say by their terms what position adds.
 """
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from timm.layers import Attention as TimmAttention
-from timm.layers import AttentionRope
-from timm.models.beit import Attention as BeitAttention
-from timm.models.eva import EvaAttention
-from timm.models.swin_transformer import SwinTransformerBlock
-from timm.models.swin_transformer_v2 import SwinTransformerV2Block
-from timm.models.vision_transformer import ParallelScalingBlock
-from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import coordinate_bias, model_name, patch_grid
+from vitrel.inspect.any_model import Call, located, model_name, on_images, own_call, patch_grid
+from vitrel.inspect.recorder import Attention as Seen
+from vitrel.inspect.recorder import run
 from vitrel.layers import Attention
 from vitrel.ops.reference import masked_logits
-from vitrel.ops.window import axis_shift, windows
+from vitrel.ops.window import windows
 from vitrel.position import PositionEncoding, Terms
 from vitrel.position.terms import Composition, no_autocast, upcast
 
 NEGLIGIBLE = 0.01  # share of `position_shares` below which position is said to do nothing
-
-_GLOBAL = (TimmAttention, AttentionRope, EvaAttention, BeitAttention, RelPosAttention, ParallelScalingBlock)
-_WINDOWED = (SwinTransformerBlock, SwinTransformerV2Block)
 
 
 class Layer(NamedTuple):
@@ -67,6 +48,11 @@ class Layer(NamedTuple):
     visible: Tensor | None = None  # [B, W, H, N, N] bool: both tokens real, hidden by neither mask nor encoding; None: all
     stride: tuple[float, float] = (1.0, 1.0)  # pixels between the centers of neighboring tokens, (h, w)
     image: Size | None = None  # pixels (h, w); None: the grid times the stride
+    logits: Tensor | None = None  # [B, W, H, N, N] float32, masked, with position; without it they are logits - position
+    query: Tensor | None = None  # [B, W, H, N, D] as the product takes them, rotated; of vitrel's layers before position acts
+    key: Tensor | None = None
+    rotation: tuple[Tensor, ...] = ()  # cosines and sines [..., N, D] by which queries and keys are multiplied
+    parameters: frozenset[str] = frozenset()  # names of those that enter between the linear layers and the softmax
 
     @property
     def patches(self) -> Tensor:
@@ -94,12 +80,14 @@ class Layer(NamedTuple):
 def record(model: nn.Module, images: Tensor) -> list[Layer]:
     """Run images [B, C, height, width] through `model` and return its attention layers in the order they run, on the CPU.
 
+    Layers whose tokens are no grid of the image (attention over channels, pooled keys, a query that is no patch) are left out.
+
     Args:
-        model: one of vitrel, any model with vitrel's layers, or one of timm with the layers listed at the top of this file.
-        images: of a size that the model takes. Memory: 13 bytes for each pair of tokens of each window, head, image and layer.
+        model: any.
+        images: of a size that the model takes. Memory: 17 bytes for each pair of tokens of each window, head, image and layer.
 
     Raises:
-        ValueError: none of the model's attention can be recorded, or its tokens cannot be located in the image.
+        ValueError: the model has no attention, or none whose tokens are a grid of the image.
     """
     layers = []
     for_each_layer(model, images, lambda layer: layers.append(layer.cpu()))
@@ -114,26 +102,27 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     size = images.shape[-2], images.shape[-1]
+    found, left_out = False, []
 
-    def use_placed(layer: Layer) -> None:
+    def placed(layer: Layer) -> None:
+        nonlocal found
+        found = True
         use(layer._replace(stride=_stride(model, size, layer.grid), image=size))
 
-    found = False
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        logits = _LogitsRecorder()
-        for hooks in (_own_hooks(model, use_placed, position), _timm_hooks(model, size, use_placed, position, logits)):
-            stack.callback(_remove, hooks)
-            found = found or bool(hooks)
-        if not found:
-            raise ValueError(
-                f"no attention that can be seen in {model_name(model)}: its layers are neither vitrel's nor among those of "
-                "timm that vitrel.inspect.attention lists"
-            )
-        # Not inference mode: a tensor that a model caches here could not be used in training afterwards.
-        with torch.no_grad(), logits:
-            model(images)
+    def seen(attention: Seen) -> None:
+        call = located(attention, size, model)
+        if call.grid is not None and call.square:
+            placed(_layer(call, attention, len(images), position))
+        else:
+            left_out.append(call.name)
+
+    def own(name: str, module: Attention, qkv: Tensor, arguments: tuple) -> None:
+        placed(_own_layer(name, module, module.normalized(qkv), position, *arguments))
+
+    run(on_images(model), model, images, use=seen, follow=True, plain=position, own=own)
+    if not found:
+        reason = f"the tokens of {left_out[0]} are no grid of the image" if left_out else "no softmax of queries and keys"
+        raise ValueError(f"no attention that can be seen in {model_name(model)}: {reason}")
 
 
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
@@ -296,6 +285,23 @@ def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
 _Where = tuple[str, Grid, Size | None, Size, Tensor]  # the fields of Layer from name to tokens
 
 
+def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
+    """A Layer of a recorded attention, whose tokens lie where `call` says."""
+
+    def shaped(value: Tensor) -> Tensor:
+        """[B, W, H, ...] of the leading dimensions of a product."""
+        if call.heads_first:
+            return value.unflatten(0, (batch, call.heads, -1)).transpose(1, 2)
+        return value.unflatten(0, (batch, -1, call.heads))
+
+    logits, content = shaped(found.logits), None
+    if position:
+        content = logits if found.plain is None else shaped(found.plain)
+    visible = None if call.visible is None else call.visible[None]
+    layer = _from_logits((call.name, call.grid, call.window, call.shift, call.tokens), logits, content, visible)
+    return layer._replace(query=shaped(found.query), key=shaped(found.key), rotation=found.rotation, parameters=found.entered)
+
+
 def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
     """A Layer from the model's masked logits [B, W, H, N, N].
 
@@ -310,10 +316,10 @@ def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible:
     visible = None if visible is None else visible.expand(logits.shape)
     weights = _softmax(logits, real)
     if content is None:
-        return Layer(*where, weights, None, None, visible)
+        return Layer(*where, weights, None, None, visible, logits=logits.float())
     position = (logits - content).float()
     position = position if visible is None else torch.where(visible, position, 0.0)
-    return Layer(*where, weights, _softmax(content, real), position, visible)
+    return Layer(*where, weights, _softmax(content, real), position, visible, logits=logits.float())
 
 
 def _softmax(logits: Tensor, real: Tensor) -> Tensor:
@@ -323,60 +329,21 @@ def _softmax(logits: Tensor, real: Tensor) -> Tensor:
     return logits.masked_fill(zero, 0.0).softmax(-1).masked_fill(zero, 0.0)
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
-def _own_hooks(model: nn.Module, use: Callable[[Layer], None], position: bool) -> list[RemovableHandle]:
-    """Hook each `Attention` (vitrel's) in `model` to call use(layer) after it runs.
-
-    Args:
-        position: record `content` and `position` too.
-    """
-
-    def hook(name: str, module: Attention) -> list[RemovableHandle]:
-        projected: list[Tensor] = []  # output of the linear layer, [..., 3C]
-
-        def record(_: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
-            use(_own_layer(name, module, module.normalized(projected.pop()), position, *args, **kwargs))
-
-        return [
-            module.qkv.register_forward_hook(lambda _, args, out: projected.append(out)),
-            module.register_forward_hook(record, with_kwargs=True),
-        ]
-
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
-    return [handle for name, module in modules for handle in hook(name, module)]
-
-
 def _own_layer(
-    name: str,
-    module: Attention,
-    qkv: Tensor,
-    position: bool,
-    x: Tensor,
-    terms: Terms,
-    grid: Grid,
-    mask: Tensor | None = None,
+    name: str, module: Attention, qkv: Tensor, position: bool, terms: Terms, grid: Grid, mask: Tensor | None = None
 ) -> Layer:
-    """A Layer of vitrel's attention, from its projected tokens `qkv` and the arguments of its forward."""
-    if module.window is None:
+    """A Layer of vitrel's attention, from its projected tokens `qkv` and the arguments of its forward after the tokens."""
+    call = own_call(name, module, grid, qkv.device)
+    where, visible = (name, grid, call.window, call.shift, call.tokens), call.visible
+    if call.window is None:
         q, k, _ = module.heads(qkv)
-        tokens = torch.arange(grid.tokens, device=x.device)[None]
         visible = None if mask is None else mask.expand(*q.shape[:-1], -1)[:, None]  # [B, 1, H, N, N]
-        return _own_logits((name, grid, None, (0, 0), tokens), q[:, None], k[:, None], terms, grid, visible, position)
-    window, shift, n = module.window, module.shift, module.window[0] * module.window[1]
-    layout = windows(grid.h, grid.w, window, shift, x.device)
-    tokens = torch.full_like(layout.source, -1)
-    tokens[layout.inverse] = torch.arange(grid.tokens, device=x.device)
+        return _own_logits(where, q[:, None], k[:, None], terms, grid, visible, position)
+    layout, n = windows(grid.h, grid.w, call.window, module.shift, qkv.device), call.tokens.shape[1]
     image = qkv if qkv.dim() == 3 else qkv.flatten(1, 2)  # [B, h*w, 3C]
     slots = image[:, layout.source].unflatten(2, (3, module.num_heads, -1)).unflatten(1, (-1, n))
     q, k, _ = slots.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each
-    shifted = tuple(axis_shift(*axis) for axis in zip(grid[:2], window, shift, strict=True))
-    where = name, grid, window, shifted, tokens.unflatten(0, (-1, n))
-    visible = layout.visible.unflatten(0, (-1, n))[None, :, None]  # [1, W, 1, N, N]
-    return _own_logits(where, q, k, terms, Grid(*window), visible, position)
+    return _own_logits(where, q, k, terms, Grid(*call.window), visible[None], position)
 
 
 def _own_logits(where: _Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, position: bool) -> Layer:
@@ -386,132 +353,5 @@ def _own_logits(where: _Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, m
         logits = masked_logits(q, k, terms, grid, mask)
         content = masked_logits(q, k, bare, grid, mask) if position else None
     hidden = logits == float("-inf")
-    return _from_logits(where, logits, content, ~hidden if bool(hidden.any()) else None)
-
-
-def _timm_hooks(
-    model: nn.Module, size: Size, use: Callable[[Layer], None], position: bool, recorder: "_LogitsRecorder"
-) -> list[RemovableHandle]:
-    """Hook timm's attention layers in `model` to call use(layer) after they run, with the logits that `recorder` saw last.
-
-    Args:
-        size: of the image, (h, w) in pixels.
-        position: record `content` and `position` too.
-
-    Raises:
-        ValueError: here or in the model's forward: the tokens of a layer cannot be located in the image.
-    """
-
-    def hook(name: str, module: nn.Module) -> RemovableHandle:
-        windowed = type(module) in _WINDOWED
-        read = partial(_window, f"{name}.attn", module) if windowed else partial(_global, name, module, _grid(model, size))
-
-        def record(_: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
-            extra = next((value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)), None)
-            use(read(recorder.logits, position, args[0], extra))
-
-        return module.register_forward_hook(record, with_kwargs=True)
-
-    return [hook(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
-
-
-def _global(name: str, module: nn.Module, grid: Grid, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None) -> Layer:
-    """A Layer of global attention.
-
-    Args:
-        extra: a rotation or bias shared by all layers, which blocks pass beside x.
-    """
-    if logits.shape[-1] != grid.tokens:
-        expected = f"{grid.h}x{grid.w} patches and {grid.prefix} prefix tokens"
-        raise ValueError(f"the {logits.shape[-1]} tokens of {name} cannot be placed on the image, which has {expected}")
-    tokens = torch.arange(grid.tokens, device=logits.device)[None]
-    content = _without_position(module, logits, x, extra)[:, None] if position else None
-    return _from_logits((name, grid, None, (0, 0), tokens), logits[:, None], content)
-
-
-def _without_position(module: nn.Module, logits: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
-    """Logits [B, H, N, N] of a global layer without its rotation or bias."""
-    if isinstance(module, AttentionRope | EvaAttention) and extra is not None:
-        with suppress(_EnoughError), _LogitsRecorder(stop=True) as recorder:
-            module.forward(x)
-        return recorder.logits
-    if isinstance(module, BeitAttention) and module.relative_position_bias_table is not None:
-        logits = logits - module._get_rel_pos_bias()
-    if isinstance(module, RelPosAttention) and module.rel_pos is not None:
-        logits = logits - module.rel_pos.get_bias()
-    return logits - extra if isinstance(module, BeitAttention | RelPosAttention) and extra is not None else logits
-
-
-def _window(name: str, block: nn.Module, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None) -> Layer:
-    """A Layer of Swin's windows. timm rolls the image before it pads: wrapped rows and columns come before the padding."""
-    (batch, h, w), window, shift = x.shape[:3], tuple(block.window_size), tuple(block.shift_size)
-    at = torch.arange(h * w, device=x.device).view(h, w).roll([-s for s in shift], (0, 1))
-    at = F.pad(at, (0, -w % window[1], 0, -h % window[0]), value=-1)
-    tokens = at.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).flatten(2).flatten(0, 1)  # [W, N]
-    mask = block.get_attn_mask(x.new_zeros(1, *at.shape, 1))  # [W, N, N], 0 or -100
-    logits = logits.unflatten(0, (batch, -1))  # [B, W, H, N, N]
-    content = logits - _window_bias(block.attn) if position else None
-    visible = None if mask is None else (mask == 0)[None, :, None]
-    return _from_logits((name, Grid(h, w), window, shift, tokens), logits, content, visible)
-
-
-def _window_bias(attn: nn.Module) -> Tensor:
-    """Bias [H, N, N] of a Swin layer; in V2 computed by its MLP (arXiv 2111.09883, eq. 3 and its code)."""
-    if hasattr(attn, "relative_position_bias_table"):
-        return attn._get_rel_pos_bias()[0]
-    rows = coordinate_bias(attn, attn).flatten(0, -2)  # [R, H]
-    return rows[attn.relative_position_index].permute(2, 0, 1)
-
-
-def _grid(model: nn.Module, size: Size) -> Grid:
-    patches = patch_grid(model, size)
-    if patches is None or not hasattr(model, "num_prefix_tokens"):
-        raise ValueError(f"the tokens of {model_name(model)} cannot be placed on the image: it has no patch_embed of timm")
-    return Grid(*patches, model.num_prefix_tokens)
-
-
-class _EnoughError(Exception):
-    """Raised to stop a forward pass once its logits are recorded."""
-
-
-class _LogitsRecorder(TorchFunctionMode):
-    """Records the logits of the last softmax or scaled_dot_product_attention; with `stop`, the pass ends at the first one."""
-
-    logits: Tensor
-
-    def __init__(self, stop: bool = False):
-        super().__init__()
-        self.stop = stop
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        seen = func in (torch.softmax, F.softmax, Tensor.softmax)
-        if seen:
-            self.logits = args[0]
-        elif func is F.scaled_dot_product_attention:
-            seen = True
-            self.logits = _fused_logits(*args, **kwargs)
-        if seen and self.stop:
-            raise _EnoughError
-        return func(*args, **kwargs)
-
-
-def _fused_logits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **how: Any,
-) -> Tensor:
-    """Logits [..., N, N] of scaled_dot_product_attention, with its mask. dropout_p is not used: nothing is dropped here."""
-    scale = how.get("scale") or q.shape[-1] ** -0.5
-    if how.get("enable_gqa"):
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-    logits = (q * scale) @ k.mT
-    if is_causal:
-        attn_mask = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
-    if attn_mask is None:
-        return logits
-    return logits.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else logits + attn_mask
+    layer = _from_logits(where, logits, content, ~hidden if bool(hidden.any()) else None)
+    return layer._replace(query=q, key=k, rotation=terms.rotary or ())

@@ -1,34 +1,40 @@
 """`diagnose`: the effects of other image sizes on position in any model, found without training and without data.
 
 Resampled tables, coordinates normalized by the window and angles scaled to the grid give two tokens at the same distance
-another bias than in training, without an error. vitrel's encodings are compared by their terms, timm's modules by their tables,
-MLPs and rotary embeddings.
+another bias than in training, without an error. vitrel's encodings are compared by their terms, other models by the biases and
+rotations that enter their attention (`vitrel.inspect.any_model.trace`).
 """
 
+import contextlib
+import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.layers import PatchEmbed, to_2tuple
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size, format_size
 from vitrel.common.tables import aligned
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import (
+    REFUSALS,
+    Call,
     ModelAtSize,
     StageWindows,
+    Trace,
     at_size,
     checked_size,
-    coordinate_bias,
     model_name,
-    patch_grid,
     shared_offsets,
+    trace,
     trained_size,
 )
-from vitrel.inspect.footprint import Leaks, leaks_by_block
+from vitrel.inspect.leaks import Leaks, find_leaks
+from vitrel.inspect.recorder import rotates
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
 from vitrel.ops.reference import rows_by_offset
@@ -53,10 +59,10 @@ class BiasChange(NamedTuple):
 class StageDiagnosis(NamedTuple):
     """The blocks of one stage: those on one grid with one window."""
 
-    block: str  # the one whose tokens see most across a border, or the last examined; the first if none was
+    layer: str  # the attention whose tokens see most across a border, or the last examined; the first if none was
     windows: StageWindows
-    leaks: Leaks | None  # of that block; None: its windows are strided, or no block of the stage could run alone
-    padded: float  # share of tokens that attend to padding, 0 to 1, in the block where it is largest
+    leaks: Leaks | None  # of that layer; None: attention is global, or its windows are strided
+    padded: float  # share of tokens that attend to padding, 0 to 1, in the layer where it is largest
     frozen: bool  # several windows that no block shifts, although other blocks of the model do shift
 
     @property
@@ -69,7 +75,7 @@ class StageDiagnosis(NamedTuple):
         windows = self.windows._asdict() | {"padded_share": self.windows.padded_share}
         rows, columns = ((), ()) if self.leaks is None else (self.leaks.rows, self.leaks.columns)
         return {
-            "block": self.block, "windows": windows, "examined": self.leaks is not None, "rows": rows, "columns": columns,
+            "layer": self.layer, "windows": windows, "examined": self.leaks is not None, "rows": rows, "columns": columns,
             "leaking": self.leaking, "padded": self.padded, "frozen": self.frozen,
         }  # fmt: skip
 
@@ -134,7 +140,7 @@ class Diagnosis:
         elif any(line.attends and not line.stages for line in taken):
             lines.append("? not examined: attention on tokens whose grid is unknown; its windows may leak or hold padding")
         elif any(stage.leaks is None for stage in windowed):
-            lines.append("? not examined: strided windows (/), or blocks that cannot run alone")
+            lines.append("? not examined: strided windows (/)")
         elif windowed and not {"borders", "padding"} & self.findings.keys():
             lines.append("no token sees across a border or attends to padding")
         return "\n".join(lines)
@@ -142,18 +148,20 @@ class Diagnosis:
 
 def diagnose(
     model: str | nn.Module,
-    size: int | Size | Sequence[int | Size],
+    size: int | Size | Sequence[int | Size] | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Diagnosis:
     """Diagnose position in a model at several image sizes: replaced values, changed biases, leaks and padding.
 
     A size that the model does not take is a `refusal` in the result. The model is brought to a size by
-    `vitrel.inspect.any_model.at_size`, and is not changed.
+    `vitrel.inspect.any_model.at_size`, and is not changed. Tables of zeros, as they are initialized, are filled with noise in a
+    copy, since resampling does not change zeros.
 
     Args:
-        model: a model, or a name for timm.create_model, which gets random weights.
-        size: of the images in pixels: an int, (h, w), or a list of them.
+        model: any model, or a name for timm.create_model, which gets random weights.
+        size: of the images in pixels: an int, (h, w), or a list of them; None: the size that the model was built for, one and a
+            half and two times it.
         progress: called before each size, for example with "test_vit at 160x160".
         options: of timm.create_model for a name: `dynamic_img_size=True` is another way in which many models of timm take a
             size.
@@ -163,48 +171,72 @@ def diagnose(
         TypeError: options are given with a model, or are not those of the named one.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    sizes = [checked_size(one) for one in (size if isinstance(size, list) else [size])]
+    sizes = None if size is None else [checked_size(one) for one in (size if isinstance(size, list) else [size])]
     if isinstance(model, str):
-        model = _created(model, **options)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = create_model(model, **options).eval()
     elif options:
         raise TypeError(f"options {', '.join(options)} are for a name; here the model is already built")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{model_name(model)} is on the meta device and has no values to examine; pass its name instead")
-    lines = []
-    for one in sizes:
-        if progress is not None:
-            progress(f"{model_name(model)} at {format_size(one)}")
-        lines.append(_at_one_size(model, one))
-    return Diagnosis(model_name(model), trained_size(model), tuple(lines))
+    model = _filled(model)
+    trained, before, lines = trained_size(model), None, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch, about the code of other libraries
+        for one in sizes or _default_sizes(model):
+            if progress is not None:
+                progress(f"{model_name(model)} at {format_size(one)}")
+            if before is None and not isinstance(model, Backbone):
+                with contextlib.suppress(*REFUSALS):
+                    before = trace(model, trained)
+            lines.append(_at_one_size(model, one, before))
+    return Diagnosis(model_name(model), trained, tuple(lines))
 
 
-def _created(name: str, **options: Any) -> nn.Module:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = create_model(name, **options).eval()
-        for parameter in model.parameters():
-            if parameter.dim() > 1 and not parameter.any():
-                parameter.normal_(std=0.02)  # resampling does not change a table of zeros
+def _default_sizes(model: nn.Module) -> list[Size]:
+    """The size a model was built for, one and a half and two times it, in whole patches."""
+    patch = next((m.stride for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride == m.kernel_size), (1, 1))
+    native = trained_size(model)
+    return [tuple(max(1, int(n * f) // p) * p for n, p in zip(native, patch, strict=True)) for f in (1, 1.5, 2)]  # type: ignore[misc]
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """The model, or a copy in which parameters of zeros are noise."""
+    zeros = [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and not bool(parameter.any())]
+    if not zeros:
+        return model
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in zeros:
+            parameter = model.get_parameter(name)
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
-def _at_one_size(model: nn.Module, size: Size) -> SizeDiagnosis:
+def _at_one_size(model: nn.Module, size: Size, before: Trace | None) -> SizeDiagnosis:
+    """The effects of a size.
+
+    Args:
+        before: the trace at the size that the model was built for, None where it is not needed or was refused.
+    """
     try:
         found = at_size(model, size)
     except ValueError as error:
         return SizeDiagnosis(size, str(error))
     encodings = found.trace.encodings
     changes = _own_bias_changes(encodings)
-    unseen = max((encoding.unseen(grid) for encoding, grid in encodings), default=None)
+    unseen = [encoding.unseen(grid) for encoding, grid in encodings]
     saturated = max((encoding.saturated(grid) for encoding, grid in encodings), default=None)
-    if not isinstance(model, Backbone):
-        grids = (patch_grid(model, one) or (1, 1) for one in (trained_size(model), size))
-        changes += _timm_bias_changes(model, found.model, *grids)
+    if before is not None:
+        theirs, more = _changes(before.calls, found.trace.calls)
+        changes, unseen = _summed([*changes, *theirs]), [*unseen, *more]
     embed, unread = getattr(found.model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
     stages = tuple(_stages(found))
-    return SizeDiagnosis(size, "", found.resampled, changes, unseen, saturated, stages, unread, found.trace.attends)
+    most = max(unseen, default=None)
+    return SizeDiagnosis(size, "", found.resampled, changes, most, saturated, stages, unread, found.trace.attends)
 
 
 @torch.no_grad()
@@ -223,24 +255,56 @@ def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tup
     )
 
 
-@torch.no_grad()
-def _timm_bias_changes(before: nn.Module, after: nn.Module, old: Size, new: Size) -> tuple[BiasChange, ...]:
-    """Changes in timm's modules from `before` to `after`, one model at two sizes with patch grids `old` and `new` (h, w)."""
-    changes = []
-    for name, module in before.named_modules():
-        if isinstance(module, PositionEncoding):
+def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasChange], list[float]]:
+    """Changes of bias and rotation in the calls of one model from one size to another, and the share of unseen offsets.
+
+    The share is that of calls in which nothing changed, since there another offset reads what no pair has trained.
+    """
+    changes, unseen = [], []
+    for old, new in zip(before, after, strict=False):
+        if old.grid is None or new.grid is None or old.name != new.name:
             continue
-        other = after.get_submodule(name)
-        for pair in (
-            (coordinate_bias(module, module), coordinate_bias(module, other)),
-            (_timm_table(module), _timm_table(other)),
-        ):
-            if pair[0] is not None:
-                changes.append(BiasChange("bias", 1, _relative_change(*pair)))
-        if hasattr(module, "get_embed") and old != new:
-            angles = [_neighbors(_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
-            changes.append(BiasChange("rotation", 1, _angle_change(*angles)))
-    return _summed(changes)
+        tables = _bias_table(old), _bias_table(new)
+        found = []
+        if tables[0] is not None and tables[1] is not None:
+            found.append(BiasChange("bias", 1, _relative_change(*tables)))
+        if old.rotation and new.rotation:
+            angles = _angles(old), _angles(new)
+            if angles[0] is not None and angles[1] is not None:
+                found.append(BiasChange("rotation", 1, _angle_change(*angles)))
+        changes += found
+        if found and all(change.largest <= _ROUNDING for change in found):
+            native, at = (call.window or call.grid[:2] for call in (old, new))
+            trained = [(2 * min(n, m) - 1) / (2 * m - 1) for n, m in zip(native, at, strict=True)]
+            unseen.append(1 - trained[0] * trained[1])
+    return changes, unseen
+
+
+def _bias_table(call: Call) -> Tensor | None:
+    """Bias [2h-1, 2w-1, H] by offset of a call, NaN where a mask hides all pairs; None without a bias of windows or a grid."""
+    h, w = call.window or call.grid[:2]
+    if call.bias is None or call.bias.shape[-1] != h * w + call.grid.prefix or call.strided:
+        return None
+    bias = call.bias if call.visible is None else torch.where(call.visible, call.bias, torch.nan)
+    number = int(bias.isnan().sum((1, 2, 3)).argmin())
+    bias = bias[number][:, call.grid.prefix :, call.grid.prefix :].float()  # [H, N, N]
+    table = torch.full((len(bias), 2 * h - 1, 2 * w - 1), torch.nan, device=bias.device)
+    for y, x in ((0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)):  # the queries in the corners have every offset
+        seen = bias[:, y * w + x].view(-1, h, w).flip(1, 2)
+        part = table[:, y : y + h, x : x + w]
+        table[:, y : y + h, x : x + w] = torch.where(seen.isnan(), part, seen)
+    return table.movedim(0, -1)
+
+
+def _angles(call: Call) -> Tensor | None:
+    """The angles of `_neighbors` of a call, from the cosines and sines by which it multiplies; None if they are of no grid."""
+    grid = call.window or call.grid[:2]
+    parts = {rotates(part): part for part in call.rotation}
+    first = call.rotation[0]
+    sin, cos = (first.imag, first.real) if first.is_complex() else (parts.get(0.0), parts.get(1.0))
+    if sin is None or cos is None or cos.shape[-2] < grid[0] * grid[1] or sin.shape != cos.shape:
+        return None
+    return _neighbors([part[..., -grid[0] * grid[1] :, :].float() for part in (sin, cos)], grid)
 
 
 def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasChange]:
@@ -258,28 +322,11 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
         yield BiasChange("rotation", 1, _angle_change(*angles))
 
 
-def _timm_table(module: nn.Module) -> Tensor | None:
-    """The bias table [2h-1, 2w-1, H] of a module of timm; None if it has none."""
-    table = getattr(module, "relative_position_bias_table", None)
-    if not isinstance(table, Tensor):
-        return None
-    if table.dim() == 3:
-        return table.movedim(0, -1)
-    h, w = to_2tuple(module.window_size)
-    return table[: (2 * h - 1) * (2 * w - 1)].unflatten(0, (2 * h - 1, 2 * w - 1))
-
-
-def _rotation(rope: nn.Module, grid: Size) -> Tensor:
-    """Sines and cosines [..., h*w, 2D] of timm's rotary embedding on a grid."""
-    embed = rope.get_embed(shape=list(grid))
-    return embed if embed.shape[-2] == grid[0] * grid[1] else rope.get_embed()  # a module built for one grid ignores the shape
-
-
 def _relative_change(a: Tensor, b: Tensor) -> float:
     """Largest difference of two tables [..., 2h-1, 2w-1, D] at shared offsets, over the standard deviation of `a`."""
     old, new = shared_offsets(a, b)
-    change = (old - new).abs().max()
-    return float(change / a.std(correction=0)) if change > 0 else 0.0
+    change = (old - new).abs().nan_to_num().max()
+    return float(change / a[~a.isnan()].std(correction=0)) if change > 0 else 0.0
 
 
 def _neighbors(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
@@ -311,18 +358,31 @@ def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
 
 
 def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
-    blocks = found.trace.blocks
-    shifts = any(any(block.shift or ()) for block in blocks)
+    calls = [call for call in found.trace.calls if call.grid is not None]
+    shifts = any(any(call.shift) for call in calls)
     for line in found.windows:
         kind = line.grid, line.window, line.strided
-        alike = [block for block in blocks if (block.grid, block.window, block.strided) == kind]
+        alike = [call for call in calls if (call.grid[:2], call.window, call.strided) == kind]
         several = any(s == 0 and n > m for s, n, m in zip(line.shift, line.grid, line.window or line.grid, strict=True))
-        frozen = shifts and len(alike) > 1 and alike[0].shift is not None and several
-        leaks = leaks_by_block(alike)
+        leaks = {call.name: leak for call in _different(alike) if (leak := find_leaks(call)) is not None}
         # if none leaks, the last: shifted
         name = max(reversed(leaks), key=lambda name: int(leaks[name].across.sum()), default=alike[0].name)
         padded = max((float(other.padding.float().mean()) for other in leaks.values()), default=0.0)
-        yield StageDiagnosis(name, line, leaks.get(name), padded, frozen)
+        yield StageDiagnosis(name, line, leaks.get(name), padded, shifts and len(alike) > 1 and several and not line.strided)
+
+
+def _different(calls: Sequence[Call]) -> list[Call]:
+    """The first call of each kind of slots and masks."""
+    kinds: list[Call] = []
+    for call in calls:
+        for other in kinds:
+            masks = call.visible, other.visible
+            same = masks[0] is masks[1] or (None not in masks and torch.equal(*(mask.any(1) for mask in masks)))
+            if torch.equal(call.tokens, other.tokens) and same:
+                break
+        else:
+            kinds.append(call)
+    return kinds
 
 
 def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
@@ -372,7 +432,7 @@ def _across(line: SizeDiagnosis) -> str:
         return ""
     named = zip(("rows", "columns"), (worst.leaks.rows, worst.leaks.columns), worst.windows.grid, strict=True)
     lines = "; ".join(f"{name} {_runs(leaking)} of {n}" for name, leaking, n in named if leaking)
-    return f"{_percent(worst.leaking)} of stage {number}, in {worst.block}: {lines}"
+    return f"{_percent(worst.leaking)} of stage {number}, in {worst.layer}: {lines}"
 
 
 def _padded(line: SizeDiagnosis) -> str:

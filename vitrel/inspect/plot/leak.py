@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.diagnose import Diagnosis, StageDiagnosis
-from vitrel.inspect.footprint import Leaks
+from vitrel.inspect.leaks import Leaks
 
 # Okabe and Ito's colors, which remain distinct in common color blindness
 _COLORS = ("#e8e8e8", "#d55e00", "#56b4e9", "#000000")
@@ -43,7 +43,7 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
         seen = leaks.sees.clone()
         seen[leaks.token] = 3
         _draw(
-            right, seen, _SEEN, f"tokens attended by the one at row {leaks.token[0]}, column {leaks.token[1]}\nin {stage.block}"
+            right, seen, _SEEN, f"tokens attended by the one at row {leaks.token[0]}, column {leaks.token[1]}\nin {stage.layer}"
         )
     for panel, colors, meaning in zip(axes[-1], (_COLORS, _SEEN), (_MEANING, _SEEN_MEANING), strict=True):
         handles = [Patch(facecolor=color, edgecolor="#999999") for color in colors]

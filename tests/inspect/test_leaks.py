@@ -1,4 +1,4 @@
-"""Footprints against windows written out as loops: timm's that roll before they pad, and ours that pad before they shift."""
+"""Leaks against windows written out as loops: timm's that roll before they pad, and ours that pad before they shift."""
 
 import itertools
 
@@ -6,30 +6,43 @@ import pytest
 import torch
 from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+from torch import nn
 
 import vitrel
-from vitrel.inspect.any_model import TracedBlock
-from vitrel.inspect.footprint import can_run_alone, find_leaks, footprints
+from vitrel.inspect.any_model import trace
+from vitrel.inspect.leaks import find_leaks
 from vitrel.layers import Attention, Block
-from vitrel.ops.window import windows
 
 LEAKING = [8, 9, 11, 12, 13]  # rows of a grid on which window 7, shift 3 lets opposite borders meet
 SOUND = [7, 10, 14]
 
 
-def traced(module, grid, window, shift, dim=8):
-    return TracedBlock("block", module, grid, (1, *grid, dim), "NHWC", window, shift, ())
+class Alone(nn.Module):
+    """A block in a model whose tokens are pixels of 8 channels."""
+
+    in_chans = 8
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, image):
+        x = image.permute(0, 2, 3, 1)
+        return self.block(x, vitrel.Grid(*x.shape[1:3])) if isinstance(self.block, Block) else self.block(x)
+
+
+def call_of(block, grid):
+    (call,) = trace(Alone(block), grid).calls
+    return call
 
 
 def timm_block(grid, window=(7, 7), shift=(3, 3), kind=SwinTransformerBlock):
-    block = kind(8, grid, num_heads=2, window_size=window, shift_size=shift, always_partition=True)
-    return traced(block, grid, window, shift)
+    return kind(8, grid, num_heads=2, window_size=window, shift_size=shift, always_partition=True)
 
 
-def our_block(grid, window=(7, 7), shift=(3, 3), position="table", cosine=False):
+def our_block(window=(7, 7), shift=(3, 3), position="table", cosine=False):
     attention = Attention(8, 2, window, shift, cosine=cosine)
-    encoding = vitrel.create_position(position, vitrel.Grid(*window), 2, 4)
-    return traced(Block(8, attention, encoding, post_norm=cosine), grid, window, shift)
+    return Block(8, attention, vitrel.create_position(position, vitrel.Grid(*window), 2, 4), post_norm=cosine)
 
 
 def timm_axis(n, window, shift):
@@ -75,9 +88,9 @@ def wrapped(truth, shift, axis):
     ids=str,
 )
 def test_what_timm_sees(grid, window, shift, kind):
-    """Rows, columns and padding, found from the diagonals alone, are those of the loops over all tokens."""
+    """Rows, columns and padding are those of the loops over all tokens."""
     sees, padding = timm_truth(grid, window, shift)
-    leaks = find_leaks(timm_block(grid, window, shift, kind))
+    leaks = find_leaks(call_of(timm_block(grid, window, shift, kind), grid))
     for axis, rows in enumerate((leaks.rows, leaks.columns)):
         assert rows == tuple(sorted({a for a, _ in wrapped(sees, shift, axis)}))
     leaking = {q for q, keys in sees.items() if any((q[i] < shift[i]) != (k[i] < shift[i]) for k in keys for i in (0, 1))}
@@ -86,16 +99,9 @@ def test_what_timm_sees(grid, window, shift, kind):
 
 
 def test_the_grids_on_which_opposite_borders_meet():
-    found = {n: find_leaks(timm_block((n, 14))).rows for n in range(7, 15)}
+    found = {n: find_leaks(call_of(timm_block((n, 14)), (n, 14))).rows for n in range(7, 15)}
     assert [n for n, rows in found.items() if rows] == LEAKING
     assert found[12] == (0, 1, 10, 11)
-
-
-@pytest.mark.parametrize("query", [(0, 0), (11, 4), (5, 19)])
-def test_a_footprint_is_all_that_a_token_sees(query):
-    grid, window, shift = (12, 20), (7, 7), (3, 3)
-    expected = timm_truth(grid, window, shift)[0][query]
-    assert {tuple(at) for at in footprints(timm_block(grid), [query])[0].nonzero().tolist()} == expected
 
 
 def our_truth(grid, window, shift):
@@ -106,86 +112,94 @@ def our_truth(grid, window, shift):
     return {q: {k for k in tokens if place[k] == place[q]} for q in tokens}
 
 
+def seen_by(call):
+    """{(y, x): set of tokens that the token there sees}."""
+    w, found = call.grid.w, {}
+    visible = torch.ones(call.tokens.shape + call.tokens.shape[1:]).bool() if call.visible is None else call.visible.any(1)
+    for tokens, pairs in zip(call.tokens.tolist(), visible, strict=True):
+        for slot, token in enumerate(tokens):
+            if token >= 0:
+                keys = {tokens[key] for key in pairs[slot].nonzero().flatten().tolist() if tokens[key] >= 0}
+                found[divmod(token, w)] = {divmod(key, w) for key in keys}
+    return found
+
+
+@pytest.mark.parametrize("grid", [(12, 20), (9, 26), (14, 7)])
+def test_all_that_a_token_sees(grid):
+    assert seen_by(call_of(timm_block(grid), grid)) == timm_truth(grid, (7, 7), (3, 3))[0]
+
+
 @pytest.mark.parametrize("position", ["table", "shaw", "rope_mixed"])
 @pytest.mark.parametrize("grid", [(8, 11), (12, 20), (5, 9), (24, 7)], ids=str)
 def test_what_ours_sees(grid, position):
-    block = our_block(grid, position=position)
-    leaks = find_leaks(block)
+    call = call_of(our_block(position=position), grid)
+    leaks = find_leaks(call)
     assert not leaks.across.any() and not leaks.padding.any()
-    queries = list(our_truth(grid, (7, 7), (3, 3)).items())[:: 7 if grid[0] < 20 else 29]
-    for (_, keys), seen in zip(queries, footprints(block, [query for query, _ in queries]), strict=True):
-        assert {tuple(at) for at in seen.nonzero().tolist()} == keys
+    assert seen_by(call) == our_truth(grid, (7, 7), (3, 3))
 
 
 def test_cosine_attention_of_ours():
-    leaks = find_leaks(our_block((12, 20), position="cpb", cosine=True))
+    leaks = find_leaks(call_of(our_block(position="cpb", cosine=True), (12, 20)))
     assert not leaks.across.any() and not leaks.padding.any()
 
 
 def test_a_mask_that_is_missing_is_seen():
     """The same block on a grid that windows divide leaks as soon as its mask is gone."""
     block = timm_block((14, 21))
-    assert not find_leaks(block).across.any()
-    block.module.attn_mask.zero_()
-    leaks = find_leaks(block)
+    assert not find_leaks(call_of(block, (14, 21))).across.any()
+    block.attn_mask.zero_()
+    leaks = find_leaks(call_of(block, (14, 21)))
     assert leaks.rows == (0, 1, 2, 10, 11, 12, 13)
     assert not leaks.padding.any()
 
 
 def test_a_mask_of_ours_that_is_missing_is_seen(monkeypatch):
-    """Everything visible in every window: opposite borders meet, and padding is attended to."""
-
-    def all_visible(*args):
-        layout = windows(*args)
-        return layout._replace(visible=torch.ones_like(layout.visible))
-
+    """In what the operators do, not in the layout that they should follow."""
     monkeypatch.setattr("vitrel.ops.sdpa.window_mask", lambda *args: None)
-    monkeypatch.setattr("vitrel.inspect.footprint.windows", all_visible)
-    leaks = find_leaks(our_block((14, 20)))
-    assert leaks.rows == (0, 1, 2, 10, 11, 12, 13) and leaks.padding.any()
+    assert find_leaks(call_of(our_block(), (14, 21))).rows == (0, 1, 2, 10, 11, 12, 13)
+
+
+class Other(nn.Module):
+    """The same block behind channels first, and on tokens in a row."""
+
+    in_chans = 8
+
+    def __init__(self, block, flat):
+        super().__init__()
+        self.block, self.flat = block, flat
+
+    def forward(self, image):
+        x = image.flatten(2).mT.unflatten(1, image.shape[2:]) if self.flat else image.permute(0, 2, 3, 1)
+        return self.block(x).permute(0, 3, 1, 2)
 
 
 def test_layouts():
-    """The same block behind channels first, and on tokens in a row."""
-
-    class First(torch.nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, x, size=None):
-            if x.dim() == 3:
-                return self.block(x.unflatten(1, size)).flatten(1, 2)
-            return self.block(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
     block = timm_block((12, 9))
-    plain = find_leaks(block)
-    first = find_leaks(block._replace(module=First(block.module), shape=(1, 8, 12, 9), layout="NCHW"))
-    flat = find_leaks(block._replace(module=First(block.module), shape=(1, 108, 8), layout="NLC", arguments=((12, 9),)))
-    for other in (first, flat):
+    plain = find_leaks(call_of(block, (12, 9)))
+    for flat in (False, True):
+        (call,) = trace(Other(block, flat), (12, 9)).calls
+        other = find_leaks(call)
         assert (other.rows, other.columns) == (plain.rows, plain.columns) and torch.equal(other.padding, plain.padding)
         assert torch.equal(other.sees, plain.sees)
 
 
 def test_the_token_that_sees_most_across():
-    leaks = find_leaks(timm_block((12, 14)))
+    leaks = find_leaks(call_of(timm_block((12, 14)), (12, 14)))
     assert leaks.token[0] in leaks.rows and (leaks.sees == 2).any() and leaks.sees[leaks.token] == 1
 
 
-def test_blocks_that_cannot_run_alone():
-    block = timm_block((12, 14))
-    assert can_run_alone(block) and can_run_alone(our_block((8, 8))._replace(arguments=None))
-    assert not can_run_alone(block._replace(arguments=None)) and not can_run_alone(block._replace(window=None))
-    block.module.partition_block = False
-    assert block.strided and not can_run_alone(block)
+def test_attention_without_windows_of_neighbors():
+    call = call_of(timm_block((14, 14)), (14, 14))
+    assert find_leaks(call._replace(window=None)) is None and find_leaks(call._replace(strided=True)) is None
+    assert find_leaks(call._replace(grid=None)) is None
 
 
 def test_the_block_stays_as_it_was():
     block = timm_block((8, 9))
-    before = {name: value.clone() for name, value in block.module.state_dict().items()}
+    before = {name: value.clone() for name, value in block.state_dict().items()}
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    find_leaks(block)
-    assert all(torch.equal(value, before[name]) for name, value in block.module.state_dict().items())
-    assert all(parameter.requires_grad for parameter in block.module.parameters()) and block.module.training
+    find_leaks(call_of(block, (8, 9)))
+    assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
+    assert all(parameter.requires_grad for parameter in block.parameters()) and block.training
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,88 @@
+"""Leaks of windowed attention: tokens that see the opposite border of the image, and tokens that attend to padding.
+
+A window is a run of neighboring rows and columns, so the rows (columns) that a token sees must be one run that includes its
+own. Where there is a gap, the token sees the opposite border of the image. Which tokens see which follows from the slots of
+windows and from masks (`vitrel.inspect.any_model.trace`), not from weights.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.common.sizes import Size
+from vitrel.inspect.any_model import Call, trace
+
+
+class Leaks(NamedTuple):
+    """Tokens and padding outside its window that a token of a windowed layer sees, on the layer's grid [h, w]."""
+
+    rows: tuple[int, ...]  # rows whose tokens see the opposite border
+    columns: tuple[int, ...]
+    padding: Tensor  # [h, w] bool: tokens that attend to padding
+    token: tuple[int, int]  # (row, column) of the token on the diagonal that sees most across a border, or the first
+    sees: Tensor  # [h, w]: 0 not seen by that token, 1 seen, 2 seen across a border
+
+    @property
+    def across(self) -> Tensor:
+        """[h, w] bool: tokens that see across a border."""
+        h, w = self.padding.shape
+        rows, columns = torch.zeros(h, 1, dtype=torch.bool), torch.zeros(1, w, dtype=torch.bool)
+        rows[list(self.rows)], columns[:, list(self.columns)] = True, True
+        return rows | columns
+
+
+def border_leak(model: nn.Module, size: Size) -> float | None:
+    """Share of tokens that see across a border at images of `size` (h, w) pixels, in the layer where it is largest.
+
+    None if no layer has windows of neighbors. The share depends on the geometry alone, not on the weights. Raises what forward
+    raises if the model does not take the size.
+    """
+    leaks = [leak for call in trace(model, size).calls if (leak := find_leaks(call)) is not None]
+    return max((float(leak.across.float().mean()) for leak in leaks), default=None)
+
+
+def find_leaks(call: Call) -> Leaks | None:
+    """Find the tokens that see across a border or attend to padding; None where attention is global or windows are strided."""
+    if call.grid is None or call.window is None or call.strided:
+        return None
+    (h, w), tokens = call.grid[:2], call.tokens.cpu()  # [W, N]
+    real = tokens >= 0
+    sees = real[:, :, None].expand(-1, -1, tokens.shape[1])  # [W, N, N] what the token in each slot sees
+    sees = sees if call.visible is None else sees & call.visible.any(1).cpu()
+    slot = tokens[real]  # [h*w] the token of each slot that holds one
+
+    def seen(at: Tensor, n: int) -> Tensor:
+        """[h*w, n] bool: whether each token sees some key at each index along an axis."""
+        keys = (at[..., None] == torch.arange(n)) & real[..., None]  # [W, N, n]
+        found = torch.empty(h * w, n, dtype=torch.bool)
+        found[slot] = (sees.float() @ keys.float() > 0)[real]
+        return found
+
+    y, x = torch.arange(h * w) // w, torch.arange(h * w) % w
+    down, right = _beyond_gap(seen(tokens // w, h), y), _beyond_gap(seen(tokens % w, w), x)  # [h*w, h], [h*w, w]
+    padding = torch.empty(h * w, dtype=torch.bool)
+    padding[slot] = (sees & ~real[:, None]).any(2)[real]
+    count = torch.zeros(h * w, dtype=torch.long)
+    keys = sees & real[:, None]
+    wide = down[tokens.clamp(min=0)].gather(2, (tokens // w).clamp(min=0)[:, None].expand_as(keys))
+    high = right[tokens.clamp(min=0)].gather(2, (tokens % w).clamp(min=0)[:, None].expand_as(keys))
+    across = keys & (wide | high)  # [W, N, N]
+    count[slot] = across.sum(2)[real]
+    diagonal = torch.arange(max(h, w)) % h * w + torch.arange(max(h, w)) % w
+    token = int(diagonal[count[diagonal].argmax()])
+    window, number = ((tokens == token).nonzero()[0]).tolist()
+    shown = torch.zeros(h * w, dtype=torch.int32)
+    held = real[window]
+    shown[tokens[window][held]] = (keys[window, number].int() + across[window, number].int())[held]
+    rows, columns = (tuple(at[beyond.any(1)].unique().tolist()) for at, beyond in ((y, down), (x, right)))
+    return Leaks(rows, columns, padding.view(h, w), (token // w, token % w), shown.view(h, w))
+
+
+def _beyond_gap(sees: Tensor, at: Tensor) -> Tensor:
+    """[T, n] bool: what each token sees of [T, n], but not joined to its own index `at` [T] by an unbroken run of seen ones."""
+    index = torch.arange(sees.shape[1])
+    unseen, own = ~sees, at[:, None]
+    first = torch.where(unseen & (index < own), index + 1, 0).amax(1, keepdim=True)
+    last = torch.where(unseen & (index > own), index, sees.shape[1]).amin(1, keepdim=True)
+    return sees & ((index < first) | (index >= last))

@@ -1,0 +1,758 @@
+"""The one place that looks at a model: `run` passes images through it once and sees every attention in it.
+
+The pass runs under a dispatch mode that sees PyTorch's own operators, so no class of any library is known or changed, and
+attention is computed by its definition (a product, a softmax), not by a fused kernel; FlexAttention is one operator, whose
+logits are computed beside it. vitrel's own attention is seen by a hook, since its terms say which scale is of position.
+
+Three things are followed beside the values:
+
+places: the pixel at which the patch of each token begins, through every operator that moves values (views, rolls, padding,
+    windows). So the grid, the windows and their slots are known, whatever order tokens have.
+plain: queries, keys and logits without position. The cosines that queries and keys are multiplied by become 1, the sines 0, and
+    what is added to the product of queries and keys is left out, except for pairs that a mask hides.
+bias: what is added to the product, without the product.
+
+With an image of `blank`, what depends on the image has a shape but no values, and what does not (biases, masks, rotations,
+interpolated embeddings) is computed, so a pass costs little at any size.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vitrel.common.modules import evaluating
+from vitrel.layers import Attention as OwnAttention
+
+HIDDEN = -80.0  # logits so far below the largest of their query are a mask: -100 in Swin V2, whose biases are 0 to 16
+_SOFTMAX = {"_softmax", "_safe_softmax", "softmax"}
+_LINEAR = {"addmm", "mm", "convolution", "linear"}
+_PRODUCT = {"bmm", "baddbmm", "matmul"}
+_SUM = {"add", "add_", "sub", "sub_"}
+_INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
+_SAME = {"clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "dropout", "native_dropout"}
+_VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
+_MOVES = {
+    "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "split", "split_with_sizes", "unbind",
+    "cat", "stack", "roll", "flip", "constant_pad_nd", "index", "index_select", "unfold", "repeat", "as_strided", "narrow",
+    "pixel_shuffle", "pixel_unshuffle", "gather", "unsafe_split", "take_along_dim",
+}  # fmt: skip
+
+
+class _Product(NamedTuple):
+    """A product of two tensors, of queries and keys if both depend on the image."""
+
+    number: int  # in the pass
+    left: Tensor  # [..., Q, D]
+    right: Tensor  # [..., D, K]
+    both: bool
+
+
+@dataclass(slots=True)
+class _Trail:
+    """What is known of a tensor that depends on the image."""
+
+    linears: frozenset[int] = frozenset()  # numbers of the linear layers that it is made of
+    products: tuple[_Product, ...] = ()  # that it is made of
+    entered: frozenset[str] = frozenset()  # parameters that entered since the linear layers
+    rotation: tuple[Tensor, ...] = ()  # cosines and sines that it was multiplied by
+    plain: Tensor | None = None  # the same without position; None: position did not enter
+    bias: Tensor | None = None  # what was added to the product; None: nothing
+    place: Tensor | None = None  # of its shape: the pixel (row times width plus column) of its token, -1 for none
+    parents: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Attention:
+    """One softmax over tokens: leading dimensions are flattened, with the batch as the slowest of them."""
+
+    where: str  # path of the module that calls it
+    logits: Tensor  # [B*L, Q, K] input of the softmax; L: windows times heads
+    product: int  # number of the product of queries and keys in the pass
+    query: Tensor  # [B*L, Q, D] operand of the product
+    key: Tensor  # [B*L, K, D]
+    linears: frozenset[int]  # numbers of the linear layers that query and key are made of
+    before: tuple[list[Tensor], list[Tensor]] = field(
+        default_factory=lambda: ([], [])
+    )  # what query and key may be rotated from
+    plain: Tensor | None = None  # [B*L, Q, K] logits without position, -inf where masked; None: position adds nothing
+    bias: Tensor | None = None  # [L, Q, K] what is added to the product of the first image, masks included; None: nothing
+    rotation: tuple[Tensor, ...] = ()  # cosines and sines [..., N, D] that queries and keys are multiplied by
+    entered: frozenset[str] = frozenset()  # names of the parameters that enter between the linear layers and the softmax
+    places: tuple[Tensor, Tensor] | None = None  # [L, Q], [L, K] pixel of each query and key of an image, -1 for none
+
+
+@dataclass
+class Added:
+    """A tensor that does not depend on the image, added to tokens before the first attention."""
+
+    where: str
+    tokens: Tensor  # what it is added to, [B, ..., C]
+    position: Tensor  # as it was added
+
+
+@dataclass
+class Pass:
+    """What one forward pass did, in its order."""
+
+    attentions: list[Attention] = field(default_factory=list)
+    added: list[Added] = field(default_factory=list)
+    softmaxes: int = 0  # of what depends on the image, attention or not
+    resampled: dict[str, int] = field(default_factory=dict)  # {parameter's leaf name and policy: number of values interpolated}
+    output: Any = None
+
+
+class Replace(NamedTuple):
+    """What a pass replaces, by the numbers that a plain pass found."""
+
+    products: frozenset[int] = frozenset()  # by zeros
+    linears: frozenset[int] = frozenset()  # by rows that are the same for every token (and image)
+    content: int = 0  # seed of those rows
+    softmax: bool = False  # by zeros
+
+
+class _EnoughError(Exception):
+    """Raised to end a pass after its last attention of interest."""
+
+
+class _Blank(Tensor):
+    """A tensor with a shape and a device, but no values; operators give others like it."""
+
+    shape_only: Tensor  # on the meta device
+
+    @staticmethod
+    def __new__(cls, shape: Tensor, device: torch.device) -> "_Blank":
+        how = dict(strides=shape.stride(), storage_offset=shape.storage_offset(), dtype=shape.dtype, device=device)
+        return Tensor._make_wrapper_subclass(cls, shape.size(), **how)
+
+    def __init__(self, shape: Tensor, device: torch.device) -> None:
+        self.shape_only = shape
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"blank({list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, _base(func)
+        if name == "_fused_sdp_choice":
+            return SDPBackend.MATH.value
+        given = [value for value in _tensors((args, kwargs)) if isinstance(value, cls)]
+        device = given[0].device
+        if name.startswith("new_") or name.endswith("_like"):  # values that follow from the shape
+            real = torch.empty(1, dtype=given[0].dtype, device=device).expand(given[0].shape)
+            return func(real, *args[1:], **kwargs)
+        known = {id(value.shape_only): value for value in given}
+
+        def shape(value: Any) -> Any:
+            if isinstance(value, cls):
+                return value.shape_only
+            return value.to("meta") if isinstance(value, Tensor) else value
+
+        inner_args, inner = tree_map(shape, args), tree_map(shape, kwargs)
+        if inner.get("device") is not None:
+            inner["device"] = torch.device("meta")
+        out = func(*inner_args, **inner)
+        if name.endswith("_") and not isinstance(args[0], cls):  # written into a tensor with values
+            return args[0]
+
+        def wrapped(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return known[id(value)] if id(value) in known else cls(value, device)
+
+        return tree_map(wrapped, out)
+
+
+def blank(model: nn.Module, size: tuple[int, int], channels: int) -> Tensor:
+    """An image [1, channels, h, w] without values, of the dtype and device of the model."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    return _Blank(torch.empty(1, channels, *size, dtype=like.dtype, device="meta"), like.device)
+
+
+def run(
+    call: Callable[[Tensor], Any],
+    model: nn.Module,
+    images: Tensor,
+    replace: Replace = Replace(),
+    last: int | None = None,
+    use: Callable[[Attention], None] | None = None,
+    follow: bool = False,
+    plain: bool = False,
+    own: Callable[[str, OwnAttention, Tensor, tuple], None] | None = None,
+) -> Pass:
+    """Run `call(images)`, which runs `model` uncompiled, and return what its attention did. Raises what the model raises.
+
+    Args:
+        images: [B, C, height, width], or of `blank`.
+        replace: by default nothing.
+        last: number of the attention after which the pass ends.
+        use: called with each attention as it runs; nothing is stored then.
+        follow: follow places and biases.
+        plain: follow queries, keys and logits without position.
+        own: called after each attention of vitrel with its name, module, projected tokens and the arguments after the tokens;
+            it is not among `attentions` then.
+    """
+    with ExitStack() as stack:
+        mode = _Recorder(model, images, replace, last, use, follow, plain)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which is one operator
+        for hook in (*_named(model, mode.stack), *(() if own is None else _own_hooks(model, mode, own))):
+            stack.callback(hook.remove)
+        stack.enter_context(suppress(_EnoughError))
+        # Not inference mode: a tensor that a model caches here could not be used in training afterwards.
+        for context in (torch.inference_mode(False), evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH)):
+            stack.enter_context(context)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(mode)
+        mode.found.output = call(images)
+    return mode.found
+
+
+def constant(plain: Pass, content: int) -> Replace:
+    """The replacements of a `constant` pass, from a plain pass of the same model at the same size.
+
+    The outputs of the linear layers that queries and keys are made of become the same rows for every token, and the products
+    of queries and keys zeros, so that what differs between tokens is position.
+
+    Args:
+        content: a seed.
+    """
+    products = frozenset(attention.product for attention in plain.attentions)
+    return Replace(products, frozenset(number for attention in plain.attentions for number in attention.linears), content)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first floating-point tensor in what a model returns: a tensor, tuple, dictionary or an output of transformers."""
+    if isinstance(output, Tensor):
+        return output
+    values = [output[name] for name in ("logits", "last_hidden_state") if hasattr(output, "keys") and name in output]
+    for value in [*values, *tree_leaves(dict(output) if hasattr(output, "keys") else output)]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise ValueError(f"the model returns no tensor, but {type(output).__name__}: wrap it in a module that returns one")
+
+
+def _named(model: nn.Module, stack: list[str]) -> Iterator[RemovableHandle]:
+    """Hooks that keep the path of the running module at the end of `stack`; nn.Softmax belongs to what calls it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Softmax):
+            continue
+        yield module.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
+        yield module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
+
+
+def _own_hooks(
+    model: nn.Module, mode: "_Recorder", use: Callable[[str, OwnAttention, Tensor, tuple], None]
+) -> Iterator[RemovableHandle]:
+    for name, module in model.named_modules():
+        if isinstance(module, OwnAttention):
+            projected: list[Tensor] = []  # output of the linear layer, [..., 3C]
+
+            def enter(*_: Any) -> None:
+                mode.inside_own += 1
+
+            def leave(
+                m: OwnAttention, args: tuple, kwargs: dict[str, Any], out: Tensor, name: str = name, qkv: list = projected
+            ) -> None:
+                with mode.paused():
+                    use(name, m, qkv.pop(), (*args[1:], *kwargs.values()))
+
+            def left(*_: Any) -> None:
+                mode.inside_own -= 1
+
+            yield module.register_forward_pre_hook(enter)
+            yield module.qkv.register_forward_hook(lambda _, args, out, qkv=projected: qkv.append(out))
+            yield module.register_forward_hook(leave, with_kwargs=True)
+            yield module.register_forward_hook(left, always_call=True)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator, and follows values from linear layers to products and from products to softmax."""
+
+    supports_higher_order_operators = True  # FlexAttention
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        replace: Replace,
+        last: int | None,
+        use: Callable[[Attention], None] | None,
+        follow: bool,
+        plain: bool,
+    ):
+        super().__init__()
+        self.found, self.stack, self.inside_own = Pass(), [""], 0
+        self._replace, self._last, self._follows, self._plain = replace, last, follow, plain
+        self._use = self.found.attentions.append if use is None else use
+        self._batch = len(images)
+        self._trail = WeakTensorKeyDictionary()
+        self._origin: Any = WeakTensorKeyDictionary()  # name of the parameter that a tensor is made of
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            self._origin[value] = name
+        self._linears, self._products, self._softmaxes = 0, 0, 0
+        self._off = False
+        h, w = images.shape[-2:]
+        place = torch.arange(h * w, dtype=torch.int32).view(1, 1, h, w).expand(images.shape) if follow else None
+        self._trail[images] = _Trail(place=place)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which operators are not seen."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._off:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "flex_attention" and not hasattr(func, "overloadpacket"):
+            return self._flex(func, args, kwargs)
+        name, read = _base(func), _tensors((args, kwargs))
+        image = [value for value in read if value in self._trail]
+        if not image:
+            out = func(*args, **kwargs)
+            self._note_origin(func.__name__, args, read, out)
+            return out
+        if name in ("add", "add_") and not self._softmaxes and len(read) == 2:
+            self._note_added(read)
+        self.found.softmaxes += name in _SOFTMAX
+        if name in _SOFTMAX and any(product.both for product in self._trail[args[0]].products):
+            self._note_attention(args[0])
+        plain = bias = None
+        factor = None if self.inside_own else self._factor(name, read)
+        if not self.inside_own:
+            bias = self._bias(func, name, args, kwargs) if self._follows else None
+            plain = self._without_position(func, name, args, kwargs, image) if self._plain and factor is None else None
+        out = func(*args, **kwargs)
+        if self._plain and factor is not None:
+            x = self._trail[image[0]].plain
+            plain = (image[0] if x is None else x).expand_as(out) * rotates(factor)
+        self._follow(func, name, args, kwargs, image, out, (plain, bias), factor)
+        if name in _LINEAR and self._linears - 1 in self._replace.linears:
+            seed = 1000 * self._replace.content + self._linears
+            out.copy_(_same_rows(out, seed, channels=1 if name == "convolution" else -1))
+        if name in _PRODUCT and self._products - 1 in self._replace.products:
+            out.zero_()
+        if name in _SOFTMAX and self._replace.softmax:
+            out.zero_()
+        return out
+
+    def _follow(
+        self,
+        func: Any,
+        name: str,
+        args: tuple,
+        kwargs: dict,
+        image: list[Tensor],
+        out: Any,
+        beside: tuple[Any, Any],
+        factor: Tensor | None,
+    ) -> None:
+        """Note what is known of the outputs of an operator.
+
+        Args:
+            beside: the outputs without position, and of biases alone; None for nothing.
+            factor: cosines or sines by which the operator multiplies.
+        """
+        trails, made = [self._trail[value] for value in image], _tensors(out)
+        trail = _Trail()
+        if name in _LINEAR:
+            trail.linears, self._linears = frozenset({self._linears}), self._linears + 1
+        elif name not in _SOFTMAX:
+            others = [v for v in _tensors((args, kwargs)) if v not in self._trail and v in self._origin]
+            if name in _SUM and not any(t.products for t in trails):  # of linear layers
+                others = [v for v in others if v.dim() > 1]
+            names = {self._origin[v] for v in others}
+            trail.entered = frozenset(names).union(*(t.entered for t in trails))
+            factors = (*(r for t in trails for r in t.rotation), *(() if factor is None else (factor,)))
+            trail.rotation = tuple({id(r): r for r in factors}.values())
+        if name in _PRODUCT:
+            left, right = args[-2:]
+            both = left in self._trail and right in self._trail
+            trail.products, self._products = (_Product(self._products, left, right, both),), self._products + 1
+        elif name not in _SOFTMAX and name not in _LINEAR:
+            trail.linears = frozenset().union(*(t.linears for t in trails))
+            trail.products = tuple({p.number: p for t in trails for p in t.products}.values())
+            trail.parents = tuple(image) if self._replace.linears else ()
+        empty: list = [None] * len(made)
+        plains, biases = (_tensors(part) or empty for part in beside)
+        places = self._places(func, name, args, kwargs, image, made) if self._follows else empty
+        for value, plain, bias, place in zip(made, plains, biases, places, strict=True):
+            self._trail[value] = replace(trail, plain=plain, bias=bias, place=place)
+
+    def _factor(self, name: str, read: list[Tensor]) -> Tensor | None:
+        """The cosines or sines of positions by which queries or keys are multiplied; None for another operator."""
+        if name != "mul" or len(read) != 2 or (read[0] in self._trail) == (read[1] in self._trail):
+            return None
+        x, factor = read if read[0] in self._trail else read[::-1]
+        trail = self._trail[x]
+        return factor if trail.linears and not trail.products and rotates(factor) is not None else None
+
+    # What position adds
+
+    def _without_position(self, func: Any, name: str, args: tuple, kwargs: dict, image: list[Tensor]) -> Any:
+        """The output of an operator without position, or None if position has no part in it."""
+        if name in _SOFTMAX:
+            return None
+        trails = {id(value): self._trail[value] for value in image}
+        logits = [value for value in image if any(product.both for product in trails[id(value)].products)]
+        if name in _SUM and logits and len(args) == 2 and isinstance(args[1], Tensor):
+            main = next((v for v in args if v is logits[0]), args[0])
+            other = args[1] if main is args[0] else args[0]
+            if all(other is not value for value in logits):
+                alone = trails[id(main)].plain
+                alone = main.clone() if alone is None else alone
+                return _hide(alone, other)
+        if name == "baddbmm":
+            args = (torch.zeros_like(args[0]), *args[1:])
+        elif not any(t.plain is not None for t in trails.values()):
+            return None
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, Tensor) and id(value) in trails and trails[id(value)].plain is not None:
+                return trails[id(value)].plain
+            return value
+
+        if name.endswith("_") and trails.get(id(args[0])) is not None and trails[id(args[0])].plain is None:
+            args = (args[0].clone(), *args[1:])
+        return func(*tree_map(swap, args), **tree_map(swap, kwargs))
+
+    def _bias(self, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+        """What the output of an operator has of values that are added to a product; None for nothing."""
+        image = [value for value in _tensors((args, kwargs)) if value in self._trail]
+        products = [product.both for value in image for product in self._trail[value].products]
+        if name in _SOFTMAX or name in _PRODUCT or not any(products):
+            return None
+        unknown = [value for value in image if self._trail[value].bias is None]
+        if name in _SUM or name in ("masked_fill", "masked_fill_", "where"):
+            shape = torch.broadcast_shapes(*(value.shape for value in _tensors(args)))
+
+            def known(value: Any) -> Any:  # zeros for the product, and for what else depends on the image
+                if not isinstance(value, Tensor) or value not in self._trail:
+                    return value
+                bias = self._trail[value].bias
+                return value.new_zeros(()).expand(shape) if bias is None else bias
+
+            if name in _SUM and len(unknown) == len(_tensors(args)):
+                return None
+            return getattr(torch.ops.aten, name.removesuffix("_"))(*tree_map(known, args), **kwargs)
+        if unknown:
+            return None
+        swapped = tree_map(lambda v: self._trail[v].bias if isinstance(v, Tensor) and v in self._trail else v, (args, kwargs))
+        if name in _VIEWS:
+            return swapped[0][0].reshape(args[1])
+        return func(*swapped[0], **swapped[1])
+
+    def _flex(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Note the logits of FlexAttention: score_mod of the products of all pairs that mask_mod lets see each other."""
+        query, key, value, score_mod, block_mask, scale = args[:6]
+        extra, mask_extra = args[7:9] if len(args) >= 9 else ((), ())
+        trails = [self._trail.get(part) or _Trail() for part in (query, key)]
+        shape = (*query.shape[:3], key.shape[2])
+        index = [
+            part.flatten() for part in torch.meshgrid(*(torch.arange(n, device=query.device) for n in shape), indexing="ij")
+        ]
+
+        def products(q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * scale
+
+        def modified(scores: Tensor) -> Tensor:
+            found = torch.vmap(lambda s, b, h, q, k: score_mod(s, b, h, q, k, *extra))(scores.flatten(), *index)
+            return found.view(shape).masked_fill(~seen, -math.inf)
+
+        seen = torch.vmap(lambda b, h, q, k: block_mask[-1](b, h, q, k, *mask_extra))(*index).view(shape)
+        scores, zeros = products(query, key), torch.zeros(shape, dtype=query.dtype, device=query.device)
+        blank = isinstance(query, _Blank)
+        logits = scores if blank else modified(scores)
+        bias = modified(zeros) if self._follows else None
+        plain = [part if t.plain is None else t.plain for part, t in zip((query, key), trails, strict=True)]
+        held = [cell.cell_contents for mod in (score_mod, block_mask[-1]) for cell in getattr(mod, "__closure__", None) or ()]
+        names = frozenset(self._origin[v] for v in _tensors((extra, mask_extra, held)) if v in self._origin)
+        self._trail[logits] = _Trail(
+            products=(_Product(self._products, query, key.repeat_interleave(shape[1] // key.shape[1], 1).mT, True),),
+            entered=names,
+            plain=products(*plain).masked_fill(~seen, -math.inf) if self._plain else None,
+            bias=bias if bias is not None and bool(bias.any()) else None,
+        )
+        self._products += 1
+        for part in (query, self._trail[logits].products[0].right):
+            self._trail[part] = self._trail.get(part) or _Trail(place=self._key_place(key, part))
+        self._note_attention(logits)
+        if blank:
+            made = (*query.shape[:3], value.shape[-1]), shape[:3], shape[:3]
+            out: Any = tuple(_Blank(torch.empty(s, device="meta", dtype=query.dtype), query.device) for s in made)
+        else:
+            out = func(*args, **kwargs)
+        row = self._rows(query) if self._follows else None
+        for number, part in enumerate(_tensors(out)):
+            self._trail[part] = _Trail(place=None if row is None else row.expand(part.shape) if not number else _nowhere(part))
+        return out
+
+    def _key_place(self, key: Tensor, columns: Tensor) -> Tensor | None:
+        """The places of keys [B, H, D, N], repeated for heads that share them."""
+        place = self._trail[key].place if key in self._trail else None
+        return None if place is None else place.repeat_interleave(columns.shape[1] // key.shape[1], 1).mT
+
+    # Places
+
+    def _places(self, func: Any, name: str, args: tuple, kwargs: dict, image: list[Tensor], made: list[Tensor]) -> list:
+        """The places of the tensors that an operator made."""
+        first = self._trail[image[0]].place
+        try:
+            if name in _SAME and first is not None:
+                return [first] * len(made)
+            if name in _VIEWS:
+                return [first.reshape(args[1])]
+            if name in _MOVES:
+                return self._moved(func, name, args, kwargs, made)
+            if name in _LINEAR and name != "convolution":
+                left = args[-2] if args[-2] in self._trail else None
+                return [_nowhere(made[0]) if left is None else _fitted(self._row(left), made[0].shape)]
+            if name in _PRODUCT:
+                return [self._product_place(args[-2], args[-1], made[0])]
+            if "conv" in name or "pool" in name or "upsample" in name:
+                return [_nearest(first, value.shape) for value in made]
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError):
+            return [_nowhere(value) for value in made]
+        return [self._pointwise(image, value) for value in made]
+
+    def _moved(self, func: Any, name: str, args: tuple, kwargs: dict, made: list[Tensor]) -> list[Tensor]:
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value in self._trail:
+                return self._trail[value].place
+            return value.cpu() if value.dtype in (torch.int64, torch.bool) else _nowhere(value)
+
+        inputs = [tree_map(place, part) for part in args]
+        if name == "constant_pad_nd":
+            inputs[2:] = [-1]
+        moved = func(*inputs, **tree_map(place, kwargs))
+        return _tensors(moved) if len(_tensors(moved)) == len(made) else [_nowhere(value) for value in made]
+
+    def _pointwise(self, image: list[Tensor], made: Tensor) -> Tensor:
+        for value in image:
+            place = self._trail[value].place
+            if place is not None and value.shape == made.shape:
+                return place
+        place = self._trail[image[0]].place
+        try:
+            return place.expand(made.shape)
+        except RuntimeError:
+            return _nowhere(made)
+
+    def _row(self, value: Tensor) -> Tensor:
+        """[..., 1]: the first place of each row of a tensor."""
+        place = self._trail[value].place
+        if place.stride(-1) == 0 or place.shape[-1] == 1:
+            return place[..., :1]
+        large = torch.iinfo(torch.int32).max
+        first = place.masked_fill(place < 0, large).amin(-1, keepdim=True)
+        return first.masked_fill(first == large, -1)
+
+    def _rows(self, value: Tensor, columns: bool = False) -> Tensor | None:
+        """[..., N, 1] the place of each row (column) [..., N] of an operand; None if one holds several."""
+        if value not in self._trail or self._trail[value].place is None:
+            return None
+        place = self._trail[value].place
+        place = place.mT if columns else place
+        if place.stride(-1) != 0 and bool((place != place[..., :1]).any()):
+            return None
+        return place[..., :1]
+
+    def _product_place(self, left: Tensor, right: Tensor, made: Tensor) -> Tensor:
+        row = self._rows(left)
+        if row is not None:
+            return _fitted(row, made.shape)
+        column = self._rows(right, columns=True)
+        return _nowhere(made) if column is None else _fitted(column.mT, made.shape)
+
+    # Attention, embeddings and interpolation
+
+    def _note_attention(self, logits: Tensor) -> None:
+        self._softmaxes += 1
+        if self.inside_own:
+            return
+        shape, trail = logits.shape[-2:], self._trail[logits]
+        fitting = [p for p in trail.products if p.both and (p.left.shape[-2], p.right.shape[-1]) == shape]
+        if len(fitting) != 1:
+            self._softmaxes -= 1
+            return
+        product = fitting[0]
+        sources = [self._trail[value] for value in (product.left, product.right)]
+        query, key = product.left, product.right.mT
+        before: tuple[list[Tensor], list[Tensor]] = ([], [])
+        if self._replace.linears:
+            before = self._before(product.left, query.shape), self._before(product.right, query.shape)
+        places = self._rows(product.left), self._rows(product.right, columns=True)
+        flat = (-1, *shape)
+        attention = Attention(
+            self.stack[-1],
+            logits.reshape(flat),
+            product.number,
+            query.reshape(-1, *query.shape[-2:]),
+            key.reshape(-1, *key.shape[-2:]),
+            sources[0].linears | sources[1].linears,
+            before,
+            None if trail.plain is None else trail.plain.reshape(flat),
+            None if trail.bias is None else self._first(trail.bias.expand(logits.shape)).reshape(flat),
+            tuple({id(r): r for t in sources for r in t.rotation}.values()),
+            trail.entered.union(*(t.entered for t in sources)),
+            None if any(p is None for p in places) else tuple(self._first(p).reshape(-1, p.shape[-2]) for p in places),
+        )
+        self._use(attention)
+        if self._last is not None and self._softmaxes > self._last:
+            raise _EnoughError
+
+    def _first(self, value: Tensor) -> Tensor:
+        """The part of the first image, where the batch is the slowest of the leading dimensions."""
+        return value[: value.shape[0] // self._batch]
+
+    def _before(self, operand: Tensor, shape: torch.Size) -> list[Tensor]:
+        """The nearest ancestors of an operand whose rows [..., D] are the same for every token, as distinct rows [1, H, D].
+
+        One of them is what a rotation is applied to, after norms of queries and keys; queries and keys that are rotated
+        together have the ancestors of both.
+
+        Args:
+            shape: of the operand, [..., N, D], for keys before they are transposed.
+        """
+        seen, level = set(), [operand]
+        while level:
+            found, above = [], []
+            for value in level:
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                fits = value.dim() >= 3 and value.shape[-1] == shape[-1]
+                rows = _distinct(value, self._batch, shape) if fits else None
+                if rows is not None:
+                    found.append(rows)
+                above += self._trail[value].parents
+            if found:
+                return found
+            level = above
+        return []
+
+    def _note_added(self, read: list[Tensor]) -> None:
+        tokens, position = read if read[0] in self._trail else read[::-1]
+        if self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
+            return
+        if max(position.shape[:-1], default=1) > 1 and position.numel() >= tokens[0].numel() // tokens.shape[1]:
+            self.found.added.append(Added(self.stack[-1], tokens.clone(), position.clone()))
+
+    def _note_origin(self, operator: str, args: tuple, read: list[Tensor], out: Any) -> None:
+        origin = next((self._origin[value] for value in read if value in self._origin), None)
+        if origin is None:
+            return
+        for value in _tensors(out):
+            self._origin[value] = origin
+        if "upsample" in operator or "grid_sampler" in operator:
+            kind = next((k for k in _INTERPOLATIONS if k in operator), None)
+            if kind is not None:
+                policy = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
+                self.found.resampled[policy] = self.found.resampled.get(policy, 0) + args[0].numel()
+
+
+def rotates(factor: Tensor) -> float | None:
+    """1 for cosines of positions [..., N, D], 0 for sines, None for another factor: what it is at the angle 0.
+
+    Where positions begin at 0, there is a token where all cosines are 1 and all sines 0. Where they are on both sides of 0,
+    cosines are even and sines odd. Elsewhere the lowest frequency tells, whose angles are small on the whole grid.
+    """
+    if isinstance(factor, _Blank) or factor.dim() < 2 or factor.shape[-2] < 2 or factor.shape[-1] < 2:
+        return None
+    if factor.is_complex():
+        return 1.0 if bool(((factor.abs() - 1).abs() < 1e-2).all()) and _differs(factor) else None
+    if not factor.is_floating_point() or float(factor.abs().max()) > 1.01 or not _differs(factor):
+        return None
+    rows = factor.float().movedim(-2, 0).flatten(1)  # [N, H * D]
+    to_one, to_zero = ((rows - value).abs().amax(1).min() for value in (1.0, 0.0))
+    if float(torch.minimum(to_one, to_zero)) < 0.3:
+        return 1.0 if to_one < to_zero else 0.0
+    for value, other in ((1.0, rows.flip(0)), (0.0, -rows.flip(0))):
+        if float((rows - other).abs().max()) < 1e-2:
+            return value
+    slow = rows[:, (rows.amax(0) - rows.amin(0)).argmin()].mean().abs()
+    return 1.0 if slow > 0.8 else 0.0 if slow < 0.5 else None
+
+
+def _differs(factor: Tensor) -> bool:
+    return bool((factor != factor[..., :1, :]).any())
+
+
+def _hide(logits: Tensor, added: Tensor) -> Tensor:
+    """Logits with -inf where `added`, a mask or a bias with a mask, hides a pair."""
+    if isinstance(added, _Blank) or added.dim() < 2:
+        return logits
+    hidden = hidden_pairs(added)
+    return logits.masked_fill(hidden, -math.inf) if bool(hidden.any()) else logits
+
+
+def hidden_pairs(added: Tensor) -> Tensor:
+    """Bool of the shape of what is added to logits: True where it hides a key from its query."""
+    return (added < added.amax(-1, keepdim=True) + HIDDEN) | (added == -math.inf)
+
+
+def _base(func: Any) -> str:
+    """The name of an operator without overload: "add" for aten.add.Tensor."""
+    return str(func).split(".")[1] if str(func).startswith("aten.") else str(func)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _nowhere(value: Tensor) -> Tensor:
+    return torch.full((), -1, dtype=torch.int32).expand(value.shape)
+
+
+def _fitted(row: Tensor, shape: Iterable[int]) -> Tensor:
+    return row.expand(tuple(shape))
+
+
+def _nearest(place: Tensor, shape: torch.Size) -> Tensor:
+    """The places of a convolution or pooling with this output [B, C, h, w], by the nearest token above and left."""
+    for axis in (-2, -1) if len(shape) == 4 else (-1,):
+        at = torch.arange(shape[axis]) * place.shape[axis] // shape[axis]
+        place = place.index_select(axis, at)
+    return (place if place.shape[1] == shape[1] else place[:, :1]).expand(shape)
+
+
+def _same_rows(out: Tensor, seed: int, channels: int) -> Tensor:
+    """A tensor like `out` [..., C] (or [B, C, h, w] with channels = 1) whose rows are the same for every token."""
+    row = torch.randn(out.shape[channels], generator=torch.Generator().manual_seed(seed)).to(out)
+    return (row[:, None, None] if channels == 1 else row).expand_as(out)
+
+
+def _distinct(value: Tensor, batch: int, shape: torch.Size) -> Tensor | None:
+    """[B, H, D]: the rows of `value` if they are the same for all tokens, and differ along one dimension (of heads) at most.
+
+    Args:
+        shape: of queries or keys, [..., N, D]; tokens may be fewer than N, without prefix tokens.
+    """
+    if value.shape[0] % batch:
+        return None
+    rows = value.reshape(batch, -1, *value.shape[1:])  # [B, 1 or heads, ..., D]
+    sides = range(1, rows.dim() - 1)
+    same = [s for s in sides if rows.shape[s] == 1 or torch.equal(rows, rows.narrow(s, 0, 1).expand_as(rows))]
+    if len(sides) - len(same) > 1 or not any(rows.shape[s] >= max(2, shape[-2] - 32) for s in same):
+        return None
+    for side in reversed(same):
+        rows = rows.select(side, 0)
+    return rows if rows.dim() == 3 else rows[:, None]
