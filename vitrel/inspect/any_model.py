@@ -315,9 +315,9 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
         ValueError: the model cannot take the size.
     """
     size = to_2tuple(size)
-    after = model_at_size(model, size, share_weights)
+    after, found = _brought(model, size, share_weights)
     try:
-        found = trace(after, size)
+        found = trace(after, size) if found is None else found
     except REFUSALS as error:
         raise _refusal(after, size, error) from error
     lines = stage_windows(call.windows for call in found.calls if call.grid is not None)
@@ -329,14 +329,24 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 
     Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
     """
+    return _brought(model, size, share_weights)[0]
+
+
+def _brought(model: nn.Module, size: Size, share_weights: bool) -> tuple[nn.Module, Trace | None]:
+    """The model or its copy for a size, and the trace at that size if it was made."""
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
-        return model
+        return model, None
     changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
     try:
         changed.set_input_size(img_size=size)
     except REFUSALS as error:
         raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {_reason(error)}") from error
-    return changed if _differs(model, changed) or not _takes(model, size) else model
+    if _differs(model, changed):
+        return changed, None
+    try:
+        return model, trace(model, size)
+    except REFUSALS:
+        return changed, None
 
 
 def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
@@ -411,14 +421,6 @@ def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
     if not hasattr(model, "set_input_size") and trained_size(model) != size:
         hint += f"; try timm.create_model({model_name(model)!r}, img_size={size})"
     return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {_reason(error)}{hint}")
-
-
-def _takes(model: nn.Module, size: Size) -> bool:
-    try:
-        trace(model, size)
-    except REFUSALS:
-        return False
-    return True
 
 
 def _differs(a: nn.Module, b: nn.Module) -> bool:

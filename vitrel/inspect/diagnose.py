@@ -187,10 +187,15 @@ def diagnose(
         for one in sizes or _default_sizes(model):
             if progress is not None:
                 progress(f"{model_name(model)} at {format_size(one)}")
+            try:
+                found = at_size(model, one)
+            except ValueError as error:
+                lines.append(SizeDiagnosis(one, str(error)))
+                continue
             if before is None and not isinstance(model, Backbone):
                 with contextlib.suppress(*REFUSALS):
-                    before = trace(model, trained)
-            lines.append(_at_one_size(model, one, before))
+                    before = found.trace if found.model is model and one == trained else trace(model, trained)
+            lines.append(_at_one_size(found, one, before))
     return Diagnosis(model_name(model), trained, tuple(lines))
 
 
@@ -214,16 +219,14 @@ def _filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def _at_one_size(model: nn.Module, size: Size, before: Trace | None) -> SizeDiagnosis:
-    """The effects of a size.
+def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDiagnosis:
+    """The effects of a size on the model that was brought to it.
 
     Args:
+        found: the model at the size.
+        size: (h, w) in pixels.
         before: the trace at the size that the model was built for, None where it is not needed or was refused.
     """
-    try:
-        found = at_size(model, size)
-    except ValueError as error:
-        return SizeDiagnosis(size, str(error))
     encodings = found.trace.encodings
     changes = _own_bias_changes(encodings)
     unseen = [encoding.unseen(grid) for encoding, grid in encodings]
