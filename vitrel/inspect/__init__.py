@@ -1,7 +1,7 @@
-"""Inspection of position in a model, vitrel's or timm's, without changing the model.
+"""Inspection of position in any model, without changing it.
 
-Here are `vitrel.diagnose` and `vitrel.explain`, recorded attention, gradient footprints of blocks and, in
-`vitrel.inspect.plot`, figures.
+`recorder` sees the attention of a model; `any_model` brings a model to a size and traces it there; `vitrel.diagnose`, recorded
+attention (`attention`), leaks of windows and figures (`plot`) read what is seen. `vitrel.explain` shows the terms of attention.
 """
 
 import importlib

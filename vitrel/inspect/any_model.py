@@ -238,7 +238,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
         bias = bias.unflatten(0, (heads, -1)).transpose(0, 1) if heads_first else bias.unflatten(0, (-1, heads))  # [W, H, Q, K]
     visible = None if bias is None else ~hidden_pairs(bias)
     visible = None if visible is None or bool(visible.all()) else visible
-    tokens = _without_copies(tokens)
+    tokens = tokens if visible is None else _without_copies(tokens)  # a mask hides the copies
     if int((tokens >= 0).sum()) != len(real):
         return unknown
     leading = int((tokens[0] >= 0).long().argmax())
