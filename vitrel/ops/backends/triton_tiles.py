@@ -25,7 +25,10 @@ MOST_IN_ONE_TILE = 64  # maximum tokens of a window that one tile holds
 
 # A row serves its generation and later ones without a row of their own. Not yet timed: compiled only.
 HALF: dict[str, dict[int, Tile]] = {
-    "whole": {80: Tile(64, 64, 8, 1)},  # backward pass of windows that are one tile
+    # Backward pass of windows that are one tile, without angles. For sm_90 (Triton 3.6, 7 x 7) by the compiler: two programs
+    # of four warps on a multiprocessor as against one of eight, loads of the next window under way, 4,488 instructions of warps
+    # for a window as against 6,896.
+    "whole": {80: Tile(64, 64, 8, 1), 90: Tile(64, 64, 4, 2), 100: Tile(64, 64, 8, 1)},
     "tiles": {80: Tile(16, 64, 4, 1), 90: Tile(64, 64, 8, 1)},  # of larger windows
     # Global attention with a bias table and heads of up to 64 channels: forward, and the three kernels of the backward pass.
     "forward": {80: Tile(64, 64, 4, 2)},
@@ -67,11 +70,12 @@ def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, arch: int) -> Til
     return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
 
 
-def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, arch: int) -> Tile:
+def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, rotary: bool, arch: int) -> Tile:
     """Return the tile of the backward kernel for windows of N tokens."""
     if tokens <= MOST_IN_ONE_TILE:
         side = padded_tokens(tokens)
-        return (Tile(64, 64, 8, 1) if dtype == torch.float32 else half_tile("whole", arch))._replace(rows=side, keys=side)
+        many = dtype == torch.float32 or rotary or width > 32  # registers of a thread with four warps
+        return (Tile(64, 64, 8, 1) if many else half_tile("whole", arch))._replace(rows=side, keys=side)
     if dtype == torch.float32 or (generation(arch) == 80 and width > 32):
         return Tile(16, 64, 4 if width <= 32 else 8, 1)
     return half_tile("tiles", arch)

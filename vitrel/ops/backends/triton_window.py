@@ -147,10 +147,10 @@ def forward_plan(
 
 @functools.lru_cache(1024)
 def backward_plan(
-    window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype, arch: int
+    window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype, rotary: bool, arch: int
 ) -> Plan:
     """Return the plan of the backward kernel; raises as `window_forward`."""
-    return _plan(window_backward_tile(window[0] * window[1], dtype, width, arch), window, shift, heads, width, dtype)
+    return _plan(window_backward_tile(window[0] * window[1], dtype, width, rotary, arch), window, shift, heads, width, dtype)
 
 
 def _plan(tile: Tile, window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype) -> Plan:
@@ -468,7 +468,8 @@ def window_backward(
     """
     tokens, width, windows = window[0] * window[1], int(qkv.shape[-1]) // (3 * num_heads), window_count(qkv, window)
     several = saves_lse(window)
-    plan = backward_plan(window, shift, num_heads, width, qkv.dtype, triton_tiles.architecture(qkv.device))
+    arch = triton_tiles.architecture(qkv.device)
+    plan = backward_plan(window, shift, num_heads, width, qkv.dtype, cos is not None, arch)
     if several and lse.shape != (*qkv.shape[:3], num_heads):
         raise ValueError(f"lse of shape {list(lse.shape)}; call window_forward with grad=True for a backward pass")
     learned = rotary_grad and cos is not None
