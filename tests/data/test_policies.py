@@ -2,6 +2,7 @@ import random
 import re
 from collections import Counter
 from importlib.resources import files
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torchvision.transforms import v2
 from helpers import each, shared
 from vitrel.common.resources import first_line
 from vitrel.data import create_dataset
+from vitrel.data.aug_albumentations import _warping
 from vitrel.data.augment import AugmentationError, Augmenter
 from vitrel.data.augmentation import POLICIES, Augmentation, operations_of, policy_transform
 from vitrel.data.prepare import as_array
@@ -119,6 +121,23 @@ def test_trivial_augment_takes_every_magnitude():
         for level in (*levels, *([-level for level in levels] if signed else [])):
             options = {"interpolation": policy.interpolation, "fill": policy._fill}
             assert policy._apply_image_or_video_transform(image, name, float(level), **options).size == image.size, name
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_geometry_is_pillows_to_a_level(interpolation):
+    """OpenCV computes it: shifted by half a pixel, this image would differ by more than three levels."""
+    image = Image.fromarray(as_array(picture(96, 128)))
+    pillows, ours = (operations_of(policy_transform("rand-m9-inc1", interpolation)) for _ in range(2))
+    _warping(SimpleNamespace(ops=ours))
+    warped = [(one, other) for one, other in zip(pillows, ours, strict=True) if one.aug_fn is not other.aug_fn]
+    assert {one.name for one, _ in warped} == {"Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"}
+    for pair in warped:
+        views = []
+        for operation in pair:
+            operation.prob = 1.0
+            random.seed(3)
+            views.append(np.asarray(operation(image)).astype(int))
+        assert np.abs(views[0] - views[1]).mean() < 1.5, pair[0].name
 
 
 @each("text", VARIANTS["augmix"])

@@ -1,11 +1,13 @@
 """Augmentation with albumentations; the only file that imports albumentations and OpenCV.
 
-albumentations has no RandAugment or AugMix: a policy is timm's or torchvision's, as one of its transforms.
+albumentations has no RandAugment or AugMix: a policy is timm's or torchvision's, as one of its transforms. OpenCV computes
+the shears, rotations and translations of timm's, in half the time that Pillow takes; docs/performance.md says how they differ.
 """
 
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 # set before the import, or albumentations would look up its newest version on the network
@@ -15,8 +17,10 @@ import albumentations as A
 import cv2
 import numpy as np
 from PIL import Image
+from timm.data import auto_augment
+from torchvision.transforms import v2
 
-from vitrel.data.augmentation import Augmentation, policy_transform
+from vitrel.data.augmentation import Augmentation, operations_of, policy_transform
 from vitrel.data.readers.decode import IGNORED
 
 cv2.setNumThreads(0)  # the loader's workers are the parallelism
@@ -55,7 +59,7 @@ class AlbumentationsPipeline:
         if settings.vflip:
             steps.append(A.VerticalFlip(p=0.5))
         if settings.policy is not None:
-            steps.append(_Policy(policy_transform(settings.policy, settings.interpolation, fill)))
+            steps.append(_Policy(_warping(policy_transform(settings.policy, settings.interpolation, fill))))
         if any(settings.jitter_ranges):
             *spans, hue = settings.jitter_ranges
             factors = ((1 - span, 1 + span) for span in spans)
@@ -113,6 +117,45 @@ class _RandomScale(A.DualTransform):
 
     def apply_to_mask(self, mask: np.ndarray, size: tuple[int, int], **params: Any) -> np.ndarray:
         return cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT)  # INTER_NEAREST is half a pixel aside
+
+
+GEOMETRIC = (
+    auto_augment.shear_x, auto_augment.shear_y, auto_augment.rotate,
+    auto_augment.translate_x_rel, auto_augment.translate_y_rel,
+)  # fmt: skip
+
+
+class Warp:
+    """An image for timm's geometric operations, with the methods of Pillow's that they call; OpenCV transforms it."""
+
+    rotate = Image.Image.rotate  # computes the matrix for `transform`
+
+    def __init__(self, image: Image.Image) -> None:
+        self.image, self.size, self.width, self.height = image, image.size, image.width, image.height
+        self.copy, self.transpose = image.copy, image.transpose  # for rotations by quarters
+
+    def transform(
+        self, size: tuple[int, int], method: Image.Transform, data: Any, resample: int, fillcolor: tuple[int, ...]
+    ) -> Image.Image:
+        """Return the image sampled at the places to which a matrix takes the pixels of the result, as Pillow's method does."""
+        matrix = np.array(data, np.float64).reshape(2, 3)
+        matrix[:, 2] += matrix[:, :2] @ (0.5, 0.5) - 0.5  # from Pillow's origin, a corner, to OpenCV's, the center of a pixel
+        flags = (cv2.INTER_CUBIC if resample == Image.Resampling.BICUBIC else cv2.INTER_LINEAR) | cv2.WARP_INVERSE_MAP
+        image = np.asarray(self.image)
+        warped = cv2.warpAffine(image, matrix, size, flags=flags, borderMode=cv2.BORDER_CONSTANT, borderValue=fillcolor)
+        return Image.fromarray(warped)
+
+
+def _warping(policy: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Image], Image.Image]:
+    """Let the geometric operations of timm's policies transform images by OpenCV, in place; torchvision's policy stays."""
+    for operation in [] if isinstance(policy, v2.Transform) else operations_of(policy):
+        if operation.aug_fn in GEOMETRIC:
+            operation.aug_fn = partial(_warp, operation.aug_fn)
+    return policy
+
+
+def _warp(operation: Callable[..., Image.Image], image: Image.Image, *args: Any, **how: Any) -> Image.Image:
+    return operation(Warp(image), *args, **how)
 
 
 class _Policy(A.ImageOnlyTransform):

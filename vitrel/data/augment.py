@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from torchvision.transforms import v2
 
 from vitrel.common.extras import optional_import
@@ -134,8 +135,12 @@ def _operation(error: Exception) -> str:
 
 @contextmanager
 def seeded(state: np.random.SeedSequence) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch (CPU) from `state` within the block, and restore them after it."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    """Seed the global generators of Python, NumPy and torch (CPU) from `state` within the block, and restore them after it.
+
+    In a loader process, which uses them for nothing else, they are not restored: that takes as long as to decode a small image.
+    """
+    alone = get_worker_info() is not None
+    before = None if alone else (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002
     seeds = state.generate_state(4).tolist()  # the first is used by albumentations
     random.seed(seeds[1])
     torch.default_generator.manual_seed(seeds[2])  # torch.manual_seed would also set the accelerators' generators
@@ -143,6 +148,7 @@ def seeded(state: np.random.SeedSequence) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        torch.set_rng_state(before[2])
+        if before is not None:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+            torch.set_rng_state(before[2])

@@ -236,6 +236,9 @@ def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        image.load()
+        return image  # convert() would copy it
     if image.mode.startswith("I"):  # 16-bit gray, which convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info and image.mode == "P":
