@@ -1,9 +1,11 @@
 """`vitrel diagnose`: the table, its JSON, the picture, and messages instead of traces."""
 
 import json
+import warnings
 
 import pytest
 import timm
+import torch
 from PIL import Image
 
 import vitrel
@@ -54,8 +56,20 @@ def test_bad_input_ends_with_a_message(arguments, message):
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [([], "--size"), (["--size", "96y"], "'96y' is not an image size")])
-def test_sizes_are_needed(capsys, arguments, message):
+def test_what_is_no_size(capsys):
     with pytest.raises(SystemExit) as stop:
-        tool.main(["test_vit", *arguments])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+        tool.main(["test_vit", "--size", "96y"])
+    assert stop.value.code == 2 and "'96y' is not an image size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit3", "vitrel_swin_n"])
+def test_the_command_and_python_say_the_same(capsys, name):
+    """For the name, and for the model built with the same weights; at the default sizes, without warnings."""
+    tool.main([name])
+    printed = capsys.readouterr()
+    torch.manual_seed(0)
+    model = timm.create_model(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert printed.out.strip() == str(vitrel.diagnose(model)).strip() == str(vitrel.diagnose(name)).strip()
+    assert "Warning" not in printed.err

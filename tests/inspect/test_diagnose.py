@@ -186,6 +186,56 @@ def test_a_vit_built_in_two_ways():
     assert "refused at 230x224: vit_tiny_patch16_224 does not take 230x224 pixels" in found.findings["refused"]
 
 
+def test_sizes_by_default():
+    found = vitrel.diagnose(timm.create_model("test_vit"))
+    assert [line.size for line in found.sizes] == [(160, 160), (240, 240), (320, 320)]
+    odd = timm.create_model("vit_tiny_patch14_dinov2" if timm.is_model("vit_tiny_patch14_dinov2") else "test_vit", img_size=112)
+    assert all(not line.refusal for line in vitrel.diagnose(odd).sizes)  # whole patches
+
+
+def test_tables_of_zeros_are_no_tables_without_a_change():
+    """A built BEiT has tables of zeros, in which resampling would not show."""
+    model = timm.create_model("beit_base_patch16_224", depth=1, embed_dim=24, num_heads=2)
+    assert not model.blocks[0].attn.relative_position_bias_table.any()
+    assert {change.what for change in vitrel.diagnose(model, 288).sizes[0].changes} == {"bias"}
+    assert not model.blocks[0].attn.relative_position_bias_table.any()
+
+
+def test_offsets_that_a_rotation_was_not_trained_at():
+    model = timm.create_model("vit_small_patch16_rope_224", depth=1, embed_dim=48, num_heads=2)
+    found = vitrel.diagnose(model, [224, 320])
+    assert [line.unseen for line in found.sizes] == pytest.approx([0, 1 - (27 / 39) ** 2])
+    assert found.findings == {"unseen": "offsets that training did not have at 320x320: 52%"}
+
+
+SMALL_HF = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=16)
+SWIN_HF = dict(image_size=56, embed_dim=12, depths=[2, 2], num_heads=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kinds"),
+    [
+        ("ViT", SMALL_HF, {"replaced"}),
+        ("DINOv3ViT", SMALL_HF, {"bias"}),
+        ("Beit", SMALL_HF | dict(use_relative_position_bias=True), {"replaced", "bias"}),
+        ("Swin", SWIN_HF, {"padding", "frozen"}),
+    ],
+)
+def test_models_of_transformers(name, options, kinds):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if not hasattr(transformers, f"{name}Model"):
+        pytest.skip(f"this transformers has no {name}Model")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options)).eval()
+    found = vitrel.diagnose(model)
+    assert found.trained == (options["image_size"],) * 2 and found.findings.keys() == kinds
+    assert [line.stages[0].windows.grid for line in found.sizes] == [
+        (n, n) for n in ((14, 21, 28) if name == "Swin" else (4, 6, 8))
+    ]
+    if name == "ViT":
+        assert found.sizes[1].resampled == {"position_embeddings bicubic": 4 * 4 * 32}
+
+
 class Pooled(nn.Module):
     """Attention, by one function or step by step, over tokens of pooled pixels, or over mixtures of them; or none."""
 

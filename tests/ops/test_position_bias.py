@@ -28,3 +28,15 @@ def test_it_is_what_the_reference_adds_or_is_refused(key, grid):
 def test_rows_for_tokens_are_no_bias():
     with pytest.raises(ValueError, match="adds rows to the tokens"):
         vitrel.position_bias(create_position("absolute", (3, 3), 2, 8), (3, 3))
+
+
+def test_of_a_block_and_of_a_layer():
+    """At the grid of training by default: of the image for global attention, of the window otherwise."""
+    model = vitrel.create_model("vitrel_vit_n8_table", img_size=32)
+    bias = vitrel.position_bias(model.blocks[0])
+    assert torch.equal(bias, vitrel.position_bias(model.blocks[0].position, (4, 4, 1))) and bias.shape == (3, 17, 17)
+    assert vitrel.position_bias(model.blocks[0], (5, 6, 1)).shape == (3, 31, 31)
+    assert vitrel.position_bias(vitrel.create_model("vitrel_swin_n_table").layers[0].blocks[1]).shape[1:] == (16, 16)
+    assert vitrel.position_bias(vitrel.RelativeAttention(16, 2, "alibi", grid=(3, 3))).shape == (2, 9, 9)
+    with pytest.raises(TypeError, match=r"Linear holds no encoding of vitrel: .*inspect.attention.record"):
+        vitrel.position_bias(torch.nn.Linear(2, 2))

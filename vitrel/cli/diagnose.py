@@ -1,10 +1,12 @@
 """Show how other image sizes affect position in any timm model: interpolated values, leaks, padding, windows, bias.
 
+    vitrel diagnose swin_tiny_patch4_window7_224
     vitrel diagnose swin_tiny_patch4_window7_224 --size 160 224 320
     vitrel diagnose swin_tiny_patch4_window7_224 --model-args '{dynamic_img_size: true}' --size 320
     vitrel diagnose swinv2_tiny_window8_256 vitrel_swinv2_t --size 192x288 512 --plot leak.png --json leak.json
 
-Random weights, no data, no training. A model is brought to a size by its set_input_size, or as it was built where it takes any.
+Random weights, no data, no training. Without --size at the model's own size, one and a half and two times it. A model is
+brought to a size by its set_input_size, or as it was built where it takes any.
 """
 
 import argparse
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel diagnose`."""
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's models included")
-    add_sizes(parser, "image sizes", required=True)
+    add_sizes(parser, "image sizes")
     add(
         "--model-args",
         type=mapping,

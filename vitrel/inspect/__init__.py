@@ -7,8 +7,10 @@ attention (`attention`), leaks of windows and figures (`plot`) read what is seen
 import importlib
 from types import ModuleType
 
+_MODULES = ("any_model", "attention", "features", "leaks", "plot", "recorder")
+
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "plot":  # not at import: it brings matplotlib
-        return importlib.import_module("vitrel.inspect.plot")
+    if name in _MODULES:  # not at import: `plot` brings matplotlib
+        return importlib.import_module(f"vitrel.inspect.{name}")
     raise AttributeError(f"module 'vitrel.inspect' has no attribute {name!r}")

@@ -679,7 +679,7 @@ class _Recorder(TorchDispatchMode):
             return
         for value in _tensors(out):
             self._origin[value] = origin
-        if "upsample" in operator or "grid_sampler" in operator:
+        if ("upsample" in operator or "grid_sampler" in operator) and out.shape != args[0].shape:
             kind = next((k for k in _INTERPOLATIONS if k in operator), None)
             if kind is not None:
                 policy = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"

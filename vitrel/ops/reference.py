@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.ops.window import windows
-from vitrel.position.terms import PositionEncoding, Table, Terms, no_autocast
+from vitrel.position.terms import PositionEncoding, Table, Terms, no_autocast, parts_of
 
 
 class Call(NamedTuple):
@@ -248,18 +248,30 @@ def lattice_bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
     return in_range(sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)), dtype)
 
 
-def position_bias(encoding: PositionEncoding, grid: Grid | tuple[int, int] | tuple[int, int, int]) -> Tensor:
-    """Return what a position encoding adds to the attention logits on a grid, [H, N, N] for query i and key j, before softmax.
+def position_bias(layer: nn.Module, grid: Grid | tuple[int, int] | tuple[int, int, int] | None = None) -> Tensor:
+    """Return what position adds to the attention logits on a grid, [H, N, N] for query i and key j, before softmax.
 
     H is 1 where all heads have the same. A temperature, which multiplies content, is no part of it.
 
+    >>> vitrel.position_bias(model.blocks[0])
+
     Args:
-        encoding: from `create_position`, or `position` of an attention layer.
-        grid: (h, w), or (h, w, prefix) with class and register tokens, in tokens.
+        layer: an encoding, from `create_position`; or a block or RelativeAttention, which holds one as `position`.
+        grid: (h, w), or (h, w, prefix) with class and register tokens, in tokens; None: that of training.
 
     Raises:
-        ValueError: the encoding depends on content (it rotates, or its rows multiply queries or keys), or adds to tokens.
+        TypeError: the layer holds no encoding, as a block of a model whose blocks share one (model.shared_position).
+        ValueError: the encoding depends on content (it rotates, or its rows multiply queries or keys), or adds to tokens; or
+            it has no training grid, and none is given.
     """
+    encoding = layer if isinstance(layer, PositionEncoding) else getattr(layer, "position", None)
+    if not isinstance(encoding, PositionEncoding):
+        where = "of vitrel.inspect.attention.record(model, images) for any model, or of model.shared_position"
+        raise TypeError(f"{type(layer).__name__} holds no encoding of vitrel: take the position {where}")
+    if grid is None:
+        grid = next((part.grid for part in parts_of(encoding) if part.grid is not None), None)
+        if grid is None:
+            raise ValueError(f"{type(encoding).__name__} has no training grid: pass grid=(h, w)")
     grid = Grid(*grid)
     terms = encoding(grid)
     name = type(encoding).__name__
