@@ -10,7 +10,7 @@ import vitrel
 from helpers import ROOT, each
 from helpers.sources import sources, trees
 
-CORE = ["geometry", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
+CORE = ["geometry", "grid", "position", "ops", "layers", "models", "weights"]  # each may import those before it
 SHARED = {"common"}  # all may import it
 ROOMS = {  # what else each room may import; all may import the core
     "any_size": set(),

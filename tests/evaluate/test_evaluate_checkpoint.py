@@ -306,9 +306,9 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path):
         load_model("hf-hub:some/one", path)
     with pytest.raises(ValueError, match=r"vit_tiny_patch16_224 has no weights: give a file .*, or --pretrained"):
         load_model("vit_tiny_patch16_224")
-    with pytest.raises(FileNotFoundError, match=r"no weights at .*none"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none"):
         load_model("vit_tiny_patch16_224", tmp_path / "none.pth")
-    with pytest.raises(ValueError, match=r"a\.pth does not fit resnet10t: .*\n.*Missing key"):
+    with pytest.raises(ValueError, match=r"a\.pth does not fit resnet10t\. The first names in the file are .*Missing key"):
         load_model("resnet10t", path)
     (tmp_path / "empty.pth").touch()
     with pytest.raises(ValueError, match=r"empty\.pth \(0 bytes\) is no readable checkpoint: "):
@@ -356,7 +356,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, monkeypatch)
         file.unlink()
     torch.save({"run": Bomb()}, tmp_path / "folder" / "pytorch_model.bin")
     [said] = refused(None, f"local-dir:{tmp_path}/folder")
-    assert "pytorch_model.bin" in said and "posix.mkdir" in said
+    assert "folder" in said and "posix.mkdir" in said
     np.savez(tmp_path / "a.npz", **{"embedding/kernel": np.array([Bomb()], dtype=object)})
     [said] = refused(tmp_path / "a.npz", "vit_tiny_patch16_224")
     assert "a.npz" in said

@@ -265,28 +265,6 @@ def test_create_model_imports_and_delegates(tmp_path):
         vitrel.create_model("vitrel_swin_tt")
 
 
-DAMAGES = {
-    "Expecting property name": lambda folder: (folder / "config.json").write_text("{"),
-    "Unknown model": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_of_mine"}'),
-    "No suitable checkpoints found": lambda folder: (folder / "pytorch_model.bin").unlink(),
-    "it is empty, the disk may have been full": lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
-    "is no readable checkpoint": lambda folder: (folder / "pytorch_model.bin").write_bytes(bytes(300)),
-    "not in the file: cls_token": lambda folder: torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin"),
-}
-
-
-@pytest.mark.parametrize("text", DAMAGES)
-def test_a_damaged_folder_is_named(tmp_path, text):
-    save_for_hf(vitrel.create_model("vitrel_vit_n8_table", num_classes=3, depth=1), tmp_path / "mine", safe_serialization=False)
-    assert vitrel.create_model(f"local-dir:{tmp_path}/mine", pretrained=True).num_classes == 3
-    DAMAGES[text](tmp_path / "mine")
-    with pytest.raises(ValueError, match=rf"no model can be built from {tmp_path}/mine: .*{text}") as said:
-        vitrel.create_model(f"local-dir:{tmp_path}/mine", pretrained=True)
-    assert "\n" not in str(said.value)
-    with pytest.raises(FileNotFoundError, match=rf"no {tmp_path}/none/config\.json"):
-        vitrel.create_model(f"local-dir:{tmp_path}/none")
-
-
 @each("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_input_errors(name):
     model = timm.create_model(name)

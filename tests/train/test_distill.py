@@ -148,7 +148,7 @@ def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
         Teacher(resnet(weights), 5)
     state = torch.load(weights / "resnet.pt", weights_only=True)
     torch.save({f"model.{name}": value for name, value in state.items()} | {"loss.scale": torch.ones(1)}, weights / "more.pt")
-    with pytest.raises(ValueError, match=r"cannot load .*more.pt: .* holds loss.scale besides the weights"):
+    with pytest.raises(ValueError, match=r"cannot load .*more.pt: .*loss\.scale"):
         Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4)
     with pytest.raises(ValueError, match=r"unknown model 'resnet10'; nearest: .*resnet1"):
         Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4)

@@ -173,12 +173,6 @@ def test_names_in_a_file_with_code_cannot_write_to_the_terminal(tmp_path):
     assert "\x1b" not in said(caught.value) and r"\x1b[31mb" in str(caught.value)
 
 
-def test_what_is_no_file_of_weights_says_how_it_begins(tmp_path):
-    (tmp_path / "a.pth").write_text("<!DOCTYPE html>")
-    with pytest.raises(ValueError, match=r"a\.pth \(15 bytes\) is no readable checkpoint: .*begins with b'<!DOCTYPE html>'"):
-        read_file(tmp_path / "a.pth")
-
-
 def test_timms_own_refusals_lose_their_advice(tmp_path):
     """Where an argument of timm's names the file that timm reads."""
     hostile(tmp_path)
@@ -194,7 +188,7 @@ def test_timms_own_refusals_lose_their_advice(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [b"hello world, this is junk", b"e\n", bytes(range(256)) * 10, b"<!DOCTYPE html><html>"])
+@pytest.mark.parametrize("content", [b"hello world, this is junk", b"e\n", bytes(range(256)) * 10])
 def test_a_file_that_is_no_checkpoint_is_named_by_how_it_begins(tmp_path, content):
     (tmp_path / "junk.pth").write_bytes(content)
     with pytest.raises(ValueError, match=r"junk\.pth \([\d,]+ bytes\) is no readable checkpoint: it is neither") as refused:

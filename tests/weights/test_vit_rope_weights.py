@@ -1,19 +1,15 @@
 """ViT weights of timm with rotary position: random ones give timm's logits and, in its layout, its gradients."""
 
-import re
 from functools import partial
 
 import pytest
-import timm
 import torch
-from safetensors.torch import save_file
 from timm.models.eva import Eva
 from torch import nn
 
 import vitrel
 from helpers import each
 from helpers.vit_peers import SCALED, SIZES, SMALL, ours, perturb, same
-from vitrel.weights.load import plan_weights
 
 EVA = dict(base=10000.0, reference=(16, 16))
 
@@ -30,10 +26,9 @@ EVA02 = dict(mlp_ratio=4 * 2 / 3, swiglu_mlp=True, ref_feat_shape=(16, 16))
 def test_eva02(tiny, size):
     """Interleaved pairs counted on a 16x16 grid; tiny packs SwiGLU and q, k, v, base has them apart and a norm inside."""
     peer = perturb(eva(**EVA02, **({} if tiny else dict(qkv_fused=False, scale_mlp=True))))
-    state = peer.state_dict()
     own = dict(position_args=EVA, mlp_ratio=4 * 2 / 3, global_pool="avg")
     model = ours("absolute+rope_axial", dict(mlp="swiglu", mlp_norm=not tiny), **own)
-    same(vitrel.load_pretrained(model, state), peer, torch.randn(2, 3, *size), (True, False))
+    same(vitrel.load_pretrained(model, vitrel.from_timm(peer)), peer, torch.randn(2, 3, *size), (True, False))
 
 
 @each("bias", [False, True])
@@ -42,7 +37,7 @@ def test_registers_with_rope(bias):
     kind = dict(qkv_bias=bias, init_values=1.0, class_token=False, num_reg_tokens=1)
     peer = perturb(eva(**kind, use_abs_pos_emb=False, ref_feat_shape=(16, 16)))
     own = dict(class_token=False, reg_tokens=1, global_pool="avg", qkv_bias=bias, position_args=EVA)
-    model = vitrel.load_pretrained(ours("rope_axial", SCALED, **own), peer.state_dict())
+    model = vitrel.load_pretrained(ours("rope_axial", SCALED, **own), vitrel.from_timm(peer))
     for size in SIZES:
         same(model, peer, torch.randn(2, 3, *size), (True, False))
 
@@ -57,7 +52,7 @@ def test_rope_vit_of_timm(mixed, absolute):
     kind = dict(rope_type="mixed", rope_temperature=10.0) if mixed else dict(rope_temperature=100.0)
     peer = perturb(eva(**ROPE_VIT, **kind, use_abs_pos_emb=absolute, no_embed_class=absolute))
     key = ("absolute+" if absolute else "") + ("rope_mixed" if mixed else "rope_axial")
-    model = vitrel.load_pretrained(ours(key, SCALED), peer.state_dict())
+    model = vitrel.load_pretrained(ours(key, SCALED), vitrel.from_timm(peer))
     for size in SIZES:
         same(model, peer, torch.randn(2, 3, *size), (True, not mixed))
 
@@ -76,7 +71,7 @@ def test_dinov3(kind):
     peer = perturb(eva(**DINOV3, **swiglu, qkv_bias=bias, norm_layer=norm, global_pool="token", use_fc_norm=False))
     block_args = SCALED | dict(norm_eps=1e-5, mlp="swiglu" if plus else "gelu")
     own = dict(reg_tokens=4, qkv_bias=bias, mlp_ratio=2.75 if plus else 4.0)
-    model = vitrel.load_pretrained(ours("rope_normalized", block_args, **own), peer.state_dict())
+    model = vitrel.load_pretrained(ours("rope_normalized", block_args, **own), vitrel.from_timm(peer))
     for size in SIZES:
         same(model, peer, torch.randn(2, 3, *size))
 
@@ -87,48 +82,17 @@ def test_augmentation_of_dinov3_is_off_in_evaluation():
     )
     position_args = dict(shift_coords=0.5, jitter_coords=1.2, rescale_coords=2.0)
     model = ours("rope_normalized", SCALED | dict(norm_eps=1e-5), reg_tokens=4, qkv_bias=False, position_args=position_args)
-    vitrel.load_pretrained(model, peer.state_dict())
+    vitrel.load_pretrained(model, vitrel.from_timm(peer))
     image = torch.randn(2, 3, 64, 40)
     same(model, peer, image)
     model.train()
     assert (model(image) - model(image)).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_through_timm_from_a_file(tmp_path, suffix):
-    """The overlay route reads the layouts too, and gives a new classifier where the classes differ."""
-    peer, path = perturb(eva(**ROPE_VIT, rope_temperature=100.0, use_abs_pos_emb=False)), tmp_path / f"weights.{suffix}"
-    save_file(peer.state_dict(), path) if suffix == "safetensors" else torch.save({"model": peer.state_dict()}, path)
-    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path), num_classes=5))
-    own = SMALL | dict(block_args=SCALED) | overlay
-    image = torch.randn(2, 3, 64, 40)
-    model = timm.create_model("vitrel_vit_n8_rope_axial", **own).eval()
-    torch.testing.assert_close(model(image), peer(image), atol=2e-5, rtol=0)
-    other = timm.create_model("vitrel_vit_n8_rope_axial", **own | dict(num_classes=7)).eval()
-    torch.testing.assert_close(other.forward_features(image), model.forward_features(image), atol=0, rtol=0)
-    assert other(image).shape == (2, 7)
-    with pytest.raises(ValueError, match="rotates q and k by rope_axial"):
-        timm.create_model("vitrel_vit_n8_rope_mixed", **own)
-
-
-OF_EVA = "rope_axial (base=10000.0, reference=(16, 16))"
-
-
-@each(
-    ("name", "layout"),
-    [
-        ("eva02_tiny_patch14_336", f"EVA-02, which rotates q and k by {OF_EVA}"),
-        ("eva02_large_patch14_448", f"EVA-02, which rotates q and k by {OF_EVA}"),
-        ("vit_medium_patch16_rope_reg1_gap_256", f"timm's ViT with RoPE and registers, which rotates q and k by {OF_EVA}"),
-        ("vit_betwixt_patch16_rope_reg4_gap_256", f"timm's ViT with RoPE and registers, which rotates q and k by {OF_EVA}"),
-        ("vit_large_patch16_rope_224", "RoPE-ViT (axial), which rotates q and k by rope_axial (base=100.0, reference=None)"),
-        ("vit_base_patch16_rope_mixed_ape_224", "RoPE-ViT (mixed), which rotates q and k by rope_mixed (learned)"),
-        ("vit_7b_patch16_dinov3", "DINOv3, which rotates q and k by rope_normalized (base=100.0)"),
-        ("vit_small_patch16_dinov3_qkvb", "DINOv3, which rotates q and k by rope_normalized (base=100.0)"),
-    ],
-)
-def test_published_shapes_are_recognized(name, layout):
-    """A file does not say how its model rotates: the names and shapes of timm's models have to tell it."""
-    state = timm.create_model(name, depth=2, device="meta").state_dict()
-    with pytest.raises(ValueError, match=re.escape(f"the weights are of {layout}; the model's encoding is none that rotates")):
-        plan_weights(ours("table"), state)
+@pytest.mark.parametrize("state", [ROPE_VIT, ROPE_VIT | dict(rope_type="mixed"), DINOV3, EVA02])
+@each("position", ["table", "rope_axial", "rope_mixed"])
+def test_names_do_not_show_a_rotation(position, state):
+    """Fixed frequencies are not in a file, and layouts of one shape differ: the model has to be named, whatever it is for."""
+    peer = eva(**dict(use_abs_pos_emb=False) | state)
+    with pytest.raises(ValueError, match=r"of timm's EVA and BEiT models, .* load vitrel\.from_timm\(it\)"):
+        vitrel.load_pretrained(ours(position), peer.state_dict())

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import timm
 import torch
 from timm.layers import SwiGLUPacked
@@ -45,12 +44,12 @@ def test_a_file_of_authors_is_read_by_timms_filter(tmp_path):
     state |= dict(mask_token=torch.ones(1, C), cls_token=theirs.cls_token - row)
     state["pos_embed"] = torch.cat((row, theirs.pos_embed), 1)
     torch.save(state, path := tmp_path / "dinov2.pth")
-    overlay = dict(file=str(path))
-    model = vitrel.from_timm("vit_giant_patch14_reg4_dinov2", pretrained=True, pretrained_cfg_overlay=overlay, **options)
     image = torch.randn(2, 3, 56, 56)
-    torch.testing.assert_close(model.eval()(image), theirs(image), atol=2e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"not in the model: .*register_tokens|other names than timm's"):
-        vitrel.load(path, like="vit_giant_patch14_reg4_dinov2")
+    for model in (
+        vitrel.from_timm("vit_giant_patch14_reg4_dinov2", checkpoint_path=path, **options),
+        vitrel.load(path, like="vit_giant_patch14_reg4_dinov2", **options),
+    ):
+        torch.testing.assert_close(model.eval()(image), theirs(image), atol=2e-5, rtol=1e-4)
 
 
 def test_packed_swiglu():
@@ -61,12 +60,12 @@ def test_packed_swiglu():
 
 
 def test_non_square_source():
-    """A 4x8 grid has as many rows as an 8x4 one: without source_grid the model's is assumed, which is right here."""
+    """A 4x8 grid has as many rows as an 8x4 one: the model's is assumed, which is right here."""
     peer = perturb(VisionTransformer(**SMALL | dict(img_size=(32, 64)), dynamic_img_size=True))
     model = vitrel.load_pretrained(ours("absolute", img_size=(32, 64)), peer.state_dict())
     for size in ((32, 64), (64, 32), (48, 48)):
         same(model, peer, torch.randn(1, 3, *size))
-    transposed = vitrel.load_pretrained(ours("absolute", img_size=(64, 32)), peer.state_dict(), source_grid=(4, 8))
+    transposed = vitrel.load_pretrained(ours("absolute", img_size=(64, 32)), model)
     image = torch.randn(1, 3, 64, 32)
     torch.testing.assert_close(transposed(image), model(image), atol=2e-5, rtol=0)
 
@@ -76,7 +75,7 @@ def test_non_square_source():
 def test_beit_tables_per_layer(absolute, size):
     """Prefix rows, biases of q and v alone, layer scale, a norm after pooling; timm's larger tables are our "geometric"."""
     peer = perturb(Beit(**SMALL, init_values=1.0, use_rel_pos_bias=True, use_abs_pos_emb=absolute))
-    key, grid = "absolute+table" if absolute else "table", (size[0] // 8, size[1] // 8)
+    key = "absolute+table" if absolute else "table"
     native = vitrel.load_pretrained(ours(key, SCALED, global_pool="avg"), peer.state_dict())
     resampled = vitrel.load_pretrained(ours(key, SCALED, global_pool="avg", img_size=size), peer.state_dict())
     for model in (native, resampled):  # the class token's rows are never resampled; they move the other tokens little
@@ -84,7 +83,7 @@ def test_beit_tables_per_layer(absolute, size):
         assert torch.equal(prefix, peer.blocks[1].attn.relative_position_bias_table[-3:])
     peer.set_input_size(size)
     larger = ours(key, SCALED, global_pool="avg", img_size=size)
-    vitrel.load_pretrained(larger, peer.state_dict(), source_grid=grid)
+    vitrel.load_pretrained(larger, peer.state_dict())
     image = torch.randn(2, 3, *size)
     same(larger, peer, image)
     for model in (native, resampled):

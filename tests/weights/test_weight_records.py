@@ -46,7 +46,7 @@ def test_grids_of_tables_need_no_naming(saved):
         resampled = [row for row in plan_weights(ours, path).rows if row.resampled]
         assert resampled
         assert all(row.resampled.startswith("4x16 -> 8x8, ") for row in resampled)
-        by_hand = load_pretrained(build(name), wide.state_dict(), source_grid=(4, 16))
+        by_hand = load_pretrained(build(name), wide)
         load_pretrained(ours, path)
         assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), by_hand.state_dict().values(), strict=True))
 

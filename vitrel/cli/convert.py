@@ -2,11 +2,11 @@
 
     vitrel convert vit_tiny_patch16_224 --pretrained --out vit_tiny.safetensors
     vitrel convert model.pth --like vit_tiny_patch16_224 --position table --data flowers --out relative.safetensors
-    vitrel convert vitrel_swin_t --weights swin_t.pth --out swin_t.safetensors --report swin_t.csv
+    vitrel convert vitrel_swin_t --weights swin_t.pth --out swin_t.safetensors
 
 MODEL is a timm name, with weights from --weights or --pretrained; or a file of weights, with --like where the file does not
-contain its model's name; or a vitrel name with --weights, for which a report lists every tensor. Tensors that stay unused or
-unset are an error unless --allow-unused or --allow-unset names them.
+contain its model's name; or a vitrel name with --weights. Tensors that stay unused or unset are an error, for a vitrel name
+unless --allow-unused or --allow-unset names them.
 
 --position gives the model another encoding in attention. With --data it is fitted to the attention of the model on photographs
 of a folder (of its train/, if it has one), without labels, and the absolute embedding is removed (or with --absolute fade fades
@@ -14,17 +14,13 @@ out in training). Without --data it starts at zero, beside the absolute embeddin
 """
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.cli.options import arguments_given, grid, is_name, mapping, size
+from vitrel.cli.options import arguments_given, is_name, mapping, size
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vitrel.models.backbone import Backbone
-    from vitrel.weights.load import WeightPlan
+    from torch import Tensor, nn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a timm or vitrel name, or a file of weights")
     add("--weights", type=Path, metavar="FILE", help="weights of a model given by name: .safetensors, .pth, .bin, .ckpt")
     add("--pretrained", action="store_true", help="timm's weights for the name, from its cache or the network")
-    add("--like", metavar="NAME", help="timm model of a plain state dict, for its heads, activation, eps and pooling")
+    add("--like", metavar="NAME", help="timm or vitrel model of a file that does not name its own")
     add("--out", "-o", type=Path, required=True, metavar="FILE", help="output file, .safetensors; vitrel.load reads it")
     add("--overwrite", action="store_true", help="replace an existing output")
     add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{drop_path_rate: 0.1}'")
@@ -47,13 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--n", type=int, metavar="N", help="number of these images; default 256, or all if there are fewer")
     group.add_argument("--size", type=size, metavar="SIZE", help="image size for fitting or training; default the model's")
     group = parser.add_argument_group("weights of a vitrel name")
-    group.add_argument("--source-grid", type=grid, metavar="GRID",
-                       help="rows x columns of tokens of the file's tables or embedding, where not square")  # fmt: skip
     group.add_argument("--allow-unused", nargs="+", default=[], metavar="NAME",
                        help="tensors of the file, or patterns, that may stay unused")  # fmt: skip
     group.add_argument("--allow-unset", nargs="+", default=[], metavar="NAME",
                        help="tensors of the model, or patterns, that may keep their initial values")  # fmt: skip
-    group.add_argument("--report", type=Path, metavar="FILE", help="write a CSV with a line for every tensor")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,15 +56,15 @@ def run(args: argparse.Namespace) -> None:
     from vitrel.convert import save
 
     with arguments_given("--model-args", args.model_args):
-        model, text = _open(args)
+        model: Any = _open(args)
     if args.position is not None:
         with arguments_given("--position-args", args.position_args):
             model = _relative(model, args)
     save(model, args.out)
-    print(text, end="")
-    grid = model.token_grid(model.img_size)
-    print(f"position {model.arguments['position']}, trained at {grid.h}x{grid.w} tokens, {model.num_classes} classes")
-    print(f"written to {args.out}{f', report to {args.report}' if args.report else ''}")
+    backbone = getattr(model, "backbone", model)
+    grid = backbone.token_grid(backbone.img_size)
+    print(f"position {backbone.arguments['position']}, trained at {grid.h}x{grid.w} tokens, {model.num_classes} classes")
+    print(f"written to {args.out}")
     print(f"load it with vitrel.load({str(args.out)!r})")
 
 
@@ -97,42 +90,25 @@ def _check(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"no folder {args.data}")
 
 
-def _open(args: argparse.Namespace) -> tuple["Backbone", str]:
-    """The model with its weights, and a text on every tensor for vitrel names ("" for others)."""
-    from vitrel.convert import load
-    from vitrel.convert.recognize import as_vitrel
-    from vitrel.models.create import create_model
-
-    if is_name(args.model) and args.model.startswith("vitrel_") and args.weights:
-        return _by_tensors(args)
-    if is_name(args.model) and args.pretrained:
-        model: Any = create_model(args.model, pretrained=True, **args.model_args)
-    elif is_name(args.model):
-        model = load(args.weights, like=args.model, **args.model_args)
-    else:
-        model = load(args.model, like=args.like, **args.model_args)
-    return as_vitrel(model).eval(), ""
-
-
-def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
-    """A vitrel model with the weights of a file, and the plan by which its tensors were used; writes --report."""
-    from vitrel.common.files import write_cells
+def _open(args: argparse.Namespace) -> "nn.Module":
+    """The model with its weights."""
+    from vitrel.convert import from_timm, load
     from vitrel.weights.load import apply_plan, model_for
     from vitrel.weights.read import read_file
 
-    loaded = read_file(args.weights)
-    model, plan = model_for(args.model, args.model_args, loaded, args.source_grid)
-    try:
-        apply_plan(model, plan, allow_unused=args.allow_unused, allow_unset=args.allow_unset)
-    except RuntimeError as error:  # tensors that do not fit, as in torch's load_state_dict
-        raise ValueError(str(error)) from error
-    if args.report:
-        lines = [(" + ".join(row.source), row.target, row.rule, row.resampled) for row in plan.rows]
-        write_cells(args.report, [("source", "target", "rule", "resampled"), *lines])
-    return model.eval(), f"{plan}\n\n{_summary(plan)}\n"  # type: ignore[return-value]
+    if is_name(args.model) and args.model.startswith("vitrel_") and args.weights:
+        model, plan = model_for(args.model, args.model_args, read_file(args.weights))
+        try:
+            return apply_plan(model, plan, allow_unused=args.allow_unused, allow_unset=args.allow_unset).eval()
+        except RuntimeError as error:  # tensors that do not fit, as in torch's load_state_dict
+            raise ValueError(str(error)) from error
+    if is_name(args.model) and args.pretrained:
+        return from_timm(args.model, pretrained=True, **args.model_args).eval()
+    path, like = (args.weights, args.model) if is_name(args.model) else (args.model, args.like)
+    return from_timm(load(path, like=like, **args.model_args)).eval()
 
 
-def _relative(model: "Backbone", args: argparse.Namespace) -> "Backbone":
+def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
     """The model with the encoding of --position, fitted to --data if given."""
     from vitrel.convert import absolute_to_relative, relativize
 
@@ -142,11 +118,11 @@ def _relative(model: "Backbone", args: argparse.Namespace) -> "Backbone":
         return relativize(model, args.position, absolute=args.absolute or "keep", img_size=args.size, **options)
     images = _images(model, args)
     result = absolute_to_relative(model, images, args.position, absolute=args.absolute or "drop", **options)
-    print(f"{result.conversion}\n")
+    print(f"{getattr(result, 'backbone', result).conversion}\n")
     return result
 
 
-def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
+def _images(model: Any, args: argparse.Namespace) -> "Tensor":
     """`n` images of the folder, drawn with a fixed seed and preprocessed for the model: [n, 3, height, width]."""
     import numpy as np
     import torch
@@ -167,10 +143,3 @@ def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
     prepare = Prepare(args.size or model.img_size, **preprocessing_of(model))
     chosen = np.random.default_rng(0).choice(len(found), n, replace=False)
     return torch.stack([prepare(decode(found[i])) for i in chosen])
-
-
-def _summary(plan: "WeightPlan") -> str:
-    """The number of tensors by rule, in one line."""
-    rules = Counter("left out" if not row.target else row.rule for row in plan.rows)
-    kinds = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
-    return f"{len(plan.rows)} rows: {kinds}; {sum(bool(row.resampled) for row in plan.rows)} resampled"

@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> None:
     from vitrel.any_size import side_multiple
     from vitrel.convert.from_timm import from_timm
     from vitrel.export import SUFFIXES, TOLERANCE, export_model
-    from vitrel.models.backbone import Backbone
     from vitrel.models.config import PREPROCESSING
 
     [trained] = open_models(args)
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         names = ("classes", "img_size", *PREPROCESSING)
         about |= {"model": trained.name} | {name: getattr(trained, name) for name in names}
     try:
-        model = trained.model if isinstance(trained.model, Backbone) else from_timm(trained.model).eval()
+        model = from_timm(trained.model).eval()
         checks = export_model(model, out, args.format, args.size, args.dynamic_size, about, args.overwrite)
     except (RuntimeError, TypeError) as error:  # tracing failed, or the model is of another library
         raise ValueError(str(error)) from error

@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from vitrel.convert.relativize import relativize
 from vitrel.grid import Grid
 from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
+from vitrel.models.segmenter import Segmenter
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS
@@ -78,12 +79,12 @@ def absolute_to_relative(
     refit: bool = True,
     ridge: float = 1.0,
     steps: int = STEPS,
-) -> Backbone:
+) -> Any:
     """Return a vitrel model with another position encoding, fitted to images; its attribute `conversion` is a ConversionReport.
 
     Args:
         model: a model that `relativize` takes, not changed: a ViT with a trained absolute embedding, or a Swin, in which
-            `position` replaces the encoding in its windows.
+            `position` replaces the encoding in its windows. Of a Segmenter it is the backbone, which has `conversion` then.
         images: [B, C, height, width], prepared as in training, without labels: a few hundred, as varied as the images the model
             will see. Their grid becomes the training grid of the new encoding.
         position: as in `relativize`. An encoding without parameters stays as it is, and only the rest is fitted.
@@ -105,6 +106,9 @@ def absolute_to_relative(
     if absolute == "keep":
         raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")
     check_choice("absolute_to_relative", "absolute", absolute, ("drop", "fade"))
+    if isinstance(model, Segmenter):
+        given = dict(absolute=absolute, fade_steps=fade_steps, refit=refit, ridge=ridge, steps=steps)
+        return model.with_backbone(absolute_to_relative(model.backbone, images, position, position_args, **given))
     start = time.perf_counter()
     original = copy.deepcopy(model) if isinstance(model, Backbone) else as_vitrel(model)
     if reason := cannot_fit(original):

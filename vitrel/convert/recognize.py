@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import Config, preparation_of
 from vitrel.models.create import uninitialized
-from vitrel.weights.load import apply_plan, plan_weights
-from vitrel.weights.rotate import Rotation
+from vitrel.weights.load import apply_plan, fitted
+from vitrel.weights.names import Rotation
 
 _VITS = (
     vision_transformer.VisionTransformer,
@@ -57,15 +57,12 @@ _ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gel
 
 
 class Recognized(NamedTuple):
-    """The vitrel architecture and arguments for a timm model, and its weights under timm's names.
-
-    `plan_weights(model, state, rotation=rotation)` renames and rearranges the weights for the vitrel model.
-    """
+    """The vitrel architecture and arguments for a timm model, and its weights: vitrel.weights.names rearranges them."""
 
     architecture: str  # "vitrel_vit" or "vitrel_swin"
     arguments: dict[str, Any]  # of the trunk's constructor
-    state: dict[str, Tensor]  # its weights, as `vitrel.weights` reads them
-    rotation: Rotation | None  # memory layout of its rotary encoding; None without one
+    state: dict[str, Tensor]  # its weights, under timm's names
+    rotation: Rotation  # layout of its rotary channels
 
 
 def recognize(model: nn.Module) -> Recognized:
@@ -106,7 +103,7 @@ def as_vitrel(model: nn.Module, copy: bool = True) -> Backbone:
     with uninitialized():
         converted = config.build(weight.device, weight.dtype)
     try:
-        apply_plan(converted, plan_weights(converted, recognized.state, rotation=recognized.rotation), copy=copy)
+        apply_plan(converted, fitted(converted, recognized.state, {}, recognized.rotation), copy=copy)
     except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantized
         raise refusal(model, f"its weights are not those of {type(model).__name__}: {error}") from error
     return converted.train(model.training)
@@ -233,32 +230,32 @@ def _unlike(model: Any) -> Iterator[str]:
         yield f"its norms have several eps ({', '.join(f'{eps:g}' for eps in sorted(epsilons))})"
 
 
-def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[str, Tensor]]:
-    """Return (encodings, joined by '+', or "none"; their options; the rotary layout, or None; weights) of a plain ViT.
+def _position(model: Any) -> tuple[str, dict[str, Any], Rotation, dict[str, Tensor]]:
+    """Return (encodings, joined by '+', or "none"; their options; the rotary layout; weights) of a plain ViT.
 
     The weights are its state dict under timm's names, but with the table of every bias MLP in place of the MLP's tensors, and
     with mixed frequencies in the order columns, rows.
     """
     keys: list[str] = []
     options: dict[str, Any] = {}
-    rotation, state = None, dict(model.state_dict())
+    rotation, state = Rotation(False, False), dict(model.state_dict())
     if getattr(model, "pos_embed", None) is not None:
         keys.append("absolute")
     rope = getattr(model, "rope", None)
     if rope is not None:
-        half = getattr(model.blocks[0].attn, "rotate_half", False)
         x_first = rope.grid_indexing == "xy"
         if isinstance(rope, RotaryEmbeddingMixed):
-            rotation = Rotation("a timm model", "rope_mixed", {}, interleaved=not half, x_first=False)  # the order is in freqs
-            if not x_first:  # the loader expects frequencies of columns before those of rows
+            keys.append("rope_mixed")
+            if not x_first:  # `to_vitrel` expects frequencies of columns before those of rows
                 state["rope.freqs"] = state["rope.freqs"].flip(0)
+            x_first = False  # the order is in the frequencies
         elif isinstance(rope, RotaryEmbeddingDinoV3):
+            keys.append("rope_normalized")
             options["base"] = rope.temperature
-            rotation = Rotation("a timm model", "rope_normalized", {}, interleaved=not half, x_first=x_first)
         else:
+            keys.append("rope_axial")
             options |= dict(base=rope.temperature, reference=rope.ref_feat_shape and tuple(rope.ref_feat_shape))
-            rotation = Rotation("a timm model", "rope_axial", {}, interleaved=not half, x_first=x_first)
-        keys.append(rotation.key)
+        rotation = Rotation(not getattr(model.blocks[0].attn, "rotate_half", False), x_first)
     biases = [("shared_rel_pos", _shared(model))] if _shared(model) is not None else [
         (f"blocks.{i}.attn.rel_pos", getattr(block.attn, "rel_pos", None)) for i, block in enumerate(model.blocks)
     ]  # fmt: skip
@@ -374,7 +371,7 @@ def _swin(model: Any) -> Recognized:
         attn_drop_rate=_p(flat[0].attn.attn_drop),
         drop_path_rate=getattr(flat[-1].drop_path1, "drop_prob", 0.0) or 0.0,
     )
-    return Recognized("vitrel_swin", arguments, dict(model.state_dict()), None)
+    return Recognized("vitrel_swin", arguments, dict(model.state_dict()), Rotation(False, False))
 
 
 def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from vitrel.convert.recognize import as_vitrel
 from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
+from vitrel.models.segmenter import Segmenter
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, PositionEncoding, key_of, select_options, split_position
 from vitrel.position.terms import check_choice, parts_of
@@ -26,13 +27,13 @@ def relativize(
     rope: str = "keep",
     img_size: int | tuple[int, int] | None = None,
     zero_init: bool = True,
-) -> Backbone:
+) -> Any:
     """Return a new vitrel model with the weights of `model` and a new encoding `position` in every block.
 
     Args:
         model: a vitrel ViT without position in attention, or with a rotation; a vitrel Swin, whose encoding in the windows is
-            replaced (a rotation stays beside the new one if `rope` is "keep"); or a timm model that `from_timm` takes. It is
-            not changed.
+            replaced (a rotation stays beside the new one if `rope` is "keep"); a timm model that `from_timm` takes; or a
+            Segmenter of one. It is not changed.
         position: a key of POSITIONS that acts in attention, or several joined by '+'.
         position_args: options of the encodings.
         absolute: "keep" the embedding, "drop" it, or "fade" it out.
@@ -49,6 +50,9 @@ def relativize(
     """
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)
+    if isinstance(model, Segmenter):
+        given = dict(absolute=absolute, fade_steps=fade_steps, rope=rope, img_size=img_size, zero_init=zero_init)
+        return model.with_backbone(relativize(model.backbone, position, position_args, **given))
     options = dict(position_args or {})
     _check_position(position, options, zero_init)
     model = as_vitrel(model)

@@ -5,27 +5,23 @@ vitrel.models.config; `position`, the description of the encodings by vitrel.wei
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
-from timm.layers import to_2tuple
-from torch import Tensor, nn
+from torch import nn
 
 from vitrel.common.files import atomic_write
-from vitrel.convert.recognize import as_vitrel, recognize
+from vitrel.convert.from_timm import from_timm
+from vitrel.convert.recognize import as_vitrel
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
-from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, preparation_of, stored_arguments
-from vitrel.models.create import check_model_name, create_model, create_sized, on_meta
+from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, stored_arguments
+from vitrel.models.create import create_model, create_sized
 from vitrel.models.segmenter import BODY, Segmenter
-from vitrel.weights.load import apply_plan, plan_weights
+from vitrel.weights.load import KNOWN, apply_plan, model_for, plan_weights
 from vitrel.weights.read import check_file, guarding, read_file, write_safetensors
 from vitrel.weights.record import check_encodings, position_record
-from vitrel.weights.rotate import Rotation
-from vitrel.weights.swin_names import rename_swin, swin_arguments
-from vitrel.weights.tensors import FileTensors
 from vitrel.weights.unwrap import unwrap
-from vitrel.weights.vit_names import rename_vit, vit_arguments
 
 FORMAT = 2
 # Entries of 'vitrel' in a checkpoint of vitrel train: those with one value of a type, and those with a list of values.
@@ -37,7 +33,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     """Save a vitrel model as one .safetensors file that `load` reads: weights in their dtypes, and the configuration.
 
     Args:
-        model: a ViT or Swin of vitrel.
+        model: a ViT or Swin of vitrel, or a Segmenter with one.
         path: of the file, which is written atomically.
 
     Raises:
@@ -47,7 +43,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"models are saved as .safetensors, not as {path.name}")
-    if not isinstance(model, Backbone):
+    if not isinstance(model.backbone if isinstance(model, Segmenter) else model, Backbone):
         raise ValueError(
             f"{type(model).__name__} is no vitrel model: convert timm's with vitrel.from_timm, unwrap compiled ones"
         )
@@ -59,10 +55,10 @@ def save(model: nn.Module, path: str | Path) -> None:
         write_safetensors(part, state, about)
 
 
-def _check_rebuilds(model: Backbone, built: Backbone) -> None:
+def _check_rebuilds(model: nn.Module, built: nn.Module) -> None:
     """Raise ValueError unless the weights and encodings of a model have the names, shapes and options of one built anew."""
 
-    def described(part: Backbone) -> dict[str, Any]:
+    def described(part: nn.Module) -> dict[str, Any]:
         shapes = {name: getattr(value, "shape", None) for name, value in part.state_dict().items()}
         return shapes | position_record(part, free=True)
 
@@ -82,12 +78,12 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
 
     Args:
         path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a
-            timm checkpoint with its config.json beside it; or bare weights with the names of timm or vitrel.
-        like: for bare weights, the name of a timm or vitrel model with the settings that shapes do not show: number of heads,
-            activation, eps, pooling, rotation. The file decides the rest: width, depth, patches, tokens, tables, classes, image
-            size. Not needed for a file that holds its model's configuration.
+            timm checkpoint with its config.json beside it; or bare weights.
+        like: for bare weights, the name of their timm or vitrel model; with a timm name the file is read as by
+            `from_timm(like, checkpoint_path=path, **changes)`. Not needed for a file that holds its model's configuration.
         changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another
-            `img_size` tables and embeddings are resampled to it.
+            `img_size` tables and embeddings are resampled to it; with another `in_chans` the first convolution is adapted as by
+            timm.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -141,16 +137,16 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         model = create_sized(about["model"], **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is of a model {about['model']} with {arguments}, which cannot be built: {error}") from error
-    backbone, head = model, None
+    backbone = model
     if about.get("task") == "segmentation":
         model = Segmenter(backbone, arguments["num_classes"], about.get("head", "linear"))
-        loaded, head = _without_head(loaded, path)
+        position = {BODY + name: entry for name, entry in about.get("position", {}).items()}
+        loaded = loaded | {"vitrel": about | {"position": position}}
     if isinstance(backbone, Backbone):
-        _load_own(backbone, loaded, path, changes or {})
+        _load_own(model, loaded, path, changes or {})
+        backbone.train_sizes = () if "img_size" in (changes or {}) else tuple(about.get("train_sizes") or ())
     else:
-        _load_other(backbone, loaded, path)
-    if head is not None:
-        _load_other(model, {"state_dict": head | {BODY + name: value for name, value in backbone.state_dict().items()}}, path)
+        _load_other(model, loaded, path)
     settings = {name: about[name] for name in PREPROCESSING}
     if "num_classes" not in (changes or {}):
         settings["label_names"] = list(about["classes"])
@@ -160,36 +156,13 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
     return model.eval(), about
 
 
-def _without_head(loaded: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content of a checkpoint of a segmentation model as that of its backbone, and the other weights of the model."""
-    state = loaded["state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise ValueError(f"{path} is damaged: it has no weights by name")
-    below = f"model.{BODY}"
-    body = {f"model.{name.removeprefix(below)}": value for name, value in state.items() if name.startswith(below)}
-    others = {name.removeprefix("model."): value for name, value in state.items() if not name.startswith(below)}
-    return loaded | {"state_dict": body}, others
-
-
-def rebuilt(model: Backbone, **changes: Any) -> Backbone:
-    """Return a new model with the weights of `model` and other constructor arguments; `model` is not changed.
-
-    With another `img_size` tables and embeddings are resampled to it; with another `num_classes` the head is new.
-    """
-    weight = model.patch_embed.proj.weight
-    result = config_of(model).build(weight.device, weight.dtype, **changes)
-    stored = {"state_dict": model.state_dict(), "vitrel": {"position": position_record(model)}}
-    apply_plan(result, plan_weights(result, stored), reset_head="num_classes" in changes)
-    return result.train(model.training)
-
-
 def not_finite(model: nn.Module) -> str:
     """Return the names of at most 5 weights that hold NaN or infinity, "" if there are none."""
     state = model.state_dict().items()
     return ", ".join([name for name, value in state if value.is_floating_point() and not value.isfinite().all()][:5])
 
 
-def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> Backbone:
+def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
     """Return the model of a file of `save`, `about` being its metadata."""
     check_encodings(about.get("position"), path)
     if about.get("format") != FORMAT or "model" not in about:
@@ -240,110 +213,24 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
     return as_vitrel(model).eval()
 
 
-def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> Backbone:
+def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> nn.Module:
     """Return a model with weights that come without a configuration; `like` as in `load`."""
-    state = unwrap(loaded, str(path)).state
-    tensors = FileTensors(state)
-    swin = tensors.has(r"layers\.\d+\.blocks\..*")
-    own_names = tensors.has(r".*\.position\..*|pos_embed\.pos_embed")
-    try:
-        rename_swin(tensors) if swin else rename_vit(tensors)
-        shapes = swin_arguments(tensors) if swin else vit_arguments(tensors)
-    except (LookupError, ValueError) as error:
-        reason = f"no tensor is {error.args[0]}" if isinstance(error, KeyError) else error
+    if like is None:
+        first = ", ".join([*unwrap(loaded, str(path))][:5])
         raise ValueError(
-            f"{path} holds weights with other names than timm's: {reason}; timm reads some of them, by vitrel.from_timm(NAME, "
-            "pretrained=True, pretrained_cfg_overlay=dict(file=...))"
-        ) from error
-    if like is None and (own_names or not swin or "window_size" not in shapes):
-        raise ValueError(
-            f"{path} holds bare weights of {_described(shapes)}: their shapes do not show the number of heads, the "
-            "activation or the eps of the norms; name a model with the same, for example like='vit_tiny_patch16_224'"
+            f"{path} holds weights without their model's name: name it, for example like='vit_tiny_patch16_224'. The first "
+            f"names are {first}; {KNOWN}"
         )
-    known = _like(like, swin) if like is not None else _Like(_swin_config(shapes), None, set())
-    arguments = _joined(known.config.arguments, shapes, own_names) | changes
-    preparation = known.config.preparation | {"input_size": (arguments.get("in_chans", 3), *to_2tuple(arguments["img_size"]))}
+    if not like.startswith("vitrel_"):
+        return from_timm(like, checkpoint_path=path, **changes).eval()
     try:
-        model = Config(known.config.architecture, arguments, arguments["img_size"], preparation).build()
-    except ValueError as error:
-        raise ValueError(f"no model like {like} can be built for {path}: {error}") from error
-    same_names = state.keys() - {"head.weight", "head.bias"} <= known.names
-    try:
-        plan = plan_weights(model, loaded, rotation=known.rotation if same_names else None)
-        return apply_plan(model, plan, reset_head="num_classes" in changes).eval()  # type: ignore[return-value]
+        model, plan = model_for(like, changes, loaded)
+        return apply_plan(model, plan, reset_head="num_classes" in changes).eval()
     except RuntimeError as error:
-        raise ValueError(f"{path} does not fit a model like {like}: {error}") from error
+        raise ValueError(f"{path} does not fit {like}: {error}") from error
 
 
-class _Like(NamedTuple):
-    """The model named by `like`: its settings stand in for what the shapes of bare weights do not show."""
-
-    config: Config  # of the model
-    rotation: Rotation | None  # layout of timm's rotary encoding
-    names: set[str]  # of timm's weights
-
-
-def _like(like: str, swin: bool) -> _Like:
-    check_model_name(like)
-    with on_meta():
-        model = timm.create_model(like)
-    if isinstance(model, Backbone):
-        return _Like(config_of(model), None, set())
-    recognized = recognize(model)
-    if (recognized.architecture == "vitrel_swin") != swin:
-        raise ValueError(f"the file is of a {'Swin' if swin else 'plain ViT'}, {like} is not: name a model of the same kind")
-    config = Config(
-        recognized.architecture, recognized.arguments, recognized.arguments["img_size"], preparation_of(model.pretrained_cfg)
-    )
-    return _Like(config, recognized.rotation, set(model.state_dict()))
-
-
-def _swin_config(shapes: dict[str, Any]) -> Config:
-    """Return a Config with nothing but a square image size, 32 * the larger side of the window.
-
-    The window is then the grid of the last of 4 stages, for patches of 4. `_joined` adds the arguments in `shapes`.
-    """
-    size = (32 * max(shapes["window_size"]),) * 2
-    return Config("vitrel_swin", dict(img_size=size), size, {})
-
-
-def _joined(base: dict[str, Any], shapes: dict[str, Any], own_names: bool) -> dict[str, Any]:
-    """Return the arguments `base`, updated by those inferred from the file's shapes.
-
-    Args:
-        base: arguments of the model named by `like`.
-        shapes: arguments that the shapes show.
-        own_names: the file has vitrel's names, so it is of the very model `base`: only num_classes is updated. Else layer scale
-            and norms in `block_args` are the file's alone; its other entries are those of `base` unless the shapes show them.
-    """
-    if own_names:  # vitrel's names: the file is of the very model that was named
-        return base | {"num_classes": shapes["num_classes"]}
-    joined = base | shapes
-    if "block_args" in base:
-        block_args = {
-            name: value
-            for name, value in (base["block_args"] or {}).items()
-            if name not in ("init_values", "mlp_norm", "attn_norm", "qk_norm")
-        }
-        if "global_blocks" in block_args:
-            block_args["global_blocks"] = tuple(i for i in block_args["global_blocks"] if i < shapes["depth"])
-        joined["block_args"] = block_args | shapes["block_args"]
-    if "position" in base and "position" not in shapes:
-        joined["position"] = base["position"]
-    return joined
-
-
-def _described(shapes: dict[str, Any]) -> str:
-    """Describe in an error the model that shapes show."""
-    depth = shapes.get("depth") or "+".join(map(str, shapes["depths"]))
-    kind = "a Swin" if "depths" in shapes else "a ViT"
-    height, width = shapes["patch_size"]
-    return (
-        f"{kind} of width {shapes['embed_dim']}, {depth} blocks, patches of {height}x{width}, {shapes['num_classes']} classes"
-    )
-
-
-def _load_own(model: Backbone, loaded: dict[str, Any], path: Path, changes: dict[str, Any]) -> None:
+def _load_own(model: nn.Module, loaded: dict[str, Any], path: Path, changes: dict[str, Any]) -> None:
     """Load a checkpoint's weights into a vitrel model in place.
 
     Args:

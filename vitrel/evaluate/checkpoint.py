@@ -1,21 +1,18 @@
 """Trained models: checkpoints of vitrel, timm names with weights from a file, and models in memory."""
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from timm.layers import to_2tuple
-from timm.models import load_checkpoint as load_timm_checkpoint
 from torch import nn
 
 from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, native_size, nearest_size, parse_size_or_budget, token_count
+from vitrel.convert.from_timm import timm_model
 from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.inspect.any_model import model_name, trained_size
 from vitrel.models.backbone import Backbone
@@ -24,8 +21,7 @@ from vitrel.models.create import check_model_name, create_sized
 from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
 from vitrel.weights.load import apply_plan, model_for, read_file
-from vitrel.weights.read import ARRAYS, check_file, guarding
-from vitrel.weights.unwrap import unwrap
+from vitrel.weights.read import guarding
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,9 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
     if path.suffix == ".safetensors":
         model = load(path)
         classes = tuple(model.pretrained_cfg.get("label_names") or ())
-        return replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
+        trained = replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
+        sizes = getattr(backbone_of(model), "train_sizes", ())
+        return _sized(replace(trained, train_sizes=tuple(map(parse_size_or_budget, sizes))))
     model, about = read_checkpoint(path)
     trained = TrainedModel(
         model=model,
@@ -151,6 +149,11 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         task=about.get("task", "classification"),
         train_sizes=tuple(map(parse_size_or_budget, about.get("train_sizes") or ())),
     )
+    return _sized(trained)
+
+
+def _sized(trained: TrainedModel) -> TrainedModel:
+    """The model with an img_size that is one of its training sizes."""
     sizes = [trained.size_of(size) for size in trained.train_sizes]
     return trained if trained.img_size in sizes else replace(trained, img_size=nearest_size(trained.img_size, sizes))
 
@@ -327,20 +330,8 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
         if name.startswith("vitrel_"):
             model, plan = model_for(name, arguments, read_file(weights))
             return apply_plan(model, plan)
-        if weights.suffix in ARRAYS:  # JAX checkpoints, which timm's model code reads
-            check_file(weights)
-            model = _create(name, arguments)
-            with guarding(str(weights)):
-                load_timm_checkpoint(model, str(weights))
-            return model
-        state = _read_state(weights)
-        head = state.get(f"{timm.get_pretrained_cfg(name).classifier}.weight")
-        if isinstance(head, torch.Tensor):
-            arguments = {"num_classes": len(head)} | arguments
-        model = _create(name, arguments)
-        rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # converts old checkpoint keys
-        model.load_state_dict(state if rename is None else rename(state, model))
-        return model
+        with guarding(str(weights), arguments):
+            return timm_model(name, weights, **arguments)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
 
@@ -355,14 +346,3 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     """Create the model, without img_size where the architecture does not take it."""
     with guarding(name, arguments):
         return create_sized(name, **arguments)
-
-
-def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a file of timm or of its train.py, averaged weights where it has them; see `vitrel.weights.unwrap`."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""))
-    loaded = read_file(path, allowed=(argparse.Namespace,))  # checkpoints of timm's train.py contain their options
-    unwrapped = unwrap(loaded, str(path))
-    if unwrapped.beside:
-        raise ValueError(f"{path} holds {', '.join(unwrapped.beside[:5])} beside the weights of a model")
-    return unwrapped.state

@@ -28,6 +28,7 @@ from vitrel.convert.saving import save
 from vitrel.inspect.any_model import trained_size
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, preprocessing_of
+from vitrel.models.segmenter import Segmenter
 from vitrel.ops.why import use_backend
 
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one if that is above 1
@@ -59,7 +60,7 @@ def export_model(
     """Export a model in evaluation mode, in float32 on the CPU, and return the checks of the file.
 
     Args:
-        model: a ViT or Swin of vitrel, built by timm.create_model, or any result of `vitrel.from_timm`.
+        model: a ViT or Swin of vitrel, built by timm.create_model, a Segmenter of one, or any result of `vitrel.from_timm`.
         path: the file to write, or for "safetensors" the folder.
         format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), checked in onnxruntime;
             "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size
@@ -112,9 +113,17 @@ def _preprocessing(model: nn.Module) -> dict[str, Any]:
     return {"model": model.pretrained_cfg["architecture"], "img_size": trained_size(model)} | preprocessing_of(model)
 
 
+def _own(model: nn.Module) -> Backbone | None:
+    """Return a vitrel model, or that in a Segmenter; None for other models."""
+    own = model.backbone if isinstance(model, Segmenter) else model
+    return own if isinstance(own, Backbone) else None
+
+
 def _check_model(model: nn.Module, format: str) -> None:
-    if not isinstance(model, Backbone) and not side_multiple(model):
+    if _own(model) is None and not side_multiple(model):
         raise ValueError(f"only models of vitrel and of vitrel.from_timm can be exported, not {type(model).__name__}")
+    if isinstance(model, Segmenter) and format == "safetensors":
+        raise ValueError("timm builds no segmenter from such a folder: write it with vitrel.save, and read it with vitrel.load")
     if not isinstance(model, Backbone) and format == "safetensors":
         raise ValueError(
             f"this {type(model).__name__} keeps timm's trunk and names: timm.models.save_for_hf writes such a folder"
@@ -153,7 +162,7 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
             raise ValueError(f"size {size[0]}x{size[1]}: its sides must be multiples of {multiple} pixels")
         return
     (h, w), least = size, _least_size(model) - 1
-    patch = model.patch_embed.patch_size
+    patch = _own(model).patch_embed.patch_size  # type: ignore[union-attr]
     if h < patch[0] or w < patch[1]:
         raise ValueError(f"size {h}x{w} is smaller than one patch of {patch[0]}x{patch[1]} pixels")
     if dynamic_size and h <= least and w <= least:
@@ -164,12 +173,13 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 def _least_size(model: nn.Module) -> int:
     """Return the pixels of a side that leave at least two tokens after the last stage."""
-    reduction = max([info["reduction"] for info in getattr(model, "feature_info", ())], default=32)
-    return reduction + 1 if isinstance(model, Backbone) else 2 * reduction  # timm's trunks pad less
+    own = _own(model)
+    reduction = max([info["reduction"] for info in getattr(own or model, "feature_info", ())], default=32)
+    return 2 * reduction if own is None else reduction + 1  # timm's trunks pad less
 
 
 def _channels(model: Any) -> int:
-    channels = getattr(model, "in_chans", None)
+    channels = getattr(_own(model), "in_chans", None)
     first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
     if channels is None:
         channels = model.pretrained_cfg["input_size"][0] if first is None else first.in_channels
@@ -196,7 +206,7 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
 
 
 def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
-    if dynamic_size and not isinstance(model, Backbone):
+    if dynamic_size and _own(model) is None:
         size = 2 * size[0], 2 * size[1]  # more than one window in the last stage, which a graph would take for granted
     free, image = torch.export.Dim.DYNAMIC, torch.randn((2, _channels(model), *size))
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
@@ -206,7 +216,7 @@ def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch
             program = torch.export.export(model, (image,), dynamic_shapes=(shapes,))
     except Exception as error:
         raise RuntimeError(f"torch.export cannot trace this model at {size[0]}x{size[1]}: {_first_line(error)}") from error
-    if not isinstance(model, Backbone):
+    if _own(model) is None:
         _free_sizes(program)
     return program
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.fx
@@ -46,21 +46,20 @@ class Backbone(nn.Module, abc.ABC):
     A subclass embeds an image as patches on a grid (`embed_patches`) and calls every encoding on that grid, or on the window's.
 
     Attributes:
-        layout: of the class: which names its parameters have, "vit" or "swin"; vitrel.weights renames those of other code to
-            them.
         patch_embed: a PatchEmbed with output [B, h, w, C].
         pos_embed: the encoding added to the tokens, or None.
         num_prefix_tokens: number of class and register tokens.
         arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
+        train_sizes: image sizes of its training, "224x224" or a budget of patch tokens as "196t", where it comes from a run.
     """
 
-    layout: ClassVar[str]
     arguments: dict[str, Any]
     patch_embed: PatchEmbed
     pos_embed: PositionEncoding | None
     num_prefix_tokens: int
     init_linear: Callable[[nn.Module], None]
     window_size: tuple[int, int] | None = None
+    train_sizes: tuple[str, ...] = ()
     grad_checkpointing: bool = False
 
     @abc.abstractmethod

@@ -11,6 +11,7 @@ from torch import nn
 
 from vitrel.common.names import did_you_mean
 from vitrel.models.backbone import Backbone
+from vitrel.models.segmenter import Segmenter
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
@@ -29,9 +30,11 @@ class Config(NamedTuple):
     arguments: dict[str, Any]  # of the model's constructor
     input_size: tuple[int, int]  # (h, w) in pixels that `set_input_size` recorded
     preparation: dict[str, Any]  # entries of timm's pretrained_cfg: size, crop, mean, std, names of the classes
+    train_sizes: tuple[str, ...] = ()  # of a run: "224x224", or budgets of patch tokens, "196t"
+    segmenter: tuple[int, str] | None = None  # number of classes and head of a Segmenter with the model as its backbone
 
-    def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Backbone:
-        """Build the model with random weights; torch's random state is left as it was.
+    def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        """Build the model, a Backbone or Segmenter, with random weights; torch's random state is left as it was.
 
         Args:
             device: of the parameters.
@@ -44,19 +47,26 @@ class Config(NamedTuple):
                 file may name no other source of weights.
         """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
+        classes, head = self.segmenter or (changes.get("num_classes", self.arguments.get("num_classes")), "")
+        if head:
+            classes = changes.pop("num_classes", classes)
         arguments = self.arguments | changes
         trunk = next(trunk for name, trunk in TRUNKS.items() if self.architecture.startswith(name))
         self._check(arguments, [name for name in inspect.signature(trunk).parameters if name not in ("device", "dtype")])
         self._check(preparation, [*_PREPARATION])
-        if len(preparation.get("label_names") or ()) != arguments.get("num_classes"):  # names of another classifier
+        if len(preparation.get("label_names") or ()) != classes:  # names of another classifier
             preparation = {name: value for name, value in preparation.items() if not name.startswith("label_")}
         size = self.input_size if arguments["img_size"] == self.arguments["img_size"] else arguments["img_size"]
         with torch.random.fork_rng(devices=[]):
-            model = timm.create_model(
+            model: Any = timm.create_model(
                 self.architecture, pretrained_cfg_overlay=preparation, device=device, dtype=dtype, **arguments
             )
-        model.set_input_size(size)  # type: ignore[operator]
-        return model  # type: ignore[return-value]
+            model.set_input_size(size)
+            model.train_sizes = () if "img_size" in changes else tuple(self.train_sizes)
+            if not head:
+                return model
+            with torch.device(device or torch.get_default_device()):
+                return Segmenter(model, classes, head).to(dtype)
 
     def _check(self, given: dict[str, Any], known: list[str]) -> None:
         """Raise TypeError for a name in `given` that is not in `known`."""
@@ -65,13 +75,15 @@ class Config(NamedTuple):
                 raise TypeError(f"{self.architecture} has no argument {name!r}{did_you_mean(name, known)}")
 
 
-def config_of(model: Backbone) -> Config:
+def config_of(model: Backbone | Segmenter) -> Config:
     """Return the configuration of a model in its current state: with a new head, pruned, at another input size."""
+    if isinstance(model, Segmenter):
+        return config_of(model.backbone)._replace(segmenter=(model.num_classes, model.head_name))  # type: ignore[arg-type]
     cfg = getattr(model, "pretrained_cfg", None) or {}
     name = str(cfg.get("architecture", ""))
     generic = next(key for key, trunk in TRUNKS.items() if isinstance(model, trunk))
     architecture = name if name.startswith("vitrel_") and timm.is_model(name) else generic
-    return Config(architecture, model.current_arguments(), model.img_size, preparation_of(cfg))
+    return Config(architecture, model.current_arguments(), model.img_size, preparation_of(cfg), model.train_sizes)
 
 
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:

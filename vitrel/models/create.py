@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from urllib.error import URLError
@@ -16,11 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitrel.common.names import nearest
-from vitrel.weights.read import check_file
 
 _FILLS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"}  # of torch.nn.init and of Tensor
 _FILLS |= {"kaiming_uniform_", "kaiming_normal_"}  # which are seen as one call
-_WEIGHTS = (".safetensors", ".pth", ".bin", ".tar")  # suffixes of the files of which timm reads one
 
 
 def create_model(name: str, **kwargs) -> nn.Module:
@@ -31,16 +28,13 @@ def create_model(name: str, **kwargs) -> nn.Module:
         kwargs: arguments of timm.create_model, for example pretrained, num_classes, img_size, position_args.
 
     Raises:
-        ValueError: the name is unknown (the message gives the nearest known names), the pretrained weights do not exist, or a
-            folder's files are damaged.
+        ValueError: the name is unknown (the message gives the nearest known names), or the pretrained weights do not exist.
         ConnectionError: the pretrained weights are neither in timm's cache nor can be downloaded.
         FileNotFoundError: there is no such folder of timm's.
     """
-    if name.startswith("local-dir:"):
-        return _from_folder(Path(name.partition(":")[2]), kwargs)
     check_model_name(name, allow_sources=True)
     overlay = kwargs.get("pretrained_cfg_overlay") or {}
-    if not kwargs.get("pretrained") or "file" in overlay or "state_dict" in overlay:
+    if not kwargs.get("pretrained") or name.startswith("local-dir:") or "file" in overlay or "state_dict" in overlay:
         return timm.create_model(name, **kwargs)
     if timm.is_model(name) and not timm.get_pretrained_cfg(name).has_weights and not kwargs.get("pretrained_cfg"):
         raise ValueError(f"there are no pretrained weights for {name}: give a file with weights (--weights FILE), or train it")
@@ -113,29 +107,6 @@ def check_model_name(name: str, allow_sources: bool = False) -> None:
     if not (timm.is_model(name) or (allow_sources and (":" in name or "/" in name))):
         near = nearest(name, timm.list_models(), cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
-
-
-def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
-    """Return timm.create_model("local-dir:FOLDER", **arguments); with `pretrained`, the weight files are checked first.
-
-    Raises:
-        FileNotFoundError: there is no folder, or no config.json in it.
-        ValueError: a file is damaged, or the weights do not fit.
-    """
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"no {folder / 'config.json'}: local-dir: takes a folder of timm's save_for_hf or vitrel export"
-        )
-    try:
-        for file in folder.iterdir() if arguments.get("pretrained") else ():
-            if file.suffix in _WEIGHTS:
-                check_file(file)
-        return timm.create_model(f"local-dir:{folder}", **arguments)
-    except (MemoryError, TypeError):  # the arguments are wrong, not the file
-        raise
-    except Exception as error:  # a damaged file raises almost anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
-        raise ValueError(f"no model can be built from {folder}: {reason}") from error
 
 
 def _hub_answers() -> bool:

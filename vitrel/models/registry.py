@@ -3,20 +3,26 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from timm.layers import register_notrace_module
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from torch import nn
+from torch import Tensor, nn
 
 from vitrel.common.names import nearest
 from vitrel.position import POSITIONS, PositionEncoding
-from vitrel.weights.load import filter_state_dict
 
 Rows = dict[str, tuple[dict, dict]]  # {name: (constructor arguments, entries of timm's pretrained cfg)}
 Encoding = TypeVar("Encoding", bound=PositionEncoding)
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # compositions with model names; "_" replaces "+" in them
 _FAMILIES: dict[type[nn.Module], Callable[[str], dict]] = {}  # {trunk: registers its models for a key}
+_weight_filter: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = None
+
+
+def set_weight_filter(function: Callable[[dict[str, Tensor], Any], dict[str, Tensor]]) -> None:
+    """Set what rearranges the state dict of a file for a model built with `pretrained`: timm's `checkpoint_filter_fn`."""
+    global _weight_filter
+    _weight_filter = function
 
 
 def base_cfg(**changes) -> dict:
@@ -94,7 +100,7 @@ def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str
         feature_cfg = dict(out_indices=kwargs.pop("out_indices", taps), feature_cls="getter")
         try:
             return build_model_with_cfg(
-                trunk, name, pretrained, pretrained_filter_fn=filter_state_dict, feature_cfg=feature_cfg, **kwargs
+                trunk, name, pretrained, pretrained_filter_fn=_weight_filter, feature_cfg=feature_cfg, **kwargs
             )
         except TypeError as error:
             unknown = str(error).partition("unexpected keyword argument ")[2].strip("'")

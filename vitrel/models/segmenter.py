@@ -73,6 +73,13 @@ class Segmenter(nn.Module):
         """The model below the head."""
         return self.features.body
 
+    def with_backbone(self, backbone: nn.Module) -> "Segmenter":
+        """Return a segmenter with this one's head on another backbone of the same widths, of which it becomes a part."""
+        model = Segmenter(backbone, self.num_classes, self.head_name)
+        head = {name: value for name, value in self.state_dict().items() if not name.startswith(BODY)}
+        model.load_state_dict(head | {BODY + name: value for name, value in backbone.state_dict().items()})
+        return model.to(next(self.parameters()).device).train(self.training)
+
     @property
     def img_size(self) -> tuple[int, int]:
         """(h, w) in pixels of the backbone's input size."""

@@ -85,8 +85,6 @@ class Swin(Backbone):
         TypeError: an option is unknown.
     """
 
-    layout = "swin"
-
     @records_arguments
     def __init__(
         self,

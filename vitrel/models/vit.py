@@ -73,8 +73,6 @@ class ViT(Backbone):
         TypeError: an option is unknown.
     """
 
-    layout = "vit"
-
     @records_arguments
     def __init__(
         self,

@@ -197,10 +197,7 @@ def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
         if hasattr(model, "position_parameters"):
             load_pretrained(model, loaded)
             return
-        unwrapped = unwrap(loaded, str(settings.checkpoint))
-        if unwrapped.beside:
-            raise ValueError(f"the file holds {', '.join(unwrapped.beside[:5])} besides the weights of a model")
-        model.load_state_dict(unwrapped.state)
+        model.load_state_dict(unwrap(loaded, str(settings.checkpoint)))
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"distillation teacher {settings.teacher} cannot load {settings.checkpoint}: {reason}") from error

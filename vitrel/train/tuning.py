@@ -14,13 +14,12 @@ from vitrel.common.names import nearest
 from vitrel.convert import absolute_to_relative, load, relativize
 from vitrel.convert.absolute_to_relative import IMAGES, cannot_fit
 from vitrel.convert.recognize import as_vitrel
-from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of, stored_arguments
 from vitrel.models.create import check_model_name, create_model, create_sized
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, select_options, split_position
-from vitrel.weights.load import apply_plan, plan_weights
+from vitrel.weights.load import apply_plan, plan_weights, rebuilt
 from vitrel.weights.read import guarding, read_file
 
 

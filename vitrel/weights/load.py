@@ -1,6 +1,5 @@
-"""Load weights of vitrel and other code: read a file, rearrange it for a model, check that all fits, report every step."""
+"""Load weights into a vitrel model: rename and fit them, check that all are used and set, and copy them."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -9,88 +8,73 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.layers import to_2tuple
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from vitrel.common.names import nearest
-from vitrel.common.tables import aligned
 from vitrel.geometry import dtype_name
-from vitrel.weights.positions import rename_positions, resample_positions
+from vitrel.models.backbone import Backbone
+from vitrel.models.config import config_of
+from vitrel.models.registry import set_weight_filter
+from vitrel.models.segmenter import Segmenter
+from vitrel.weights.names import Rotation, to_vitrel
+from vitrel.weights.positions import Resampled, fit_positions
 from vitrel.weights.read import guarding, read_file
-from vitrel.weights.record import check_record
-from vitrel.weights.rotate import Rotation
-from vitrel.weights.swin_names import rename_swin
-from vitrel.weights.tensors import FileTensors, Row
+from vitrel.weights.record import check_record, position_record
 from vitrel.weights.unwrap import unwrap
-from vitrel.weights.vit_names import read_vit
 
 # Dtypes that are cast to a float parameter. Quantized values (integers, 8-bit floats) are wrong without their scales.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN = 10  # names of a kind in an error
-_OPTIONS = (  # (pattern of names, option of the model that they mostly depend on); the first that matches counts
-    (r"^head\.", "num_classes (for a new classifier: reset_head=True)"),
-    (r"logit_scale|cpb_mlp|attn\.[qv]_bias", "version of Swin"),
-    (r"position\.|pos_embed|bias_table|rel_pos|freqs|absolute_fade", "position"),
-    (r"^patch_embed\.", "patch_size or in_chans"),
-    (r"_token$|^head_dist\.", "class_token, dist_token or reg_tokens"),
-    (r"^(fc_norm|attn_pool)\.", "global_pool"),
-    (r"\.ls\d\.|mlp\.(norm|fc1_.)|attn\.norm|[qk]_norm", "block_args"),
-    (r"qkv\.bias$", "qkv_bias"),
+KNOWN = (
+    "known are vitrel's names and timm's, and of other projects those that timm's own filter of a model reads: "
+    "vitrel.from_timm(NAME, checkpoint_path=FILE)"
 )
-_SIZE = "depth or embed_dim"  # for all other names
 
 
 class WeightPlan(NamedTuple):
-    """How a file's tensors fit a model; nothing is loaded yet. print() shows the rows as a table.
+    """How tensors fit a model; nothing is loaded yet.
 
     `state` also holds unused tensors and those of another shape, which `apply_plan` leaves out.
     """
 
-    rows: tuple[Row, ...]  # what was done to every tensor of the file
     state: dict[str, Tensor]  # the tensors under the model's names
-    unused: tuple[str, ...]  # keys of the file that the model does not use
-    unset: tuple[str, ...]  # names in the model that the file lacks
-    differ: tuple[str, ...]  # names in the model whose tensor has another shape in the file
-    choice: str  # which of several copies of the weights in the file was taken; "" if there is one
-
-    def __str__(self) -> str:
-        lines = [("source", "target", "rule", "resampled")]
-        lines += [(" + ".join(r.source), r.target or "-", r.rule, r.resampled or "-") for r in self.rows]
-        return "\n".join(aligned(lines))
+    unused: tuple[str, ...]  # names that the model does not have
+    unset: tuple[str, ...]  # names in the model that are missing
+    differ: tuple[str, ...]  # names in the model whose tensor has another shape
+    rows: tuple[Resampled, ...]  # tables and embeddings that were resampled to the model's grid
 
 
 def load_pretrained(
     model: nn.Module,
-    source: str | Path | dict[str, Tensor],
+    source: nn.Module | str | Path | dict[str, Tensor],
     reset_head: bool = False,
-    source_grid: tuple[int, int] | None = None,
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
 ) -> nn.Module:
-    """Load a state dict, or a file that holds one, into a vitrel model and return the model.
+    """Load the weights of another vitrel model, of a state dict, or of a file that holds one, and return the model.
 
-    Its names are vitrel's, or those of timm's ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM, Swin, Swin V2.
-    float16, bfloat16 and float64 tensors are cast to the model's dtype. Files of `vitrel.save` and vitrel train also hold the
-    training grids and options of their encodings, which are compared with the model's.
+    Names in a state dict are vitrel's, or those of timm's ViT, DeiT, DeiT III, BEiT, DINOv2, SAM, Swin and Swin V2. For others,
+    and for models that rotate q and k, pass the model: `vitrel.from_timm(a timm model)`. float16, bfloat16 and float64 tensors
+    are cast to the model's dtype. The training grids and options of encodings, which models and files of `vitrel.save` and
+    vitrel train also have, are compared with the model's. A first convolution for another number of channels is adapted as timm
+    does (timm.models.adapt_input_conv).
 
     Args:
         model: a vitrel model, changed in place.
-        source: a state dict, a .safetensors file, or a file that torch.load reads with weights_only=True. Nested dictionaries
-            ("model", "state_dict") and prefixes of training modules are unwrapped; averaged weights ("state_dict_ema",
-            "model_ema", "ema", "teacher") are preferred (see `unwrap`).
+        source: a vitrel model, a state dict, a .safetensors file, or a file that torch.load reads with weights_only=True.
+            Nested dictionaries ("model", "state_dict") and a prefix of all names are unwrapped; averaged weights
+            ("state_dict_ema", "model_ema", "ema", "teacher") are preferred (see `unwrap`).
         reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
             number the file's is loaded in any case.
-        source_grid: (h, w) in patches that the file's absolute embedding or tables were trained on. None: the first of these
-            that has as many rows as the tensor: the grid recorded in the file, the model's, a square one.
-        allow_unused: names, or patterns with *, of tensors in the file that the model may ignore.
-        allow_unset: those of tensors in the model that may keep their values, also where the file's has another shape.
+        allow_unused: names, or patterns with *, of tensors in the source that the model may ignore.
+        allow_unset: those of tensors in the model that may keep their values, also where the source's has another shape.
 
     Raises:
         RuntimeError: other tensors, listed in the message, are unused, unset or of another shape, or hold NaN or infinity.
-        ValueError: another rotation, an unknown grid, quantized weights, or integers. The model is unchanged
-            after every error.
+        ValueError: another encoding, an unknown grid, quantized weights, or integers. The model is unchanged after every error.
     """
-    return apply_plan(model, plan_weights(model, source, source_grid), reset_head, allow_unused, allow_unset)
+    return apply_plan(model, plan_weights(model, source), reset_head, allow_unused, allow_unset)
 
 
 def apply_plan(
@@ -153,56 +137,79 @@ def _whole(tensors: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tens
     }
 
 
-def plan_weights(
-    model: nn.Module,
-    source: str | Path | dict[str, Tensor],
-    source_grid: tuple[int, int] | None = None,
-    rotation: Rotation | None = None,
-) -> WeightPlan:
-    """Return how each tensor of a file or state dict would be renamed, rearranged and resampled for a model; nothing is loaded.
+def plan_weights(model: nn.Module, source: nn.Module | str | Path | dict[str, Tensor]) -> WeightPlan:
+    """Return how the tensors of a model, file or state dict would be renamed, rearranged and resampled; nothing is loaded.
 
     Tensors that are unused, unset or of another shape are listed in the plan.
 
     Args:
         model: a vitrel model, not changed.
         source: as in `load_pretrained`.
-        source_grid: as in `load_pretrained`.
-        rotation: rotary encoding and channel order in the file; None: inferred from the names of the tensors.
 
     Raises:
         ValueError: as in `load_pretrained`.
     """
-    if not hasattr(model, "layout"):
-        raise ValueError(
-            f"weights are loaded into a vitrel model, not into {type(model).__name__}; convert timm's with vitrel.from_timm"
-        )
+    for given in (model, source):
+        if isinstance(given, nn.Module) and not isinstance(given, Backbone | Segmenter):
+            kind = type(given).__name__
+            raise ValueError(
+                f"weights are loaded between vitrel models, this is a {kind}: convert timm's with vitrel.from_timm"
+            )
+    if isinstance(source, nn.Module):
+        return fitted(model, source.state_dict(), position_record(source))
     loaded = source if isinstance(source, dict) else read_file(source)
-    record = _record(loaded)
-    unwrapped = unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))
-    tensors, own = FileTensors(unwrapped.state), model.state_dict()
+    about = loaded.get("vitrel") if isinstance(loaded, dict) else None
+    state = unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))
+    return fitted(model, state, about.get("position", {}) if isinstance(about, dict) else {})
+
+
+def fitted(
+    model: nn.Module, state: dict[str, Tensor], record: dict[str, dict[str, Any]], rotation: Rotation | None = None
+) -> WeightPlan:
+    """Return the plan for a state dict without wrappers, as `plan_weights` does.
+
+    Args:
+        model: a vitrel model, not changed.
+        state: tensors with vitrel's names or timm's.
+        record: of the encodings for which they were trained (vitrel.weights.record), {} where that is unknown.
+        rotation: as in `to_vitrel`.
+    """
+    own = model.state_dict()
     check_record(model, record)
+    state = to_vitrel(state, model, rotation)
+    for name, value in state.items():
+        if name in own and own[name].is_floating_point() and value.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} is {dtype_name(value.dtype)}, the model's is {dtype_name(own[name].dtype)}: quantized or integer "
+                "weights mean nothing without their scales; save the file dequantized, in a float dtype"
+            )
     try:
-        rename_swin(tensors) if model.layout == "swin" else read_vit(tensors, model, rotation)
-        rename_positions(tensors, model)
-        _check_dtypes(tensors, unwrapped.state, own)
-        resample_positions(tensors, model, None if source_grid is None else to_2tuple(source_grid), record)
+        rows = fit_positions(state, model, record)
     except (IndexError, RuntimeError) as error:
         raise ValueError(f"a tensor of the file has a shape that no known layout has: {error}") from error
-    unset = tuple(n for n in own if n not in tensors)
-    unused = [n for n in tensors.items if n not in own]
-    differ = tuple(n for n in own if n in tensors and tensors[n].shape != own[n].shape)
-    names = [n for name in unused for n in tensors.items[name].source] + [*unwrapped.beside]
-    rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in tensors.rows()]
-    rows += [Row((name,), "", "unused") for name in unwrapped.beside] + [*unwrapped.rows]
-    fitted = {n: item.value for n, item in tensors.items.items()}
-    return WeightPlan(tuple(rows), fitted, tuple(dict.fromkeys(names)), unset, differ, unwrapped.choice)
+    for name in [name for name in own if name.endswith("patch_embed.proj.weight") and name in state]:
+        if state[name].dim() == 4 and state[name].shape[1] != own[name].shape[1]:
+            state[name] = adapt_input_conv(own[name].shape[1], state[name], base_chans=state[name].shape[1])
+    unused, unset = tuple(n for n in state if n not in own), tuple(n for n in own if n not in state)
+    differ = tuple(n for n in own if n in state and state[n].shape != own[n].shape)
+    return WeightPlan(state, unused, unset, differ, tuple(rows))
+
+
+def rebuilt(model: Backbone, **changes: Any) -> Backbone:
+    """Return a new model with the weights of `model` and other constructor arguments; `model` is not changed.
+
+    With another `img_size` tables and embeddings are resampled to it; with another `num_classes` the head is new.
+    """
+    weight = model.patch_embed.proj.weight
+    result = config_of(model).build(weight.device, weight.dtype, **changes)
+    apply_plan(result, plan_weights(result, model), reset_head="num_classes" in changes)
+    return result.train(model.training)
 
 
 def model_for(
     name: str,
     model_args: dict[str, Any],
     loaded: object,
-    source_grid: tuple[int, int] | None = None,
 ) -> tuple[nn.Module, WeightPlan]:
     """Return a model, and the plan for a file's weights, which are not loaded into it (`apply_plan` does).
 
@@ -212,7 +219,6 @@ def model_for(
         name: of the model in timm's registry.
         model_args: constructor arguments.
         loaded: the result of `read_file`.
-        source_grid: as in `load_pretrained`.
 
     Raises:
         ValueError: vitrel has no model of that name, or as in `plan_weights`.
@@ -222,17 +228,17 @@ def model_for(
         raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
     with guarding(name, model_args):
         model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
-    plan = plan_weights(model, source, source_grid)
+    plan = plan_weights(model, source)
     classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
     classes = 0 if classifier is None else len(classifier)
     if "num_classes" not in model_args and classes != model.num_classes:
         model = timm.create_model(name, num_classes=classes, **model_args)
-        plan = plan_weights(model, source, source_grid)
+        plan = plan_weights(model, source)
     return model, plan
 
 
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`.
+    """Return a state dict renamed and, where the grids differ, resampled for `model`: the filter of our models' `pretrained`.
 
     The classifier and the first convolution are returned in the file's shape, since timm fits them itself.
 
@@ -251,23 +257,6 @@ def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, T
     return plan.state
 
 
-def _record(loaded: object) -> dict[str, dict[str, Any]]:
-    """Return the file's description of its encodings (vitrel.weights.record), {} without one."""
-    about = loaded.get("vitrel") if isinstance(loaded, dict) else None
-    return about.get("position", {}) if isinstance(about, dict) else {}
-
-
-def _check_dtypes(tensors: FileTensors, state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    for target in (name for name in tensors.items if name in own and own[name].is_floating_point()):
-        for name in tensors.items[target].source:
-            if state[name].dtype not in _FLOATS:
-                dtype = dtype_name(state[name].dtype)
-                raise ValueError(
-                    f"{name} is {dtype}, the model's {target} {dtype_name(own[target].dtype)}: quantized or "
-                    "integer weights mean nothing without their scales; save the file dequantized, in a float dtype"
-                )
-
-
 def _but(names: Iterable[str], patterns: list[str]) -> list[str]:
     """Return the names that match no pattern."""
     return [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]
@@ -283,18 +272,22 @@ def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], a
         allow_unset: of those that may keep their values, also where the file's has another shape.
     """
     unset, unused, differ = _but(plan.unset, allow_unset), _but(plan.unused, allow_unused), _but(plan.differ, allow_unset)
-    if not (names := [*unset, *unused, *differ]):
+    if not (unset or unused or differ):
         return ""
+    if 4 * len(plan.unused) >= 3 * len(plan.state):
+        first = ", ".join(plan.unused[:5])
+        return f"hardly a tensor has a name of the model, nothing was loaded. The first others are {first}; {KNOWN}"
     shapes = [f"{n}: {tuple(plan.state[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in differ]
     parts = ["the weights do not fit the model; nothing was loaded."]
     for title, listed in (("not in the file", unset), ("not in the model", unused), ("of another shape", shapes)):
         if listed:
             more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
             parts.append(f"{title}: {', '.join(listed[:_SHOWN])}{more}.")
-    if plan.choice:
-        parts.append(f"{plan.choice}.")
-    options = [next((option for pattern, option in _OPTIONS if re.search(pattern, name)), _SIZE) for name in names]
-    parts.append(f"The likely cause is another {Counter(options).most_common(1)[0][0]}.")
+    if any(name.startswith("head.") for name in (*unset, *unused, *differ)):
+        parts.append("For a new classifier: reset_head=True.")
     allowed = [o for o, some in (("allow_unset", unset + differ), ("allow_unused", unused)) if some]
     parts.append(f"vitrel.load_pretrained loads the rest if they are named in {' and '.join(f'{o}=[...]' for o in allowed)}.")
     return " ".join(parts)
+
+
+set_weight_filter(filter_state_dict)

@@ -7,6 +7,7 @@ have no checksums, so damage to their numbers is not found. Checksums do not pro
 
 import argparse
 import json
+import pathlib
 import pickle
 import re
 import zipfile
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save as to_bytes
@@ -25,33 +27,53 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 ARRAYS = (".npz", ".npy")  # weights of JAX models, which timm's models read themselves
 _CHUNK = 2**20  # bytes
 _CRC = "crc32"  # key in the metadata of .safetensors
-_TORCH = (b"PK", b"\x80")  # first bytes of a torch file: of a zip archive, and before version 1.6 of a pickle
 _SHOWN = 5
+# What trainers store beside weights, as timm's train.py does: options, paths in them, numbers of numpy. None of them runs code.
+_SAFE: list[Any] = [
+    argparse.Namespace,
+    *((pathlib.PurePosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),  # in Python 3.13
+    *((pathlib.PureWindowsPath, f"{module}.WindowsPath") for module in ("pathlib", "pathlib._local")),
+    *((np.float64(0).__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),  # before numpy 2
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "bool")),
+]
+_OTHERS = (  # (first bytes, what such a file is, the way out)
+    (b"version https://git-lfs", "a pointer of git-lfs, which stands for the file", "fetch the file with git lfs pull"),
+    (b"<", "a web page or XML", "download the file again, not the page about it"),
+)
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
 _REFUSED = (
     "{} was refused: it holds more than tensors and plain values ({}), and loading that could run code; save the "
     "model's state_dict() alone, as .safetensors or with torch.save"
 )
 
 
-def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
+def read_file(path: str | Path) -> Any:
     """Return the content of a .safetensors file or a torch checkpoint, with tensors on the CPU.
 
     Of .safetensors this is {"state_dict": tensors, "vitrel": metadata of `vitrel.save`, {} without}.
 
-    Args:
-        path: of the file.
-        allowed: classes that a torch file may contain beside tensors and plain values, e.g. argparse.Namespace.
-
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: the file is no checkpoint, damaged, or would run code; the message gives path, size and reason.
+        ValueError: the file is no checkpoint, one of several shards, damaged, unpacks to more than it holds, or would run code;
+            the message gives path, size and reason.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
     about = f"{path} ({path.stat().st_size:,} bytes)"
+    if shard := _SHARD.fullmatch(path.stem):
+        raise ValueError(
+            f"{about} is shard {int(shard[2])} of {int(shard[3])}: join the tensors of all {shard[1]}-... in one state dict, "
+            "and save that"
+        )
+    with path.open("rb") as file:
+        begin = file.read(24)
+    for first, what, remedy in _OTHERS:
+        if begin.lstrip().startswith(first):
+            raise ValueError(f"{about} is {what}, not weights: {remedy}")
     try:
-        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, allowed)
+        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     except MemoryError:
         raise
     except _Damaged as error:
@@ -60,33 +82,23 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
         if objects := _unsafe_objects(path, error):
             # torch's message explains how to run the code anyway, so it is not shown
             raise ValueError(_REFUSED.format(about, objects)) from None
-        with path.open("rb") as file:
-            begin = file.read(16)
-        other = path.suffix != ".safetensors" and begin and not begin.startswith(_TORCH)
-        if other or isinstance(error, pickle.UnpicklingError):
-            reason = f"it is neither .safetensors nor a torch file, it begins with {begin!r}"
-            raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from None
         reason = re.split(r"\n|\. ", str(error).strip())[0] or "it is cut off"
-        reason = reason if path.stat().st_size else "it is empty, the disk may have been full"
-        raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from error
+        if not begin:
+            reason = "it is empty, the disk may have been full"
+        elif path.suffix != ".safetensors" and not begin.startswith(b"PK"):  # not torch's zip archive, nor its old format
+            reason = f"it is neither .safetensors nor a torch file, it begins with {begin[:16]!r}"
+        raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from None
 
 
 def check_file(path: str | Path) -> None:
-    """Raise the errors of `read_file` for a file that timm will read itself: arrays, or a checkpoint of timm's train.py.
+    """Raise the errors of `read_file` for a file that timm will read itself; of arrays only that there is none.
 
-    Of arrays only the checksums of .npz are checked, and that .npy exists: timm finds pickled objects in them.
+    numpy finds damage in arrays, and timm pickled objects.
     """
-    path = Path(path)
-    if path.suffix not in ARRAYS:
-        read_file(path, allowed=(argparse.Namespace,))
-        return
-    if not path.is_file():
+    if Path(path).suffix not in ARRAYS:
+        read_file(path)
+    elif not Path(path).is_file():
         raise FileNotFoundError(f"no weights at {path}")
-    try:
-        if zipfile.is_zipfile(path):
-            _check_records(path)
-    except _Damaged as error:
-        raise ValueError(f"{path} ({path.stat().st_size:,} bytes) is damaged: {error}; copy it again") from error
 
 
 @contextmanager
@@ -135,10 +147,10 @@ class _Damaged(Exception):
     """A checksum does not match, or a record cannot be read."""
 
 
-def _read_torch(path: Path, allowed: tuple[type, ...]) -> object:
+def _read_torch(path: Path) -> object:
     if zipfile.is_zipfile(path):  # before anything is unpickled
         _check_records(path)
-    with safe_globals(list(allowed)):
+    with safe_globals(_SAFE):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -162,9 +174,15 @@ def _crc_of_tensors(path: Path) -> int:
 
 
 def _check_records(path: Path) -> None:
-    """Raise `_Damaged` with the name of the first record of a zip archive that does not match its CRC-32."""
+    """Raise `_Damaged` with the name of the first record of a zip archive that does not match its CRC-32.
+
+    An archive that unpacks to more than its own size is refused before: torch stores its records as they are.
+    """
     with zipfile.ZipFile(path) as archive:
-        for record in archive.infolist():
+        records, size = archive.infolist(), path.stat().st_size
+        if (unpacked := sum(record.file_size for record in records)) > size:
+            raise _Damaged(f"it would unpack to {unpacked:,} bytes, and torch does not compress")
+        for record in records:
             if record.external_attr & 0x10 and not record.is_dir():  # torch would skip its bytes
                 raise _Damaged(f"its record {record.filename!a} is marked as a folder")
             if not record.CRC:  # torch has an option to write none

@@ -1,8 +1,8 @@
 """A record of a model's encodings for files of weights: training grids, and the options that a state dict does not show; and
 the digest of its weights.
 
-Files of `vitrel.save` and training checkpoints hold the record. It makes `source_grid` unnecessary for non-square tables, and
-loading raises an error if the model would compute something else from the same weights.
+Files of `vitrel.save` and training checkpoints hold the record. It tells the grid of tables that are not square, and loading
+raises an error if the model would compute something else from the same weights.
 """
 
 import hashlib
