@@ -76,6 +76,7 @@ SHAPES = (
     Shape((7, 7), dtype=_FLOAT, rotary=True),
     Shape((16, 16), width=64, dtype=_FLOAT, rotary=True),
     *(Shape(grid=Grid(n, n, prefix), width=64) for n in (14, 32) for prefix in (0, 1)),
+    Shape(grid=Grid(64, 64), width=64),
     *(Shape(grid=Grid(n, n), width=64, scores=True) for n in (14, 32, 64)),
     Shape(grid=Grid(14, 14, 1), width=64, dtype=torch.float16),
     Shape(grid=Grid(14, 14, 1), width=64, dtype=_FLOAT),

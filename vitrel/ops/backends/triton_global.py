@@ -5,8 +5,11 @@ the keys in tiles. It stores the log-sum-exp of every query, from which the back
 
 Bias table: the offset class of query i and key j is line(i) - cell(j), with line(i) = (y + h-1)(2w-1) + x + w-1 and cell(j) = y
 (2w-1) + x, so one subtraction per score gives it. A tile of a rows of queries and b rows of keys reads a+b-1 lines of the
-table, each contiguous and at most 2w-1 long (from L1; staged through shared memory as the keys are). A tile is any BLOCK_N
-consecutive patch keys, so no lane is wasted for any w. Prefix keys are a tile of 16 lanes.
+table, each contiguous and at most 2w-1 long (from L1). Prefix keys are a tile of 16 lanes.
+
+A tile of keys is aligned with image rows where that leaves no lane without a key (w a multiple of the lanes, or whole rows that
+fill them; ROW): then there are no masks, the offsets within a tile are known to the compiler, and from tile to tile one number
+changes for all scores. Elsewhere a tile is any BLOCK_N consecutive patch keys, so that no lane is wasted for any w.
 
 Row and column scores need tiles aligned with image rows: a tile then holds as many whole rows as fit (two rows of 14 fill 28 of
 32 lanes), or a chunk of a wider row. A row score is one value per query and row of the tile; the column scores of a chunk stay
@@ -16,25 +19,25 @@ Registers (float32): logits, then weights [BLOCK_M, BLOCK_N], out [BLOCK_M, D], 
 scores another [BLOCK_M, BLOCK_N]. Matrix products read queries, keys and values from shared memory.
 Bytes moved, per head: q, out and lse once; k and v once per tile of queries (from L2); table, row and column scores once.
 
-Backward: three kernels compute the weights again, p = exp(logit - lse), and ds = p (grad_out.v - out.grad_out), tile by tile.
+Backward: two kernels compute the weights again, p = exp(logit - lse), and ds = p (grad_out.v - out.grad_out), tile by tile.
 Their results are bitwise equal in every run.
 
-- `_queries`: a program owns BLOCK_M queries and iterates over keys: dq, row and column gradients, the sum of ds at prefix keys.
+- `_queries`: a program takes tiles of BLOCK_M queries of one head and iterates over keys: dq, row and column gradients, the sum
+  of ds at prefix keys, and the gradient of the table.
 - `_keys`: a program owns BLOCK_N keys and iterates over queries, with transposed logits: dk and dv.
-- `_table`: a program owns one offset between tiles aligned with image rows (as many whole rows as fit into BLOCK lanes, or a
-  chunk of one row) and iterates over all pairs of tiles with that offset, so that each pair of lanes has a fixed offset class
-  and ds is summed in registers. At the end one gather rotates the rows of this sum, so that diagonals become columns, whose
-  sums are added to the table. This computes 2 of the 9 matrix products of the backward pass, and avoids one atomic addition per
-  score. At most two programs add to one class, so their order does not matter; if there are too few programs, the batch is
-  split, and torch sums the parts.
+
+The gradient of a table sums ds over pairs with the same offset. In a square tile within one image row these are its diagonals;
+in tiles of several whole rows a diagonal has two offsets. ds goes through shared memory once, and comes back so that diagonals
+are columns, whose sums the program adds to a table of its own; torch sums these tables in a fixed order. This avoids an atomic
+addition per score, and a third kernel that would compute all logits and weights again. Both kinds of tiles are then aligned
+with image rows, with lanes that are empty if w does not fit.
 
 Registers (float32): logits and ds of a tile; dq [BLOCK_M, D] and the column gradient [BLOCK_M, BLOCK_N]; dk and dv [BLOCK_N,
-D]; the table's logits and ds [BLOCK, BLOCK].
+D]. Shared memory: twice ds.
 
 Bytes moved, per head: `_queries` as the forward kernel, and out, grad_out and dq once; `_keys` k, v, dk and dv once, q and
-grad_out once per tile of keys; `_table` q, k, v and grad_out once per offset of tiles (from L2). Scratch memory (float32): [B,
-H, M], twice with a bias and prefix tokens; [splits, H, R], with at most B and 1024 / programs per head splits; for rows of
-several chunks, the row gradient once per chunk.
+grad_out once per tile of keys. Scratch memory (float32): [B, H, M], twice with a bias and prefix tokens; the tables of the
+programs, at most as many elements as q; for rows of several chunks, the row gradient once per chunk.
 """
 
 from typing import NamedTuple
@@ -46,12 +49,15 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_tiles
-from vitrel.ops.backends.triton_tiles import Tile, global_tile
+from vitrel.ops.backends.triton_tiles import Tile, global_tile, table_tile
 from vitrel.ops.backends.triton_window import LOG2_E
 
 WIDTHS = (16, 32, 64, 128)  # head widths D
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PREFIX_LANES = tl.constexpr(16)  # lanes of the tile of prefix keys, the minimum of a matrix product
+MOST_PATCHES = 2**20  # see `_row_of`
+TABLES = 768  # maximum programs that compute the gradient of a table, each in one of its own
+PREFIX_LANES = tl.constexpr(16)  # lanes of the tile of prefix keys or queries, the minimum of a matrix product
+PLAIN_LOADS = tl.constexpr(triton.knobs.runtime.interpret or torch.version.hip is not None)  # where PTX cannot be used
 
 
 def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
@@ -72,6 +78,8 @@ def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis
         return f"the kernel supports up to {PREFIX_LANES.value} prefix tokens, not {grid.prefix}"
     if grid.prefix and axis_scores:
         return "the kernel has no row and column scores for prefix tokens, and the grid has prefix tokens"
+    if grid.h * grid.w > MOST_PATCHES:
+        return f"the kernel supports grids of up to {MOST_PATCHES} tokens, not {grid.h} x {grid.w}"
     if queries != grid.tokens and (queries % grid.w or not 0 < queries <= grid.h * grid.w):
         return f"{queries} queries are neither all {grid.tokens} tokens of the grid nor its last whole rows of {grid.w}"
     return ""
@@ -122,6 +130,7 @@ def biased_forward(
             (_in_log2(bias), _packed(row_scores), _packed(column_scores)),
             _sizes_for(grid, heads, queries, block_n, aligned),
             float(scale),
+            ROW=_whole_rows(grid.h, grid.w, block_n),
             PACKED=_row_lanes(grid.w, block_n),
             **_constants(grid, q, tile),
         )
@@ -143,9 +152,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, 
 class _Sizes(NamedTuple):
     """Sizes that the kernels receive: heads, grid, queries M, and the division of the patch keys into groups * chunks tiles.
 
-    Aligned tiles (for row or column scores) hold `rows` whole image rows, in `groups` tiles down (chunks = 1); where a row is
-    wider than a tile, rows = 1, and a row is divided into `chunks` tiles. Other tiles hold any consecutive patch keys: `groups`
-    is their number, chunks = 1, and `rows` is not used.
+    Aligned tiles hold `rows` whole image rows, in `groups` tiles down (chunks = 1); where a row is wider than a tile, rows = 1,
+    and a row is divided into `chunks` tiles. Other tiles hold any consecutive patch keys: `groups` is their number, chunks = 1,
+    and `rows` is not used.
     """
 
     heads: int  # H
@@ -166,10 +175,11 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
         heads: number of heads H.
         queries: number of queries of a head in all (M, not BLOCK_M).
         lanes: keys of a tile (BLOCK_N).
-        aligned: tiles follow the image rows, as row and column scores need; otherwise they hold any consecutive patch keys.
+        aligned: row and column scores need tiles that follow the image rows. Without them, tiles do so where no lane is wasted;
+            otherwise they hold any consecutive patch keys.
     """
     rows = max(1, lanes // grid.w)
-    if not aligned:
+    if not aligned and not _whole_rows(grid.h, grid.w, lanes):
         return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h * grid.w, lanes), 1)
     return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h, rows), triton.cdiv(grid.w, lanes))
 
@@ -181,6 +191,22 @@ def _constants(grid: Grid, x: Tensor, tile: Tile) -> dict[str, int]:
     if x.dtype == torch.float32 and not torch.version.hip:
         constants["maxnreg"] = 255  # otherwise the assembler spills a few registers for a higher occupancy
     return constants
+
+
+def _whole_rows(rows: int, columns: int, lanes: int) -> int:
+    """Return how many consecutive lanes lie in one image row, if tiles aligned with image rows have no lane without a token.
+
+    0 if they have such lanes. The kernels receive the result as ROW: if it is not 0, they have no masks, and the place of a
+    lane relative to the first one of its tile is known when they are compiled.
+
+    Args:
+        rows: rows of the grid.
+        columns: its columns.
+        lanes: tokens of a tile.
+    """
+    if columns % lanes == 0:
+        return lanes
+    return columns if lanes % columns == 0 and rows % (lanes // columns) == 0 else 0
 
 
 def _row_lanes(columns: int, lanes: int) -> int:
@@ -219,6 +245,12 @@ def _like_tokens(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def _row_of(token, w):
+    """Return token // w for tokens below 2^20, rounded down from a float: an integer division takes twenty instructions."""
+    return ((token + 0.5) * (1.0 / w)).to(tl.int32)
+
+
+@triton.jit
 def _head_line(head, sizes, PREFIX: tl.constexpr):
     """Return the index in [H, R] at which the table of a head starts."""
     return head.to(tl.int32) * ((2 * sizes.h - 1) * (2 * sizes.w - 1) + (3 if PREFIX else 0))
@@ -234,7 +266,7 @@ def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
     h, w = sizes.h, sizes.w
     patch = tl.minimum(i, sizes.queries - 1) + (h * w - sizes.queries)
     at = tl.maximum(patch, 0)
-    y = at // w
+    y = _row_of(at, w)
     return _head_line(head, sizes, PREFIX) + (y + h - 1) * (2 * w - 1) + (at - y * w) + w - 1, patch < 0
 
 
@@ -246,52 +278,100 @@ def _prefix_line(head, sizes):
 
 @triton.jit
 def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return row y, column x and token of each lane of a tile of patch keys, and whether the key exists.
+    """Return row y and column x of each lane of a tile of patch keys, and whether the key exists.
 
-    Tokens are counted with the prefix tokens. Lanes without a key have values out of range.
+    Lanes without a key have values out of range. The token of the first lane is that of `_first_key`.
 
     Args:
         ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored.
     """
     lane = tl.arange(0, LANES)
     if ALIGNED:
-        r = lane // sizes.w
+        r = _row_of(lane, sizes.w)
         y = group * sizes.rows + r
         x = chunk * LANES + lane - r * sizes.w
-        return y, x, sizes.prefix + y * sizes.w + x, (r < sizes.rows) & (y < sizes.h) & (x < sizes.w)
+        return y, x, (r < sizes.rows) & (y < sizes.h) & (x < sizes.w)
     else:
         patch = group * LANES + lane
-        y = patch // sizes.w
-        return y, patch - y * sizes.w, sizes.prefix + patch, patch < sizes.h * sizes.w
+        y = _row_of(patch, sizes.w)
+        return y, patch - y * sizes.w, patch < sizes.h * sizes.w
 
 
 @triton.jit
-def _load_tokens(x, b, head, tokens, exist, D: tl.constexpr):
-    """Load [len(tokens), D] of x [B, H, N, D], given as of `_strided`; zeros where `exist` is False."""
+def _first_key(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the token of the first lane of a tile of patch keys, counted with the prefix tokens; the others follow it."""
+    if ALIGNED:
+        return sizes.prefix + group * sizes.rows * sizes.w + chunk * LANES
+    else:
+        return sizes.prefix + group * LANES
+
+
+@triton.jit
+def _row_cells(LANES: tl.constexpr, ROW: tl.constexpr):
+    """Return the cells of the lanes of a tile relative to its first lane, for a ROW of `_whole_rows` that is not 0."""
+    lane = tl.arange(0, LANES)
+    return lane + lane // ROW * (ROW - 1)
+
+
+@triton.jit
+def _load_tokens(x, b, head, first, lane, exist, D: tl.constexpr, ALL: tl.constexpr):
+    """Load [len(lane), D] of x [B, H, N, D], given as of `_strided`: tokens first + lane; zeros where `exist` is False.
+
+    Args:
+        ALL: `exist` is not read, every token exists.
+    """
     base, of_batch, of_head, of_token = x
-    at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
-    return tl.load(base + at, mask=exist[:, None], other=0.0)
+    base += b * of_batch + head * of_head + tl.cast(first, tl.int64) * of_token
+    at = base + (lane[:, None] * of_token + tl.arange(0, D)[None, :])
+    if ALL:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=exist[:, None], other=0.0)
 
 
 @triton.jit
-def _store_tokens(x, b, head, tokens, exist, value, D: tl.constexpr):
-    """Write `value` [len(tokens), D] into x [B, H, N, D], given as of `_strided`, in its dtype, where `exist` is True."""
+def _store_tokens(x, b, head, first, lane, exist, value, D: tl.constexpr):
+    """Write `value` into the tokens first + lane of x [B, H, N, D], given as of `_strided`, where `exist` is True."""
     base, of_batch, of_head, of_token = x
-    at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
-    tl.store(base + at, value.to(base.dtype.element_ty), mask=exist[:, None])
+    base += b * of_batch + head * of_head + tl.cast(first, tl.int64) * of_token
+    at = base + (lane[:, None] * of_token + tl.arange(0, D)[None, :])
+    tl.store(at, value.to(base.dtype.element_ty), mask=exist[:, None])
 
 
 @triton.jit
-def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX: tl.constexpr):
+def _look_up(at):
+    """Return the logits of a table at the pointers `at`, one for each score.
+
+    tl.load would read them in the order of a copy, and exchange them between the threads through shared memory. This
+    instruction leaves each to the thread that holds its score, and constant distances between its pointers cost nothing.
+    """
+    if PLAIN_LOADS:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _token_logits(
+    query, key, bias, line, is_prefix, group, chunk, y, x, inside, head, scale, sizes, ROW: tl.constexpr, PREFIX: tl.constexpr
+):
     """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where no key is."""
+    LANES: tl.constexpr = key.shape[0]
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     if bias is not None:
-        cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask
-        table = tl.load(bias + (line[:, None] - cell[None, :]))
+        if ROW:
+            first = group * sizes.rows * (2 * sizes.w - 1) + chunk * LANES
+            table = _look_up((bias - first + line)[:, None] - _row_cells(LANES, ROW)[None, :])
+        else:
+            cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask
+            table = _look_up(bias + (line[:, None] - cell[None, :]))
         if PREFIX:
             table = tl.where(is_prefix[:, None], tl.load(bias + _prefix_line(head, sizes)), table)
         s += table
-    return tl.where(inside[None, :], s, float("-inf"))
+    if ROW:
+        return s
+    else:
+        return tl.where(inside[None, :], s, float("-inf"))
 
 
 @triton.jit
@@ -324,7 +404,7 @@ def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
 
     They are the same for every group. `column` points to the scores [B*H, M, w]. Zeros where there is no query or key.
     """
-    _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
+    _, x, inside = _key_tile(0, chunk, sizes, LANES, True)
     column += bh * sizes.queries * sizes.w
     score = tl.load(column + ((i * sizes.w)[:, None] + x[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
     return score.to(tl.float32) * LOG2_E
@@ -358,6 +438,7 @@ def _forward(
     sizes,
     scale,
     PREFIX: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -365,33 +446,35 @@ def _forward(
 ):
     q, k, v = inputs
     bias, row, column = tables
-    ALIGNED: tl.constexpr = row is not None or column is not None
+    ALIGNED: tl.constexpr = row is not None or column is not None or ROW > 0
     heads, prefix, queries = sizes.heads, sizes.prefix, sizes.queries
     tiles = tl.cdiv(queries, BLOCK_M)
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, head = bh // heads, bh % heads
-    i = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    start = tl.program_id(0) % tiles * BLOCK_M
+    lane = tl.arange(0, BLOCK_M)
+    i = start + lane
     exist, first = i < queries, bh * queries
-    query = _load_tokens(q, b, head, i, exist, D)
+    query = _load_tokens(q, b, head, start, lane, exist, D, False)
     line, is_prefix = _query_lanes(i, head, sizes, PREFIX)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if PREFIX:
-        lane = tl.arange(0, PREFIX_LANES)
-        first_key, first_value = (
-            _load_tokens(k, b, head, lane, lane < prefix, D),
-            _load_tokens(v, b, head, lane, lane < prefix, D),
-        )
+        key_lane = tl.arange(0, PREFIX_LANES)
+        first_key = _load_tokens(k, b, head, 0, key_lane, key_lane < prefix, D, False)
+        first_value = _load_tokens(v, b, head, 0, key_lane, key_lane < prefix, D, False)
         first_logits = _prefix_logits(query, first_key, bias, is_prefix, head, scale, sizes)
         acc, top, total = _attend(first_logits, first_value, acc, top, total)
     for chunk in range(sizes.chunks):
         if column is not None:
             columns = _column_terms(column, bh, i, exist, chunk, sizes, BLOCK_N)
         for group in range(sizes.groups):
-            y, x, j, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
-            key, value = _load_tokens(k, b, head, j, inside, D), _load_tokens(v, b, head, j, inside, D)
-            s = _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX)
+            y, x, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
+            j = _first_key(group, chunk, sizes, BLOCK_N, ALIGNED)
+            key = _load_tokens(k, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
+            value = _load_tokens(v, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
+            s = _token_logits(query, key, bias, line, is_prefix, group, chunk, y, x, inside, head, scale, sizes, ROW, PREFIX)
             if row is not None:
                 s += _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED)
             if column is not None:
@@ -399,7 +482,7 @@ def _forward(
             acc, top, total = _attend(s, value, acc, top, total)
     fully_masked = total == 0.0  # fully masked queries return 0
     total = tl.where(fully_masked, 1.0, total)
-    _store_tokens(out, b, head, i, exist, acc / total[:, None], D)
+    _store_tokens(out, b, head, start, lane, exist, acc / total[:, None], D)
     tl.store(lse + first + i, (tl.where(fully_masked, 0.0, top) + tl.log2(total)) / LOG2_E, mask=exist)
 
 
@@ -432,9 +515,9 @@ def biased_backward(
     tables = (_in_log2(bias), _packed(row_scores), _packed(column_scores))
     stats = (lse, torch.empty_like(lse))
     with torch.cuda.device_of(q):
-        dq, drow, dcolumn, to_prefix = _query_gradients(inputs, stats, tables, grid, scale)  # first, since it computes delta
+        # First the queries, since they compute delta.
+        dq, dbias, drow, dcolumn = _query_gradients(inputs, stats, tables, grid, scale, bias_grad and bias is not None)
         dk, dv = _key_gradients(inputs, stats, tables, grid, scale)
-        dbias = _table_gradient(inputs, stats, tables, to_prefix, grid, scale) if bias is not None and bias_grad else None
     return dq, dk, dv, dbias, drow, dcolumn
 
 
@@ -443,32 +526,51 @@ def _tile_for(kernel: str, q: Tensor, aligned: bool) -> Tile:
 
 
 def _query_gradients(
-    inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float
+    inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float, bias_grad: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     q = inputs[0][0]
-    batch, heads, queries, _ = q.shape
-    bias, row, column = tables
-    aligned = row is not None or column is not None
-    block_m, block_n, *_ = tile = _tile_for("queries", q, aligned)
-    shape = _sizes_for(grid, heads, queries, block_n, aligned)
-    dq, drow = _like_tokens(q), None
+    batch, heads, queries, width = q.shape
+    _, row, column = tables
+    scores = row is not None or column is not None
+    tile = _tile_for("queries", q, scores)
+    if bias_grad:
+        tile = table_tile(tile, grid.w, triton_tiles.architecture(q.device))
+    keys = _sizes_for(grid, heads, queries, tile.keys, scores or bias_grad)
+    down = min(queries // grid.w, grid.h)  # image rows of the queries
+    of_queries = _sizes_for(Grid(down, grid.w), heads, queries, tile.rows, bias_grad)
+    tiles = of_queries.groups * of_queries.chunks + (queries > down * grid.w)
+    programs = batch * tiles  # of a head
+    dq, drow, parts = _like_tokens(q), None, None
+    if bias_grad:  # a program sums the gradient of a table over its tiles; all sums have no more elements than q
+        programs = min(programs, triton.cdiv(TABLES, heads), max(1, batch * queries * width // grid.classes()))
+        parts = torch.zeros((heads, programs, grid.classes()), dtype=torch.float32, device=q.device)
     if row is not None:
-        drow = row.new_empty((shape.chunks, *row.shape), dtype=torch.float32)
+        drow = row.new_empty((keys.chunks, *row.shape), dtype=torch.float32)
     dcolumn = None if column is None else torch.empty_like(column, dtype=torch.float32)
-    to_prefix = None if bias is None or not grid.prefix else torch.empty_like(stats[0])
-    _queries[(triton.cdiv(queries, block_m) * batch * heads,)](
+    to_prefix = torch.empty_like(stats[0]) if bias_grad and grid.prefix else None
+    _queries[(programs * heads,)](
         inputs,
         stats,
         tables,
-        (_strided(dq), None if drow is None else (drow, batch * heads), dcolumn, to_prefix),
-        shape,
+        (_strided(dq), parts, None if drow is None else (drow, batch * heads), dcolumn, to_prefix),
+        keys,
+        (of_queries.groups, of_queries.chunks, batch * tiles, programs),
         float(scale),
-        PACKED=_row_lanes(grid.w, block_n),
+        ROW=_whole_rows(grid.h, grid.w, tile.keys),
+        PACKED=_row_lanes(grid.w, tile.keys),
         **_constants(grid, q, tile),
     )
     if drow is not None:
-        drow = drow[0] if shape.chunks == 1 else drow.sum(0)
-    return dq, drow, dcolumn, to_prefix
+        drow = drow[0] if keys.chunks == 1 else drow.sum(0)
+    if parts is None:
+        return dq, None, drow, dcolumn
+    dbias = parts.sum(1)
+    if to_prefix is not None:
+        first, prefix = grid.offset_classes(), grid.prefix if queries == grid.tokens else 0
+        dbias[:, first + 1] = to_prefix[:, :, prefix:].sum((0, 2))
+        dbias[:, first + 2] = to_prefix[:, :, :prefix].sum((0, 2))
+        dbias[:, first] = -dbias[:, first + 2]  # the softmax of a prefix query depends on their difference only
+    return dq, dbias, drow, dcolumn
 
 
 def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
@@ -476,44 +578,22 @@ def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale
     batch, heads, queries, _ = q.shape
     aligned = tables[1] is not None or tables[2] is not None
     tile = _tile_for("keys", q, aligned)
-    shape = _sizes_for(grid, heads, queries, tile[1], aligned)
+    shape = _sizes_for(grid, heads, queries, tile.keys, aligned)
     dk, dv = _like_tokens(k), _like_tokens(k)
     tiles = shape.groups * shape.chunks + (grid.prefix > 0)
     gradients = (_strided(dk), _strided(dv))
-    _keys[(tiles * batch * heads,)](inputs, stats, tables, gradients, shape, float(scale), **_constants(grid, q, tile))
-    return dk, dv
-
-
-def _table_gradient(inputs: tuple, stats: tuple, tables: tuple, to_prefix: Tensor | None, grid: Grid, scale: float) -> Tensor:
-    q = inputs[0][0]
-    batch, heads, queries, width = q.shape
-    block, _, warps, stages, _ = _tile_for("table", q, True)
-    shape = _sizes_for(grid, heads, queries, block, True)
-    pairs = (2 * shape.groups - 1) * (2 * shape.chunks - 1)
-    splits = min(batch, triton.cdiv(1024, pairs * heads))
-    parts = torch.zeros((splits, heads, grid.classes()), dtype=torch.float32, device=q.device)
-    _table[(pairs, heads, splits)](
+    _keys[(tiles * batch * heads,)](
         inputs,
         stats,
         tables,
-        parts,
+        gradients,
         shape,
         float(scale),
-        batch,
-        PREFIX=grid.prefix > 0,
-        PACKED=_row_lanes(grid.w, block),
-        D=width,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=stages,
+        ROW=_whole_rows(grid.h, grid.w, tile.keys),
+        QUERY_ROW=_whole_rows(min(queries // grid.w, grid.h), grid.w, tile.rows),
+        **_constants(grid, q, tile),
     )
-    dbias = parts[0] if splits == 1 else parts.sum(0)
-    if to_prefix is not None:
-        first, prefix = grid.offset_classes(), grid.prefix if queries == grid.tokens else 0
-        dbias[:, first + 1] = to_prefix[:, :, prefix:].sum((0, 2))
-        dbias[:, first + 2] = to_prefix[:, :, :prefix].sum((0, 2))
-        dbias[:, first] = -dbias[:, first + 2]  # the softmax of a prefix query depends on their difference only
-    return dbias
+    return dk, dv
 
 
 @triton.jit
@@ -564,7 +644,7 @@ def _store_column_gradient(dcolumn, ds, bh, i, exist, chunk, sizes, PACKED: tl.c
     With PACKED (several image rows per tile) the lanes of a column are summed first.
     """
     LANES: tl.constexpr = ds.shape[1]
-    _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
+    _, x, inside = _key_tile(0, chunk, sizes, LANES, True)
     if PACKED:
         ds = _sums_by(ds, x, LANES, PRECISION)
         x = tl.arange(0, LANES)
@@ -580,38 +660,83 @@ def _queries(
     tables,
     grads,
     sizes,
+    work,
     scale,
     PREFIX: tl.constexpr,
+    ROW: tl.constexpr,
     PACKED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    groups, chunks, items, programs = work  # tiles of queries down and across, tiles and programs of a head
+    head = (tl.program_id(0) // programs).to(tl.int64)
+    tiles = groups * chunks + (1 if sizes.queries > sizes.h * sizes.w else 0)
+    for item in range(tl.program_id(0) % programs, items, programs):
+        b = (item // tiles).to(tl.int64)
+        tile = item % tiles, groups, chunks
+        _query_tile(inputs, stats, tables, grads, sizes, b, head, tile, scale, PREFIX, ROW, PACKED, D, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _query_tile(
+    inputs,
+    stats,
+    tables,
+    grads,
+    sizes,
+    b,
+    head,
+    tile,
+    scale,
+    PREFIX: tl.constexpr,
+    ROW: tl.constexpr,
+    PACKED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute the gradients of a tile of patch queries, or, if it is the last one, of the prefix queries, if there are any."""
     q, k, v, out, grad_out = inputs
     lse, delta = stats
     bias, row, column = tables
-    dq, drow, dcolumn, to_prefix = grads
-    ALIGNED: tl.constexpr = row is not None or column is not None
-    heads, prefix, queries = sizes.heads, sizes.prefix, sizes.queries
-    tiles = tl.cdiv(queries, BLOCK_M)
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, head = bh // heads, bh % heads
-    i = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    exist, first = i < queries, bh * queries
-    query, dout = _load_tokens(q, b, head, i, exist, D), _load_tokens(grad_out, b, head, i, exist, D)
-    mean = tl.sum(dout.to(tl.float32) * _load_tokens(out, b, head, i, exist, D).to(tl.float32), 1)
+    dq, parts, drow, dcolumn, to_prefix = grads
+    tile, query_groups, query_chunks = tile
+    ALIGNED: tl.constexpr = parts is not None or row is not None or column is not None or ROW > 0
+    h, w, prefix, queries = sizes.h, sizes.w, sizes.prefix, sizes.queries
+    bh = b * sizes.heads + head
+    first = bh * queries
+    prefixes = tl.maximum(queries - h * w, 0)  # queries that are prefix tokens
+    patches = queries - prefixes
+    lane = BLOCK_M - 1 - tl.arange(0, BLOCK_M)  # backwards, as `_diagonals` needs
+    is_prefix = tile == query_groups * query_chunks
+    if parts is not None:  # tiles of queries are aligned with image rows
+        rows = tl.maximum(BLOCK_M // w, 1)
+        down, right = tile // query_chunks * rows, tile % query_chunks * BLOCK_M
+        start = prefixes + down * w + right
+        r = _row_of(lane, w)
+        exist = (r < rows) & ((down + r) * w < patches) & (right + lane - r * w < w)
+        down += h - patches // w
+        down = tl.where(is_prefix, 2 * h + BLOCK_M, down)  # outside of the table, so nothing is added to it
+    else:
+        start = prefixes + tile * BLOCK_M
+        exist = tile * BLOCK_M + lane < patches
+    if PREFIX:
+        start, exist = tl.where(is_prefix, 0, start), tl.where(is_prefix, lane < prefixes, exist)
+    i = start + lane
+    query = _load_tokens(q, b, head, start, lane, exist, D, False)
+    dout = _load_tokens(grad_out, b, head, start, lane, exist, D, False)
+    mean = tl.sum(dout.to(tl.float32) * _load_tokens(out, b, head, start, lane, exist, D, False).to(tl.float32), 1)
     tl.store(delta + first + i, mean, mask=exist)
     PRECISION: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
     norm = tl.load(lse + first + i, mask=exist, other=float("inf")) * LOG2_E
-    line, is_prefix = _query_lanes(i, head, sizes, PREFIX)
+    line, of_prefix = _query_lanes(i, head, sizes, PREFIX)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     if PREFIX:
-        lane = tl.arange(0, PREFIX_LANES)
-        first_key, first_value = (
-            _load_tokens(k, b, head, lane, lane < prefix, D),
-            _load_tokens(v, b, head, lane, lane < prefix, D),
-        )
-        first_logits = _prefix_logits(query, first_key, bias, is_prefix, head, scale, sizes)
+        key_lane = tl.arange(0, PREFIX_LANES)
+        first_key = _load_tokens(k, b, head, 0, key_lane, key_lane < prefix, D, False)
+        first_value = _load_tokens(v, b, head, 0, key_lane, key_lane < prefix, D, False)
+        first_logits = _prefix_logits(query, first_key, bias, of_prefix, head, scale, sizes)
         dfirst = _logit_gradient(first_logits, norm, mean, dout, first_value)
         acc = tl.dot(dfirst.to(first_key.dtype), first_key, acc, input_precision="ieee")
         if to_prefix is not None:
@@ -621,22 +746,110 @@ def _queries(
             columns = _column_terms(column, bh, i, exist, chunk, sizes, BLOCK_N)
             dcolumns = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for group in range(sizes.groups):
-            y, x, j, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
-            key, value = _load_tokens(k, b, head, j, inside, D), _load_tokens(v, b, head, j, inside, D)
-            s = _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX)
+            y, x, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
+            j = _first_key(group, chunk, sizes, BLOCK_N, ALIGNED)
+            key = _load_tokens(k, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
+            value = _load_tokens(v, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
+            s = _token_logits(query, key, bias, line, of_prefix, group, chunk, y, x, inside, head, scale, sizes, ROW, PREFIX)
             if row is not None:
                 s += _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED)
             if column is not None:
                 s += columns
             ds = _logit_gradient(s, norm, mean, dout, value)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision="ieee")
+            if parts is not None:
+                classes = (2 * h - 1) * (2 * w - 1) + (3 if PREFIX else 0)
+                of_program = parts + tl.program_id(0).to(tl.int64) * classes
+                _add_diagonals(of_program, ds, down - group * sizes.rows, right - chunk * BLOCK_N, sizes, PACKED > 0)
             if row is not None:
                 _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED, PRECISION)
             if column is not None:
                 dcolumns += ds
         if column is not None:
             _store_column_gradient(dcolumn, dcolumns, bh, i, exist, chunk, sizes, PACKED, PRECISION)
-    _store_tokens(dq, b, head, i, exist, acc * scale, D)
+    _store_tokens(dq, b, head, start, lane, exist, acc * scale, D)
+
+
+@triton.jit
+def _add_diagonals(table, ds, down, right, sizes, SEVERAL: tl.constexpr):
+    """Add ds [queries backwards, keys] of a square tile to a head's table, in place, by offset class (query minus key).
+
+    Lane 0 of the queries lies `down` rows below and `right` columns to the right of lane 0 of the keys. Lanes i and j with the
+    same i - j have one offset in tiles that lie in one image row. In tiles of SEVERAL rows they have two, depending on whether
+    the end of an image row lies between them.
+    """
+    h, w = sizes.h, sizes.w
+    BLOCK: tl.constexpr = ds.shape[0]
+    apart = -tl.arange(0, 2 * BLOCK) + (BLOCK - 1)  # i - j
+    if SEVERAL:
+        query_lane, key_lane = -tl.arange(0, BLOCK) + (BLOCK - 1), tl.arange(0, BLOCK)
+        in_order = (query_lane - _row_of(query_lane, w) * w)[:, None] >= (key_lane - _row_of(key_lane, w) * w)[None, :]
+        rows = _row_of(apart + w * BLOCK, w) - BLOCK  # made positive, since conversion truncates
+        columns = apart - rows * w
+        _add_line(table, _diagonals(tl.where(in_order, ds, 0.0)), down + rows, right + columns, h, w)
+        _add_line(table, _diagonals(tl.where(in_order, 0.0, ds)), down + rows + 1, right + columns - w, h, w)
+    else:
+        _add_line(table, _diagonals(ds), down + tl.zeros_like(apart), right + apart, h, w)
+
+
+@triton.jit
+def _add_line(table, sums, dy, dx, h, w):
+    """Add sums to the classes of the offsets (dy, dx), as far as the table has them. No two are equal."""
+    inside = (tl.abs(dy) < h) & (tl.abs(dx) < w)
+    tl.atomic_add(table + (dy + h - 1) * (2 * w - 1) + dx + w - 1, sums, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _diagonals(x):
+    """Return the sums of x [n, n] over its diagonals from the upper right to the lower left, [2n]; the last one is empty.
+
+    The elements of diagonal d have i + j = d. Each row is followed by as many zeros, so that in memory they are 2n-1 apart, and
+    what else lies at this distance from those of a shorter diagonal are zeros.
+    """
+    n: tl.constexpr = x.shape[0]
+    flat = tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), (2 * n * n,))
+    at = tl.arange(0, n)[:, None] * (2 * n - 1) + tl.arange(0, 2 * n)[None, :]
+    return tl.sum(tl.reshape(tl.gather(flat, tl.reshape(at, (2 * n * n,)), 0), (n, 2 * n)), 0)
+
+
+@triton.jit
+def _add_queries(dkey, dvalue, key, value, query, dout, norm, mean, logits, scale):
+    """Return the gradients of a tile of keys and values plus what some queries add to them, with transposed logits.
+
+    Args:
+        dkey: [BLOCK_N, D], without the factor `scale`, and so is dvalue.
+        key: keys of the tile.
+        value: their values.
+        query: queries.
+        dout: their gradients of the output.
+        norm: their log-sum-exp divided by log 2; infinity where no query is.
+        mean: their out . grad_out.
+        logits: what position terms add to the logits [keys, queries], divided by log 2.
+        scale: factor of the content logits.
+    """
+    s = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2_E) + logits
+    p = tl.exp2(s - norm[None, :])
+    dvalue = tl.dot(p.to(dout.dtype), dout, dvalue, input_precision="ieee")
+    ds = p * (tl.dot(value, tl.trans(dout), input_precision="ieee") - mean[None, :])
+    return tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee"), dvalue
+
+
+@triton.jit
+def _load_queries(inputs, stats, b, head, bh, first, exist, queries, LANES: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr):
+    """Load LANES queries from `first` on, with what the backward pass needs of them: query, dout, norm, mean.
+
+    See `_add_queries`; ALL as in `_load_tokens`.
+    """
+    lse, delta = stats
+    lane = tl.arange(0, LANES)
+    query = _load_tokens(inputs[0], b, head, first, lane, exist, D, ALL)
+    dout = _load_tokens(inputs[4], b, head, first, lane, exist, D, ALL)
+    at = bh * queries + first + lane
+    if ALL:
+        return query, dout, tl.load(lse + at) * LOG2_E, tl.load(delta + at)
+    else:
+        norm = tl.load(lse + at, mask=exist, other=float("inf")) * LOG2_E
+        return query, dout, norm, tl.load(delta + at, mask=exist, other=0.0)
 
 
 @triton.jit
@@ -648,130 +861,78 @@ def _keys(
     sizes,
     scale,
     PREFIX: tl.constexpr,
+    ROW: tl.constexpr,
+    QUERY_ROW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    q, k, v, grad_out = inputs[0], inputs[1], inputs[2], inputs[4]
-    lse, delta = stats
+    k, v = inputs[1], inputs[2]
     bias, row, column = tables
     dk, dv = grads
-    ALIGNED: tl.constexpr = row is not None or column is not None
+    ALIGNED: tl.constexpr = row is not None or column is not None or ROW > 0
     heads, h, w, prefix, queries = sizes.heads, sizes.h, sizes.w, sizes.prefix, sizes.queries
     tiles = sizes.groups * sizes.chunks + (1 if PREFIX else 0)
     tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, head = bh // heads, bh % heads
-    y, x, j, inside = _key_tile(tile // sizes.chunks, tile % sizes.chunks, sizes, BLOCK_N, ALIGNED)
+    y, x, inside = _key_tile(tile // sizes.chunks, tile % sizes.chunks, sizes, BLOCK_N, ALIGNED)
+    j = _first_key(tile // sizes.chunks, tile % sizes.chunks, sizes, BLOCK_N, ALIGNED)
     cell = tl.where(inside, y * (2 * w - 1) + x, 0)  # in range for every lane, so loads need no mask
     if PREFIX:
-        to_prefix, lane = tile == tiles - 1, tl.arange(0, BLOCK_N)
-        j, inside = tl.where(to_prefix, lane, j), tl.where(to_prefix, lane < prefix, inside)
-    key, value = _load_tokens(k, b, head, j, inside, D), _load_tokens(v, b, head, j, inside, D)
+        to_prefix = tile == tiles - 1
+        j, inside = tl.where(to_prefix, 0, j), tl.where(to_prefix, tl.arange(0, BLOCK_N) < prefix, inside)
+    lane = tl.arange(0, BLOCK_N)
+    key = _load_tokens(k, b, head, j, lane, inside, D, False)
+    value = _load_tokens(v, b, head, j, lane, inside, D, False)
     dkey, dvalue = tl.zeros((BLOCK_N, D), tl.float32), tl.zeros((BLOCK_N, D), tl.float32)
-    for n in range(tl.cdiv(queries, BLOCK_M)):
-        i = n * BLOCK_M + tl.arange(0, BLOCK_M)
-        exist, first = i < queries, bh * queries
-        query, dout = _load_tokens(q, b, head, i, exist, D), _load_tokens(grad_out, b, head, i, exist, D)
-        norm = tl.load(lse + first + i, mask=exist, other=float("inf")) * LOG2_E
-        mean = tl.load(delta + first + i, mask=exist, other=0.0)
-        s = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2_E)
-        both = inside[:, None] & exist[None, :]
+    first_patch = tl.maximum(queries - h * w, 0)  # of the queries; before it are prefix tokens
+    if PREFIX:
+        is_query = tl.arange(0, PREFIX_LANES) < first_patch
+        first_query, first_dout, first_norm, first_mean = _load_queries(
+            inputs, stats, b, head, bh, 0, is_query, queries, PREFIX_LANES, D, False
+        )
+        first_logits = 0.0
         if bias is not None:
-            line, is_prefix = _query_lanes(i, head, sizes, PREFIX)
-            table = tl.load(bias + (line[None, :] - cell[:, None]))
-            if PREFIX:
-                kind = tl.where(to_prefix, tl.where(is_prefix, 2, 1), 0)
-                of_kind = tl.load(bias + _prefix_line(head, sizes) + kind)
-                table = tl.where((is_prefix | to_prefix)[None, :], of_kind[None, :], table)
-            s += table
-        if row is not None:
-            s += tl.load(row + first * h + ((i * h)[None, :] + y[:, None]), mask=both, other=0.0).to(tl.float32) * LOG2_E
-        if column is not None:
-            s += tl.load(column + first * w + ((i * w)[None, :] + x[:, None]), mask=both, other=0.0).to(tl.float32) * LOG2_E
-        p = tl.exp2(s - norm[None, :])
-        dvalue = tl.dot(p.to(dout.dtype), dout, dvalue, input_precision="ieee")
-        ds = p * (tl.dot(value, tl.trans(dout), input_precision="ieee") - mean[None, :])
-        dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
-    _store_tokens(dk, b, head, j, inside, dkey * scale, D)
-    _store_tokens(dv, b, head, j, inside, dvalue, D)
-
-
-@triton.jit
-def _table(
-    inputs,
-    stats,
-    tables,
-    parts,
-    sizes,
-    scale,
-    batch,
-    PREFIX: tl.constexpr,
-    PACKED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    q, k, v, grad_out = inputs[0], inputs[1], inputs[2], inputs[4]
-    lse, delta = stats
-    bias, row, column = tables
-    heads, h, w, prefix, queries, rows = sizes.heads, sizes.h, sizes.w, sizes.prefix, sizes.queries, sizes.rows
-    groups, chunks = sizes.groups, sizes.chunks
-    below = tl.program_id(0) // (2 * chunks - 1) - (groups - 1)  # groups from the key tile down to the query tile
-    right = tl.program_id(0) % (2 * chunks - 1) - (chunks - 1)
-    head = tl.program_id(1).to(tl.int64)
-    hidden = h - tl.minimum(queries // w, h)  # rows without queries
-    top, bottom = tl.maximum(below, hidden // rows), tl.minimum(groups, groups + below)
-    left, across = tl.maximum(right, 0), chunks - tl.maximum(right, -right)
-    down = tl.maximum(bottom - top, 0)
-    lane = tl.arange(0, BLOCK)
-    r = lane // w
-    cell = r * (2 * w - 1) + lane - r * w
-    offset = cell[:, None] - cell[None, :] + (below * rows + h - 1) * (2 * w - 1) + right * BLOCK + w - 1
-    classes = (2 * h - 1) * (2 * w - 1)
-    logits = tl.load(bias + _head_line(head, sizes, PREFIX) + offset, mask=(offset >= 0) & (offset < classes), other=0.0)
-    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
-    batches = tl.cdiv(batch - tl.program_id(2), tl.num_programs(2))
-    for n in range(batches * down * across):
-        b = (tl.program_id(2) + n // (down * across) * tl.num_programs(2)).to(tl.int64)
-        group, chunk = top + n // across % down, left + n % across
-        _y, _x, i, exist = _key_tile(group, chunk, sizes, BLOCK, True)
-        i += queries - prefix - h * w
-        exist = exist & (i >= 0)
-        bh = b * heads + head
-        first = bh * queries
-        query, dout = _load_tokens(q, b, head, i, exist, D), _load_tokens(grad_out, b, head, i, exist, D)
-        norm = tl.load(lse + first + i, mask=exist, other=float("inf")) * LOG2_E
-        mean = tl.load(delta + first + i, mask=exist, other=0.0)
-        y, _x, j, inside = _key_tile(group - below, chunk - right, sizes, BLOCK, True)
-        key, value = _load_tokens(k, b, head, j, inside, D), _load_tokens(v, b, head, j, inside, D)
-        s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E) + logits
-        if row is not None:
-            s += _row_terms(row, bh, i, exist, group - below, y, inside, sizes, PACKED)
-        if column is not None:
-            s += _column_terms(column, bh, i, exist, chunk - right, sizes, BLOCK)
-        acc += _logit_gradient(tl.where(inside[None, :], s, float("-inf")), norm, mean, dout, value)
-    parts += tl.program_id(2) * heads * (classes + (3 if PREFIX else 0))
-    _add_diagonals(parts + _head_line(head, sizes, PREFIX), acc, below * rows, right * BLOCK, sizes)
-
-
-@triton.jit
-def _add_diagonals(table, acc, down, right, sizes):
-    """Add acc [BLOCK queries, BLOCK keys] to a head's table, in place, by offset class (query minus key).
-
-    Lane 0 of the queries lies `down` rows below and `right` columns to the right of lane 0 of the keys. Lanes i and j with the
-    same i - j have two possible offsets, depending on whether the end of an image row lies between them.
-    """
-    h, w = sizes.h, sizes.w
-    BLOCK: tl.constexpr = acc.shape[0]
-    lane = tl.arange(0, BLOCK)
-    j = (lane[:, None] - lane[None, :]) & (BLOCK - 1)
-    rotated = tl.gather(acc, j, 1)  # the diagonal i - j = d, and that of d - BLOCK, are now column d
-    wrapped = lane[None, :] > lane[:, None]
-    in_order = (lane % w)[:, None] >= j % w
-    for upper in tl.static_range(2):
-        for crossing in tl.static_range(2):
-            sums = tl.sum(tl.where((wrapped == (upper == 1)) & (in_order == (crossing == 0)), rotated, 0.0), 0)
-            apart = lane - upper * BLOCK + w * BLOCK  # made positive, since division truncates
-            dy = down + apart // w - BLOCK + crossing
-            dx = right + apart % w - crossing * w
-            inside = (tl.abs(dy) < h) & (tl.abs(dx) < w)
-            tl.atomic_add(table + (dy + h - 1) * (2 * w - 1) + dx + w - 1, sums, mask=inside, sem="relaxed")
+            first_logits = tl.load(bias + _prefix_line(head, sizes) + tl.where(to_prefix, 2, 0))
+        dkey, dvalue = _add_queries(
+            dkey, dvalue, key, value, first_query, first_dout, first_norm, first_mean, first_logits, scale
+        )
+    patches = queries - first_patch
+    if QUERY_ROW:
+        down: tl.constexpr = BLOCK_M // QUERY_ROW  # image rows of a tile
+        chunks = w // BLOCK_M if QUERY_ROW == BLOCK_M else 1
+        groups = patches // (w * down)
+    else:
+        chunks, groups = 1, tl.cdiv(patches, BLOCK_M)
+    for chunk in range(chunks):
+        for group in range(groups):
+            if QUERY_ROW:
+                first = first_patch + group * down * w + chunk * BLOCK_M
+            else:
+                first = first_patch + group * BLOCK_M
+            i = first + tl.arange(0, BLOCK_M)
+            exist = i < queries
+            query, dout, norm, mean = _load_queries(
+                inputs, stats, b, head, bh, first, exist, queries, BLOCK_M, D, QUERY_ROW > 0
+            )
+            logits = 0.0
+            if bias is not None:
+                if QUERY_ROW:
+                    top = h - patches // w + group * down  # image row
+                    line = _head_line(head, sizes, PREFIX) + (top + h - 1) * (2 * w - 1) + chunk * BLOCK_M + w - 1
+                    logits = _look_up((bias + line - cell)[:, None] + _row_cells(BLOCK_M, QUERY_ROW)[None, :])
+                else:
+                    line, _ = _query_lanes(i, head, sizes, PREFIX)
+                    logits = _look_up(bias + (line[None, :] - cell[:, None]))
+                if PREFIX:
+                    logits = tl.where(to_prefix, tl.load(bias + _prefix_line(head, sizes) + 1), logits)
+            both = inside[:, None] & exist[None, :]
+            if row is not None:
+                at = row + bh * queries * h + ((i * h)[None, :] + y[:, None])
+                logits += tl.load(at, mask=both, other=0.0).to(tl.float32) * LOG2_E
+            if column is not None:
+                at = column + bh * queries * w + ((i * w)[None, :] + x[:, None])
+                logits += tl.load(at, mask=both, other=0.0).to(tl.float32) * LOG2_E
+            dkey, dvalue = _add_queries(dkey, dvalue, key, value, query, dout, norm, mean, logits, scale)
+    _store_tokens(dk, b, head, j, lane, inside, dkey * scale, D)
+    _store_tokens(dv, b, head, j, lane, inside, dvalue, D)

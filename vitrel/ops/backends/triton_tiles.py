@@ -30,11 +30,11 @@ HALF: dict[str, dict[int, Tile]] = {
     # for a window as against 6,896.
     "whole": {80: Tile(64, 64, 8, 1), 90: Tile(64, 64, 4, 2), 100: Tile(64, 64, 8, 1)},
     "tiles": {80: Tile(16, 64, 4, 1), 90: Tile(64, 64, 8, 1)},  # of larger windows
-    # Global attention with a bias table and heads of up to 64 channels: forward, and the three kernels of the backward pass.
-    "forward": {80: Tile(64, 64, 4, 2)},
-    "queries": {80: Tile(64, 64, 4, 2)},
-    "keys": {80: Tile(32, 64, 4, 1), 90: Tile(64, 64, 4, 2), 100: Tile(64, 64, 8, 1)},
-    "table": {80: Tile(64, 64, 4, 1), 90: Tile(64, 64, 8, 2)},
+    # Global attention with a bias table and heads of up to 64 channels: forward and the two kernels of the backward pass,
+    # chosen by the instructions of the inner loop and the warps that fit a multiprocessor.
+    "forward": {80: Tile(64, 64, 4, 2), 90: Tile(128, 64, 8, 2), 100: Tile(128, 64, 4, 2)},
+    "queries": {80: Tile(64, 64, 4, 2), 100: Tile(64, 64, 4, 1)},
+    "keys": {80: Tile(64, 64, 4, 2), 90: Tile(64, 128, 8, 2), 100: Tile(64, 128, 8, 1)},
 }
 
 
@@ -85,21 +85,33 @@ def global_tile(kernel: str, dtype: torch.dtype, width: int, aligned: bool, arch
     """Return the tile of a kernel of global attention, by its name in HALF.
 
     Args:
-        kernel: "forward", "queries", "keys" or "table".
+        kernel: "forward", "queries" or "keys".
         dtype: of q, k and v.
         width: width D of a head.
         aligned: tiles follow the image rows, as row and column scores need.
         arch: see `architecture`.
     """
     if dtype == torch.float32:
-        return Tile(32, 32, 8, 2 if kernel == "table" else 1)
-    if kernel == "table":
-        return half_tile(kernel, arch) if width <= 64 or generation(arch) > 80 else Tile(64, 64, 8, 1)
+        return Tile(32, 32, 8, 1)
     if not aligned and width <= 64:
         return half_tile(kernel, arch)
     if kernel == "keys":
         return Tile(32, 64, 8, 2 if generation(arch) > 80 else 1)
     return Tile(64, 32, 8, 2)
+
+
+def table_tile(tile: Tile, columns: int, arch: int) -> Tile:
+    """Return the tile of "queries" where the gradient of a table is computed: square, and smaller where it would spill.
+
+    Args:
+        tile: that of "queries" without a table's gradient.
+        columns: width of the grid. A tile that holds several image rows needs more registers.
+        arch: see `architecture`.
+    """
+    side = min(tile.rows, tile.keys)
+    if 2 * columns <= side and generation(arch) == 80:
+        side = min(side, 32)
+    return tile._replace(rows=side, keys=side)
 
 
 def padded_tokens(tokens: int) -> int:
