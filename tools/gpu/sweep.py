@@ -53,10 +53,9 @@ def tiles(
 _WINDOWS, _LARGE, _GLOBAL = windows(56, 128, 3, 7), windows(48, 64, 3, 12), everywhere(64, 8)
 CASES = (  # the most important first
     Case("whole", "_whole", _WINDOWS, True, tiles((64,), (64,), (1, 2, 3), (True, False))),
-    Case("forward", "_forward", _GLOBAL, False, tiles((64, 128), (32, 64), (2, 3))),
-    Case("table", "_table", _GLOBAL, True, (*tiles((64,), (64,), (1, 2, 3)), *tiles((32,), (32,), (2, 3)))),
+    Case("forward", "_forward", _GLOBAL, False, tiles((64, 128), (64, 128), (2, 3))),
+    Case("queries", "_queries", _GLOBAL, True, (*tiles((64,), (64,), (1, 2, 3)), *tiles((32,), (32,), (2, 3)))),
     Case("keys", "_keys", _GLOBAL, True, tiles((32, 64), (64, 128), (1, 2, 3))),
-    Case("queries", "_queries", _GLOBAL, True, tiles((64, 128), (32, 64), (1, 2, 3))),
     Case("tiles", "_tiles", _LARGE, True, tiles((16, 32, 64), (64,), (1, 2))),
 )
 SMALL = (Case("whole", "_whole", windows(10, 1, 2, 7), True, (Tile(64, 64, 8, 1), Tile(64, 64, 4, 1, hold=False))),)
