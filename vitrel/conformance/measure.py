@@ -59,12 +59,12 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
     found_steps = [[_step(turn, axis) for axis in (2, 3)] for turn in turns]
     steps, spread = (torch.stack([torch.stack([s[which] for s in side], 1) for side in found_steps]) for which in (0, 1))
     origin = torch.full((query.shape[1], width // 2), math.nan)
-    plain = _plain(found, 0, pairs)
+    plain = _plain(found, 0)
     if plain is not None:
         content = _pairs(plain, pairs)
         origin = (turns[0][:, :, 0, 0] * content.conj()).sum(0).angle()
     pure = scores[pairs] < SAME
-    return Rotation(pairs if pure else "", scores[pairs], tuple(query.shape[2:4]), steps, spread, origin, _prefix(found, pairs))
+    return Rotation(pairs if pure else "", scores[pairs], tuple(query.shape[2:4]), steps, spread, origin, _prefix(found))
 
 
 def transposed_order(found: Located) -> dict[str, Tensor]:
@@ -168,21 +168,14 @@ def _step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return mean.angle(), deviation
 
 
-def _plain(found: Located, side: int, pairs: str) -> Tensor | None:
-    """Content [B, H, D] of queries (side 0) or keys before they are rotated: the candidate with the norms of their pairs."""
-    rotated = _pairs((found.query, found.key)[side][:, 0, :, -1], pairs).abs()  # [B, H, P], of the last token
-    rotated = F.normalize(rotated, dim=-1)
-    norms = [F.normalize(_pairs(one, pairs).abs(), dim=-1) for one in found.before[side]]
-    errors = [float((norm - rotated).abs().max()) for norm in norms if norm.shape == rotated.shape]
-    if not errors or min(errors) > SAME:
-        return None
-    return [one for one, norm in zip(found.before[side], norms, strict=True) if norm.shape == rotated.shape][
-        errors.index(min(errors))
-    ]
+def _plain(found: Located, side: int) -> Tensor | None:
+    """Content [B, H, D] of queries (side 0) or keys before they are rotated; None if that is not known."""
+    unrotated = found.unrotated[side]
+    return None if unrotated is None else unrotated[:, 0, :, -1]
 
 
-def _prefix(found: Located, pairs: str) -> float:
-    plains = [_plain(found, side, pairs) for side in (0, 1)]
+def _prefix(found: Located) -> float:
+    plains = [_plain(found, side) for side in (0, 1)]
     if not found.prefix or any(plain is None for plain in plains):
         return math.nan
     worst = 0.0

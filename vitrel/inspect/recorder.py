@@ -18,7 +18,7 @@ interpolated embeddings) is computed, so a pass costs little at any size.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class _Trail:
     plain: Tensor | None = None  # the same without position; None: position did not enter
     bias: Tensor | None = None  # what was added to the product; None: nothing
     place: Tensor | None = None  # of its shape: the pixel (row times width plus column) of its token, -1 for none
-    parents: tuple[Tensor, ...] = ()
+    mixed: bool = False  # it was made of several tokens otherwise than by attention, as by a convolution
 
 
 @dataclass
@@ -81,13 +81,12 @@ class Attention:
     query: Tensor  # [B*L, Q, D] operand of the product
     key: Tensor  # [B*L, K, D]
     linears: frozenset[int]  # numbers of the linear layers that query and key are made of
-    before: tuple[list[Tensor], list[Tensor]] = field(
-        default_factory=lambda: ([], [])
-    )  # what query and key may be rotated from
     plain: Tensor | None = None  # [B*L, Q, K] logits without position, -inf where masked; None: position adds nothing
     bias: Tensor | None = None  # [L, Q, K] what is added to the product of the first image, masks included; None: nothing
+    unrotated: tuple[Tensor | None, Tensor | None] = (None, None)  # query and key without rotation, None: as they are
     rotation: tuple[Tensor, ...] = ()  # cosines and sines [..., N, D] that queries and keys are multiplied by
     entered: frozenset[str] = frozenset()  # names of the parameters that enter between the linear layers and the softmax
+    mixed: bool = False  # queries and keys were made of several tokens before attention
     places: tuple[Tensor, Tensor] | None = None  # [L, Q], [L, K] pixel of each query and key of an image, -1 for none
 
 
@@ -96,8 +95,9 @@ class Added:
     """A tensor that does not depend on the image, added to tokens before the first attention."""
 
     where: str
-    tokens: Tensor  # what it is added to, [B, ..., C]
+    shape: torch.Size  # of what it is added to, [B, ..., C]
     position: Tensor  # as it was added
+    place: Tensor  # [N] the pixel of each token of an image
 
 
 @dataclass
@@ -117,11 +117,6 @@ class Replace(NamedTuple):
     products: frozenset[int] = frozenset()  # by zeros
     linears: frozenset[int] = frozenset()  # by rows that are the same for every token (and image)
     content: int = 0  # seed of those rows
-    softmax: bool = False  # by zeros
-
-
-class _EnoughError(Exception):
-    """Raised to end a pass after its last attention of interest."""
 
 
 class _Layout(NamedTuple):
@@ -202,7 +197,6 @@ def run(
     model: nn.Module,
     images: Tensor,
     replace: Replace = Replace(),
-    last: int | None = None,
     use: Callable[[Attention], None] | None = None,
     follow: bool = False,
     plain: bool = False,
@@ -213,7 +207,6 @@ def run(
     Args:
         images: [B, C, height, width], or of `blank`.
         replace: by default nothing.
-        last: number of the attention after which the pass ends.
         use: called with each attention as it runs; nothing is stored then.
         follow: follow places and biases.
         plain: follow queries, keys and logits without position.
@@ -221,12 +214,11 @@ def run(
             it is not among `attentions` then.
     """
     with ExitStack() as stack:
-        mode = _Recorder(model, images, replace, last, use, follow, plain)
+        mode = _Recorder(model, images, replace, use, follow, plain)
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which is one operator
         for hook in (*_named(model, mode.stack), *(() if own is None else _own_hooks(model, mode, own))):
             stack.callback(hook.remove)
-        stack.enter_context(suppress(_EnoughError))
         # Not inference mode: a tensor that a model caches here could not be used in training afterwards.
         for context in (torch.inference_mode(False), evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH)):
             stack.enter_context(context)
@@ -304,14 +296,13 @@ class _Recorder(TorchDispatchMode):
         model: nn.Module,
         images: Tensor,
         replace: Replace,
-        last: int | None,
         use: Callable[[Attention], None] | None,
         follow: bool,
         plain: bool,
     ):
         super().__init__()
         self.found, self.stack, self.inside_own = Pass(), [""], 0
-        self._replace, self._last, self._follows, self._plain = replace, last, follow, plain
+        self._replace, self._follows, self._plain = replace, follow, plain
         self._use = self.found.attentions.append if use is None else use
         self._batch = len(images)
         self._trail = WeakTensorKeyDictionary()
@@ -365,8 +356,6 @@ class _Recorder(TorchDispatchMode):
             out.copy_(_same_rows(out, seed, channels=1 if name == "convolution" else -1))
         if name in _PRODUCT and self._products - 1 in self._replace.products:
             out.zero_()
-        if name in _SOFTMAX and self._replace.softmax:
-            out.zero_()
         return out
 
     def _follow(
@@ -405,7 +394,7 @@ class _Recorder(TorchDispatchMode):
         elif name not in _SOFTMAX and name not in _LINEAR:
             trail.linears = frozenset().union(*(t.linears for t in trails))
             trail.products = tuple({p.number: p for t in trails for p in t.products}.values())
-            trail.parents = tuple(image) if self._replace.linears else ()
+        trail.mixed = name == "native_group_norm" or any(t.mixed for t in trails) or _overlaps(name, args)
         empty: list = [None] * len(made)
         plains, biases = (_tensors(part) or empty for part in beside)
         places = self._places(func, name, args, kwargs, image, made) if self._follows else empty
@@ -613,10 +602,12 @@ class _Recorder(TorchDispatchMode):
         product = fitting[0]
         sources = [self._trail[value] for value in (product.left, product.right)]
         query, key = product.left, product.right.mT
-        before: tuple[list[Tensor], list[Tensor]] = ([], [])
-        if self._replace.linears:
-            before = self._before(product.left, query.shape), self._before(product.right, query.shape)
         places = self._rows(product.left), self._rows(product.right, columns=True)
+        left, right = (t.plain for t in sources)
+        unrotated = (
+            None if left is None else left.reshape(-1, *left.shape[-2:]),
+            None if right is None else right.mT.reshape(-1, *query.shape[-2:]) if right.mT.shape == query.shape else None,
+        )
         flat = (-1, *shape)
         attention = Attention(
             self.stack[-1],
@@ -625,53 +616,28 @@ class _Recorder(TorchDispatchMode):
             query.reshape(-1, *query.shape[-2:]),
             key.reshape(-1, *key.shape[-2:]),
             sources[0].linears | sources[1].linears,
-            before,
             None if trail.plain is None else trail.plain.reshape(flat),
             None if trail.bias is None else self._first(trail.bias.expand(logits.shape)).reshape(flat),
+            unrotated,
             tuple({id(r): r for t in sources for r in t.rotation}.values()),
             trail.entered.union(*(t.entered for t in sources)),
+            any(t.mixed for t in sources),
             None if any(p is None for p in places) else tuple(self._first(p).reshape(-1, p.shape[-2]) for p in places),
         )
         self._use(attention)
-        if self._last is not None and self._softmaxes > self._last:
-            raise _EnoughError
 
     def _first(self, value: Tensor) -> Tensor:
         """The part of the first image, where the batch is the slowest of the leading dimensions."""
         return value[: value.shape[0] // self._batch]
 
-    def _before(self, operand: Tensor, shape: torch.Size) -> list[Tensor]:
-        """The nearest ancestors of an operand whose rows [..., D] are the same for every token, as distinct rows [1, H, D].
-
-        One of them is what a rotation is applied to, after norms of queries and keys; queries and keys that are rotated
-        together have the ancestors of both.
-
-        Args:
-            shape: of the operand, [..., N, D], for keys before they are transposed.
-        """
-        seen, level = set(), [operand]
-        while level:
-            found, above = [], []
-            for value in level:
-                if id(value) in seen:
-                    continue
-                seen.add(id(value))
-                fits = value.dim() >= 3 and value.shape[-1] == shape[-1]
-                rows = _distinct(value, self._batch, shape) if fits else None
-                if rows is not None:
-                    found.append(rows)
-                above += self._trail[value].parents
-            if found:
-                return found
-            level = above
-        return []
-
     def _note_added(self, read: list[Tensor]) -> None:
         tokens, position = read if read[0] in self._trail else read[::-1]
-        if self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
+        if not self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
             return
-        if max(position.shape[:-1], default=1) > 1 and position.numel() >= tokens[0].numel() // tokens.shape[1]:
-            self.found.added.append(Added(self.stack[-1], tokens.clone(), position.clone()))
+        place = None if self._trail[tokens].mixed else self._rows(tokens)
+        large = max(position.shape[:-1], default=1) > 1 and position.numel() >= tokens[0].numel() // tokens.shape[1]
+        if large and place is not None:
+            self.found.added.append(Added(self.stack[-1], tokens.shape, position.clone(), self._first(place).flatten()))
 
     def _note_origin(self, operator: str, args: tuple, read: list[Tensor], out: Any) -> None:
         origin = next((self._origin[value] for value in read if value in self._origin), None)
@@ -735,6 +701,13 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
+def _overlaps(name: str, args: tuple) -> bool:
+    """Whether an operator is a convolution or pooling whose windows overlap, so that an output is of several tokens."""
+    if name == "convolution":
+        return any(kernel > stride for kernel, stride in zip(args[1].shape[2:], args[3], strict=False))
+    return "pool2d" in name and "adaptive" not in name and any(k > s for k, s in zip(args[1], args[2] or args[1], strict=False))
+
+
 def _layout(value: Any) -> Any:
     return _Layout(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
@@ -759,21 +732,3 @@ def _same_rows(out: Tensor, seed: int, channels: int) -> Tensor:
     """A tensor like `out` [..., C] (or [B, C, h, w] with channels = 1) whose rows are the same for every token."""
     row = torch.randn(out.shape[channels], generator=torch.Generator().manual_seed(seed)).to(out)
     return (row[:, None, None] if channels == 1 else row).expand_as(out)
-
-
-def _distinct(value: Tensor, batch: int, shape: torch.Size) -> Tensor | None:
-    """[B, H, D]: the rows of `value` if they are the same for all tokens, and differ along one dimension (of heads) at most.
-
-    Args:
-        shape: of queries or keys, [..., N, D]; tokens may be fewer than N, without prefix tokens.
-    """
-    if value.shape[0] % batch:
-        return None
-    rows = value.reshape(batch, -1, *value.shape[1:])  # [B, 1 or heads, ..., D]
-    sides = range(1, rows.dim() - 1)
-    same = [s for s in sides if rows.shape[s] == 1 or torch.equal(rows, rows.narrow(s, 0, 1).expand_as(rows))]
-    if len(sides) - len(same) > 1 or not any(rows.shape[s] >= max(2, shape[-2] - 32) for s in same):
-        return None
-    for side in reversed(same):
-        rows = rows.select(side, 0)
-    return rows if rows.dim() == 3 else rows[:, None]
