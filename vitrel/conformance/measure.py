@@ -46,8 +46,7 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
     Args:
         order: as for `maps`.
     """
-    shape = _window(found)
-    if shape is None:
+    if found.window is None:
         return None
     query, key = (maps(found, part, order) for part in (found.query, found.key))  # [B, H, h, w, D]
     if max(_varies(query), _varies(key)) < 1e-4:
@@ -92,23 +91,9 @@ def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
     if found.windows > 1:
         full = (found.tokens >= 0).all(1).nonzero().flatten()
         first = int(full[0]) if len(full) else 0
-        return values[:, first].unflatten(2, _window(found))
+        return values[:, first].unflatten(2, found.window)
     slots = found.tokens[0].argsort()[(found.tokens[0] < 0).sum() :]  # of the tokens in their order
     return values[:, 0][:, :, slots[(torch.arange(len(slots)).view(found.grid) if order is None else order)]]
-
-
-def _window(found: Located) -> Size | None:
-    """Shape of a window's slots, which follow each other row by row; the grid where attention is global without padding."""
-    if found.windows == 1 and int((found.tokens[0] >= 0).sum()) + found.prefix == found.tokens.shape[1]:
-        return found.grid
-    n = found.tokens.shape[1]
-    best, most = None, 0
-    slot = torch.arange(n)
-    for w in (w for w in range(1, n + 1) if n % w == 0):
-        count = int(aligned(found, torch.stack((slot // w, slot % w), -1)).sum())
-        if count > most:
-            best, most = (n // w, w), count
-    return best
 
 
 def aligned(found: Located, slots: Tensor) -> Tensor:
@@ -120,11 +105,10 @@ def aligned(found: Located, slots: Tensor) -> Tensor:
 
 def window_slots(found: Located) -> tuple[Size, Tensor] | None:
     """Shape of the window and the (row, column) of each slot [N, 2]; None if slots have no such order."""
-    shape = _window(found)
-    if shape is None or found.prefix:
+    if found.window is None or found.prefix:
         return None
-    slot = torch.arange(shape[0] * shape[1])
-    return shape, torch.stack((slot // shape[1], slot % shape[1]), -1)
+    slot = torch.arange(found.window[0] * found.window[1])
+    return found.window, torch.stack((slot // found.window[1], slot % found.window[1]), -1)
 
 
 def _varies(values: Tensor) -> float:

@@ -30,6 +30,7 @@ class Located:
     number: int  # of the attention in the forward pass
     grid: Size  # tokens (h, w) of the image here
     tokens: Tensor  # [W, N] index (row-major) of the token in each slot of a window; -1 for prefix tokens and padding
+    window: Size | None  # shape of a window's slots, which follow each other row by row; the grid where attention is global
     heads: int
     prefix: int  # tokens that are no patches; 0 in windows
     logits: Tensor  # [B, W, H, N, N] of the constant pass: biases and masks
@@ -145,7 +146,9 @@ def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention
     names = ("logits", "query", "key")
     logits, query, key = (shaped([torch.cat([getattr(one[n], name) for n in group]) for one in fixed]) for name in names)
     before = unrotated(0), unrotated(1)
-    return Located(first.where, group[0], call.grid[:2], tokens, call.heads, call.grid.prefix, logits, query, key, before)
+    grid, full = call.grid[:2], len(tokens) == 1 and int((tokens >= 0).sum()) + call.grid.prefix == tokens.shape[1]
+    about = first.where, group[0], grid, tokens, grid if full else call.window, call.heads, call.grid.prefix
+    return Located(*about, logits, query, key, before)
 
 
 def _embedding(added: Added, size: Size) -> Embedding | None:

@@ -423,7 +423,7 @@ class _Recorder(TorchDispatchMode):
             if all(other is not value for value in logits):
                 alone = trails[id(main)].plain
                 alone = main.clone() if alone is None else alone
-                return _hide(alone, other)
+                return _hide(alone, -other if name.startswith("sub") and other is args[1] else other)
         if name == "baddbmm":
             args = (torch.zeros_like(args[0]), *args[1:])
         elif not any(t.plain is not None for t in trails.values()):
@@ -702,9 +702,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _overlaps(name: str, args: tuple) -> bool:
-    """Whether an operator is a convolution or pooling whose windows overlap, so that an output is of several tokens."""
+    """Whether an output of an operator is of several tokens: interpolation, convolution and pooling whose windows overlap."""
     if name == "convolution":
         return any(kernel > stride for kernel, stride in zip(args[1].shape[2:], args[3], strict=False))
+    if "upsample" in name:
+        return True
     return "pool2d" in name and "adaptive" not in name and any(k > s for k, s in zip(args[1], args[2] or args[1], strict=False))
 
 
