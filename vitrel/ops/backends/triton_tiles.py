@@ -97,7 +97,7 @@ def global_tile(kernel: str, dtype: torch.dtype, width: int, aligned: bool, arch
         return half_tile(kernel, arch)
     if kernel == "keys":
         return Tile(32, 64, 8, 2 if generation(arch) > 80 else 1)
-    return Tile(64, 32, 8, 2)
+    return Tile(64, 32, 8, 1 if kernel == "queries" and generation(arch) == 80 else 2)
 
 
 def table_tile(tile: Tile, columns: int, arch: int) -> Tile:
