@@ -707,7 +707,10 @@ def _overlaps(name: str, args: tuple) -> bool:
         return any(kernel > stride for kernel, stride in zip(args[1].shape[2:], args[3], strict=False))
     if "upsample" in name:
         return True
-    return "pool2d" in name and "adaptive" not in name and any(k > s for k, s in zip(args[1], args[2] or args[1], strict=False))
+    if "pool2d" not in name or "adaptive" in name:
+        return False
+    stride = args[2] if len(args) > 2 and args[2] else args[1]
+    return any(kernel > step for kernel, step in zip(args[1], stride, strict=False))
 
 
 def _layout(value: Any) -> Any:
