@@ -63,8 +63,6 @@ def test_learned_rows_start_at_zero(name, position):
     model, x = build(name), image()
     before = model(x)
     torch.testing.assert_close(relativize(model, position)(x), before, atol=1e-5, rtol=1e-5)
-    model = relativize(build(name), position, zero_init=False)
-    assert all(parameter.any() for parameter in position_parameters(model).values())
 
 
 @each("name", [name for name in MODELS if name != "vitrel"])
@@ -146,7 +144,10 @@ def test_permuting_patches_matters_only_through_position():
 @each("position", [k for k, v in POSITIONS.items() if v.site == "attention" and k != "none"])
 def test_gradient_reaches_every_parameter(position):
     """With rows drawn at random (at zero, Transformer-XL's v has none) and pooled patches (prefix queries may have no term)."""
-    model = relativize(build("reg", global_pool="avg"), position, zero_init=False).train()
+    model = relativize(build("reg", global_pool="avg"), position).train()
+    for block in model.blocks:
+        if hasattr(block.position, "reset_parameters"):
+            block.position.reset_parameters()
     model(image(24, 16)).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
     missing = [name for name, p in position_parameters(model).items() if not p.grad.any()]
@@ -261,7 +262,7 @@ REFUSED = [
     (lambda: build("vit"), dict(position="absolute+table"), "'absolute' adds to the tokens, .* attention keys only"),
     (lambda: build("vit"), dict(position="tabel"), "did you mean 'table'"),
     (lambda: build("vit"), dict(position_args=dict(radius=3)), "has no option 'radius'"),
-    (lambda: build("vit"), dict(position_args=dict(init_std=1.0)), "init_std=1.0 has no effect .* pass zero_init=False"),
+    (lambda: build("vit"), dict(position_args=dict(init_std=1.0)), "init_std=1.0 has no effect .* leave it out"),
     (lambda: build("vit"), dict(absolute="remove"), "absolute='remove' is unknown; choose one of keep, drop, fade"),
     (lambda: build("vit"), dict(rope="replace"), "rope='replace' is unknown; choose one of keep, drop"),
     (lambda: build("vit"), dict(absolute="fade"), "needs fade_steps"),

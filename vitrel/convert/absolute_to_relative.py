@@ -77,7 +77,6 @@ def absolute_to_relative(
     absolute: str = "drop",
     fade_steps: int | None = None,
     refit: bool = True,
-    ridge: float = 1.0,
     steps: int = STEPS,
 ) -> Any:
     """Return a vitrel model with another position encoding, fitted to images; its attribute `conversion` is a ConversionReport.
@@ -94,8 +93,6 @@ def absolute_to_relative(
             its own.
         fade_steps: number of training steps, for "fade".
         refit: refit the last linear layers of attention and MLP, in pre-norm blocks.
-        ridge: strength of the ridge penalty, in units of the mean power of a layer's input channels; a lower one follows the
-            original more closely on these images, and less closely on others.
         steps: updates at the end, of 32 images each, in which all weights learn to give the original's last features; 0 for
             none.
 
@@ -107,7 +104,7 @@ def absolute_to_relative(
         raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")
     check_choice("absolute_to_relative", "absolute", absolute, ("drop", "fade"))
     if isinstance(model, Segmenter):
-        given = dict(absolute=absolute, fade_steps=fade_steps, refit=refit, ridge=ridge, steps=steps)
+        given = dict(absolute=absolute, fade_steps=fade_steps, refit=refit, steps=steps)
         return model.with_backbone(absolute_to_relative(model.backbone, images, position, position_args, **given))
     start = time.perf_counter()
     original = copy.deepcopy(model) if isinstance(model, Backbone) else as_vitrel(model)
@@ -127,7 +124,7 @@ def absolute_to_relative(
     if added is not None:
         _fold(fitted, added, grid)
     new_rotation = any(POSITIONS[key].rotates for key in position.split("+"))
-    fits = _convert(fitted, original, images, new_rotation, ridge if refit else None)
+    fits = _convert(fitted, original, images, new_rotation, refit)
     if absolute == "fade":
         _fold(result, added, grid)
         _unfold(result, added, grid)
@@ -165,7 +162,7 @@ class _Fit(NamedTuple):
     patches: float  # of patches
 
 
-def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, ridge: float | None) -> list[_Fit]:
+def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, refit: bool) -> list[_Fit]:
     """Fit the blocks of a model in place, one after the other, to those of the original.
 
     Args:
@@ -173,7 +170,7 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
         original: the model to follow.
         images: [B, C, height, width].
         new_rotation: the encodings hold a rotation that was not trained with these q and k.
-        ridge: as in `absolute_to_relative`; None: encodings alone are fitted.
+        refit: as in `absolute_to_relative`.
     """
     device = model.patch_embed.proj.weight.device
 
@@ -190,8 +187,8 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
         logits = wanted.logits(block_original.position(wanted.grid))
         before, after = fit_attention(block, x[:few], grid, logits, new_rotation)
         between, goal = _chunked(lambda part, b=block_original, g=grid: observe(b, part, g)[1::2], goal)
-        if ridge is not None and not block.post_norm:
-            _refit(block, x, between, goal, grid, ridge)
+        if refit and not block.post_norm:
+            _refit(block, x, between, goal, grid)
         x = _chunked(lambda part, b=block, g=grid: b(part, g), x)
         error = ((x - goal).square().mean(-1) / goal.var(-1)).flatten(1)
         fits.append(_Fit(before, after, error[:, : grid.prefix].mean().item(), error[:, grid.prefix :].mean().item()))
@@ -210,7 +207,7 @@ def _chunked(function: Callable, x: Tensor):
     return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid, ridge: float) -> None:
+def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid) -> None:
     """Refit the last linear layers of attention and MLP of a block in place to the original's tokens.
 
     Args:
@@ -219,7 +216,6 @@ def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid, ri
         between: the original's tokens after attention.
         out: the original's tokens after the MLP.
         grid: of the tokens.
-        ridge: as in `absolute_to_relative`.
     """
     share = torch.full_like(out[0, ..., 0], 1 / (grid.h * grid.w))  # [N] or [h, w]
     if grid.prefix:
@@ -236,8 +232,8 @@ def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid, ri
             seen = observe(block, tokens, grid)
             yield seen.hidden, (goal - seen.between) / _gain(block, 2), share / goal.var(-1)
 
-    refit_linear(block.attn.proj, attention(), ridge)
-    refit_linear(block.mlp.fc2, mlp(), ridge)
+    refit_linear(block.attn.proj, attention())
+    refit_linear(block.mlp.fc2, mlp())
 
 
 def _gain(block: nn.Module, branch: int) -> Tensor | float:

@@ -283,7 +283,7 @@ def agreement(here: Attended, target: Tensor, logits: Tensor) -> Agreement:
 
 
 @torch.no_grad()
-def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tensor]], ridge: float) -> None:
+def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tensor]], ridge: float = 1.0) -> None:
     """Update a linear layer in place by weighted ridge regression from its inputs to targets.
 
     Args:

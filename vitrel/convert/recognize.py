@@ -5,26 +5,16 @@ without a counterpart in vitrel raises a ValueError that names the part that dif
 """
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from timm import layers
-from timm.layers import (
-    AttentionPoolLatent,
-    GluMlp,
-    Mlp,
-    PatchEmbed,
-    RelPosMlp,
-    RotaryEmbeddingCat,
-    RotaryEmbeddingDinoV3,
-    RotaryEmbeddingMixed,
-    SwiGLU,
-)
-from timm.models import beit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.swin_transformer import SwinTransformer
-from timm.models.swin_transformer_v2 import SwinTransformerV2
+from timm.layers import AttentionPoolLatent, Mlp, RelPosMlp, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, SwiGLU
+from timm.models import beit, deit, eva, swin_transformer, swin_transformer_v2, vision_transformer
+from timm.models import vision_transformer_relpos as relpos
+from timm.models import vision_transformer_sam as sam
 from torch import Tensor, nn
 
 from vitrel.models.backbone import Backbone
@@ -34,26 +24,32 @@ from vitrel.weights.load import apply_plan, fitted
 from vitrel.weights.names import Rotation
 
 _VITS = (
-    vision_transformer.VisionTransformer,
-    eva.Eva,
-    beit.Beit,
-    vision_transformer_relpos.VisionTransformerRelPos,
-    vision_transformer_sam.VisionTransformerSAM,
-)
+    vision_transformer.VisionTransformer, deit.VisionTransformerDistilled, eva.Eva, beit.Beit, relpos.VisionTransformerRelPos,
+    sam.VisionTransformerSAM,
+)  # fmt: skip
+_SWINS = (swin_transformer.SwinTransformer, swin_transformer_v2.SwinTransformerV2)
 _KNOWN = (
     "timm's VisionTransformer (ViT, DeiT, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3, RoPE-ViT), Beit, relpos ViT, SAM and Swin"
 )
-_PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block, vision_transformer_relpos.RelPosBlock)
-_POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm, vision_transformer_relpos.ResPostRelPosBlock)
-_ATTENTION = (
-    vision_transformer.Attention,
-    eva.EvaAttention,
-    eva.AttentionRope,
-    beit.Attention,
-    vision_transformer_relpos.RelPosAttention,
-    vision_transformer_sam.Attention,
-)
+_POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm, relpos.ResPostRelPosBlock)
 _ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+_PARTS = (  # all modules that such models may consist of, beside norms, containers and those of _VITS or _SWINS
+    nn.Conv2d, nn.Linear, nn.Dropout, nn.Identity, nn.Softmax, nn.Flatten, nn.GELU, nn.SiLU, layers.DropPath,
+    layers.PatchDropout, layers.PatchEmbed, layers.GELU, layers.GELUTanh, layers.QuickGELU, layers.GluMlp,
+    layers.ClassifierHead, layers.SelectAdaptivePool2d, Mlp, SwiGLU,
+)  # fmt: skip
+_VIT_PARTS = (
+    vision_transformer.Block, eva.EvaBlock, beit.Block, relpos.RelPosBlock, sam.Block, *_POST_NORM,
+    vision_transformer.Attention, eva.EvaAttention, eva.AttentionRope, beit.Attention, relpos.RelPosAttention, sam.Attention,
+    vision_transformer.LayerScale, relpos.LayerScale, sam.LayerScale, beit.RelativePositionBias, layers.RelPosBias, RelPosMlp,
+    layers.RotaryEmbeddingCat, RotaryEmbeddingMixed, RotaryEmbeddingDinoV3, AttentionPoolLatent,
+)  # fmt: skip
+_SWIN_PARTS = (
+    swin_transformer.SwinTransformerStage, swin_transformer.SwinTransformerBlock, swin_transformer.WindowAttention,
+    swin_transformer.PatchMerging, swin_transformer_v2.SwinTransformerV2Stage, swin_transformer_v2.SwinTransformerV2Block,
+    swin_transformer_v2.WindowAttention, swin_transformer_v2.PatchMerging,
+)  # fmt: skip
+_INSIDE = re.compile(r"(rel_pos|cpb_mlp|global_pool)\.")  # in names of parts of these parts
 
 
 class Recognized(NamedTuple):
@@ -71,7 +67,7 @@ def recognize(model: nn.Module) -> Recognized:
     Raises:
         ValueError: vitrel has no such model; the message gives the reason.
     """
-    if isinstance(model, SwinTransformer | SwinTransformerV2):
+    if isinstance(model, _SWINS):
         return _swin(model)
     if not isinstance(model, _VITS) or (type(model).forward_features not in [known.forward_features for known in _VITS]):
         raise refusal(model, f"it is none of {_KNOWN} (pass the model itself if this one wraps it)")
@@ -125,7 +121,7 @@ def _vit(model: Any) -> Recognized:
     blocks = [*model.blocks]
     position, options, rotation, state = _position(model)
     mlp, attn, width = blocks[0].mlp, blocks[0].attn, model.embed_dim
-    distilled, windows = isinstance(model, VisionTransformerDistilled), [getattr(b, "window_size", 0) for b in blocks]
+    distilled, windows = isinstance(model, deit.VisionTransformerDistilled), [getattr(b, "window_size", 0) for b in blocks]
     block_args: dict[str, Any] = dict(norm_eps=blocks[0].norm1.eps, **_mlp_kind(mlp))
     if _present(blocks[0], "ls1", "gamma_1"):
         block_args["init_values"] = 1e-5
@@ -135,7 +131,7 @@ def _vit(model: Any) -> Recognized:
         ("qk_norm", _is_norm(getattr(attn, "q_norm", None))),
         ("attn_norm", _is_norm(getattr(attn, "norm", None))),
     ) if present}  # fmt: skip
-    if isinstance(model, vision_transformer_sam.VisionTransformerSAM) and any(windows):
+    if isinstance(model, sam.VisionTransformerSAM) and any(windows):
         block_args |= dict(window=max(windows), global_blocks=tuple(i for i, window in enumerate(windows) if not window))
     final = _final_norm(model)
     arguments = dict(
@@ -173,9 +169,11 @@ def _unlike(model: Any) -> Iterator[str]:
 
     Attention pooling is checked by `_pool_args`, and tensors by their names and shapes when they are loaded.
     """
-    if type(model.patch_embed) is not PatchEmbed:
-        yield f"its patches come from {type(model.patch_embed).__name__}, not from one convolution"
-    elif _is_norm(model.patch_embed.norm) or not isinstance(model.patch_embed.norm, nn.Identity):
+    yield from _strange(model, _VIT_PARTS)
+    blocks = [*model.blocks]
+    if not blocks:
+        yield "it has no blocks"
+    if not isinstance(model.patch_embed.norm, nn.Identity):
         yield "it normalizes its patch embeddings"
     if getattr(getattr(model, "patch_drop", None), "prob", 0):
         yield "it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0"
@@ -183,18 +181,9 @@ def _unlike(model: Any) -> Iterator[str]:
         getattr(model, "pool_include_prefix", False) and model.global_pool != "map"
     ):
         yield f"it pools by {model.global_pool!r} over class and register tokens too"
-    if isinstance(model, VisionTransformerDistilled) and model.no_embed_class:
+    if isinstance(model, deit.VisionTransformerDistilled) and model.no_embed_class:
         yield "its distillation token has no embedding"
-    blocks = [*model.blocks]
-    if not blocks or any(type(block) not in (*_PRE_NORM, *_POST_NORM, vision_transformer_sam.Block) for block in blocks):
-        yield f"its blocks are {type(blocks[0]).__name__ if blocks else 'missing'}, not attention and then an MLP"
-        return
-    kinds = {type(part).__name__ for block in blocks for part in (block, block.norm1, getattr(block, "mlp", None)) if part}
-    if any(type(block.attn) not in _ATTENTION for block in blocks):
-        yield f"its attention is {type(blocks[0].attn).__name__}"
-    if any(not isinstance(part, nn.LayerNorm) for block in blocks for part in (block.norm1, block.norm2)):
-        yield f"it normalizes by {type(blocks[0].norm1).__name__}, vitrel by LayerNorm ({', '.join(sorted(kinds))})"
-    if any(type(block.mlp) not in (Mlp, GluMlp, SwiGLU) or not _mlp_kind(block.mlp) for block in blocks):
+    if any(not _mlp_kind(block.mlp) for block in blocks):
         yield f"its MLP is {type(blocks[0].mlp).__name__} with {type(getattr(blocks[0].mlp, 'act', None)).__name__}"
     yield from _unlike_the_first(blocks)
     attn = blocks[0].attn
@@ -209,25 +198,15 @@ def _unlike(model: Any) -> Iterator[str]:
     if _present(blocks[0], "ls1", "gamma_1") != _present(blocks[0], "ls2", "gamma_2"):
         yield "only one of its residual branches has a layer scale"
     rope = getattr(model, "rope", None)
-    if rope is not None and not isinstance(rope, RotaryEmbeddingCat | RotaryEmbeddingMixed | RotaryEmbeddingDinoV3):
-        yield f"its rotary encoding is {type(rope).__name__}"
     if getattr(rope, "grid_offset", 0):
         yield f"its rotary encoding counts positions from {rope.grid_offset:g}, vitrel from 0: class tokens have other logits"
     if getattr(model, "rope_global", None) is not None or getattr(rope, "in_pixels", False):
         yield "its rotary encoding is for windows, or counts in pixels"
     if isinstance(rope, RotaryEmbeddingDinoV3) and (rope.min_period is not None or rope.normalize_coords != "separate"):
         yield f"its rotary encoding normalizes coordinates by {rope.normalize_coords!r}"
-    if isinstance(model, vision_transformer_sam.VisionTransformerSAM):
-        if isinstance(model.neck, nn.Sequential):
-            yield "its convolutional neck has no counterpart: build it with neck_chans=0 for the encoder alone"
-        if type(model.head).__name__ != "ClassifierHead":
-            yield f"its head is {type(model.head).__name__}"
-    yield from _altered(model)
-    epsilons = {
-        part.eps for name, part in model.named_modules() if isinstance(part, nn.LayerNorm) and name not in ("norm", "neck")
-    }
-    if len(epsilons) > 1:
-        yield f"its norms have several eps ({', '.join(f'{eps:g}' for eps in sorted(epsilons))})"
+    norms = [part.eps for name, part in model.named_modules() if _is_norm(part) and name not in ("norm", "neck")]
+    if len({*norms}) > 1:
+        yield f"its norms have several eps ({', '.join(f'{eps:g}' for eps in sorted({*norms}))})"
 
 
 def _position(model: Any) -> tuple[str, dict[str, Any], Rotation, dict[str, Tensor]]:
@@ -334,7 +313,7 @@ def _final_norm(model: Any) -> nn.LayerNorm | None:
 
 
 def _swin(model: Any) -> Recognized:
-    v2, stages = isinstance(model, SwinTransformerV2), [*model.layers]
+    v2, stages = isinstance(model, swin_transformer_v2.SwinTransformerV2), [*model.layers]
     blocks = [[*stage.blocks] for stage in stages]
     flat = [block for stage in blocks for block in stage]
     for reason in _unlike_swin(model, flat):
@@ -376,17 +355,17 @@ def _swin(model: Any) -> Recognized:
 
 def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
     """Yield the reasons why a Swin of timm has no counterpart in vitrel."""
-    if type(model.patch_embed) is not PatchEmbed or not _is_norm(model.patch_embed.norm):
-        yield f"its patches come from {type(model.patch_embed).__name__}, or are not normalized"
-    if not isinstance(blocks[0].norm1, nn.LayerNorm) or _mlp_kind(blocks[0].mlp).get("mlp") != "gelu":
-        yield f"it has {type(blocks[0].norm1).__name__} and {type(blocks[0].mlp.act).__name__}; vitrel LayerNorm and GELU"
+    yield from _strange(model, _SWIN_PARTS)
+    if not _is_norm(model.patch_embed.norm):
+        yield "its patches are not normalized"
+    if _mlp_kind(blocks[0].mlp).get("mlp") != "gelu":
+        yield f"it has {type(blocks[0].mlp.act).__name__}, vitrel GELU"
     yield from _unlike_the_first(blocks)
     if any(block.attn.proj.in_features != block.attn.proj.out_features for block in blocks):
         yield "its attention has another width than its tokens"
-    yield from _altered(model)
     windows = [tuple(block.attn.window_size) for block in blocks]
     grids = [tuple(block.input_resolution) for block in blocks]
-    same = [windows[0] == window or (isinstance(model, SwinTransformerV2) and window == grid)
+    same = [windows[0] == window or (isinstance(model, swin_transformer_v2.SwinTransformerV2) and window == grid)
              for window, grid in zip(windows, grids, strict=True)]  # fmt: skip
     if not all(same):
         other = windows[same.index(False)]
@@ -396,17 +375,17 @@ def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------------- parts
 
 
-def _altered(model: nn.Module) -> Iterator[str]:
-    """Yield changes that a model's class and options do not show: hooks, replaced forwards and parts, overlapping patches."""
+def _strange(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
+    """Yield parts that vitrel does not have: of classes beside `kinds` and _PARTS, with hooks, overlapping patches."""
     for name, part in model.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
             yield f"{name or 'it'} has a hook, or a forward that is not its class's"
-    kinds = (nn.LayerNorm, nn.Identity, nn.Linear, layers.ClassifierHead)
-    for name in ("norm_pre", "norm", "fc_norm", "head", "head_dist"):
-        part = getattr(model, name, None)
-        if part is not None and type(part) not in kinds and (not _is_norm(part) or "head" in name):
+        container = isinstance(part, nn.Sequential | nn.ModuleList) and name.endswith(("blocks", "layers", "cpb_mlp"))
+        known = type(part) in (*_PARTS, *kinds) or _is_norm(part) or container or _INSIDE.search(name)
+        if name and not known:
             yield f"its {name} is {type(part).__name__}"
-    if model.patch_embed.proj.stride != model.patch_embed.proj.kernel_size or any(model.patch_embed.proj.padding):
+    projection: Any = model.patch_embed.proj
+    if projection.stride != projection.kernel_size or any(projection.padding):
         yield "its patches overlap"
 
 

@@ -26,7 +26,6 @@ def relativize(
     fade_steps: int | None = None,
     rope: str = "keep",
     img_size: int | tuple[int, int] | None = None,
-    zero_init: bool = True,
 ) -> Any:
     """Return a new vitrel model with the weights of `model` and a new encoding `position` in every block.
 
@@ -41,8 +40,9 @@ def relativize(
         rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
         img_size: training size of the new encodings in pixels, an int or (h, w); None: the model's. The embedding is resampled
             to it, as forward at that size would do.
-        zero_init: learned rows (of encodings with the option `init_std`) start at 0, so they do not change the logits before
-            training; DeBERTa still scales content by 3**-0.5, and encodings without learned rows act from the start.
+
+    Learned rows (of encodings with the option `init_std`) start at 0, so they do not change the logits before training; DeBERTa
+    still scales content by 3**-0.5, and encodings without learned rows act from the start.
 
     Raises:
         ValueError: arguments are unknown or conflict; a ViT has a bias in attention already or shares one rotation among its
@@ -51,10 +51,10 @@ def relativize(
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)
     if isinstance(model, Segmenter):
-        given = dict(absolute=absolute, fade_steps=fade_steps, rope=rope, img_size=img_size, zero_init=zero_init)
+        given = dict(absolute=absolute, fade_steps=fade_steps, rope=rope, img_size=img_size)
         return model.with_backbone(relativize(model.backbone, position, position_args, **given))
     options = dict(position_args or {})
-    _check_position(position, options, zero_init)
+    _check_position(position, options)
     model = as_vitrel(model)
     tokens, rotation = _own_keys(model, position)
     if absolute == "fade" and not tokens:
@@ -80,8 +80,7 @@ def relativize(
         img_size=config.arguments["img_size"] if img_size is None else to_2tuple(img_size),
     )
     _copy(model, result)
-    if zero_init:
-        _zero(result, added)
+    _zero(result, added)
     return result.train(model.training)
 
 
@@ -116,15 +115,15 @@ def _checked(model: nn.Module) -> ViT:
     return model
 
 
-def _check_position(position: str, args: dict, zero_init: bool) -> None:
+def _check_position(position: str, args: dict) -> None:
     tokens, _ = split_position(position)
     if tokens:
         raise ValueError(
             f"{tokens!r} adds to the tokens, and relativize adds to attention: name attention keys only (the model's "
             "embedding stays with absolute='keep')"
         )
-    if zero_init and "init_std" in args and any(_learns_rows(POSITIONS[key]) for key in position.split("+")):
-        raise ValueError(f"init_std={args['init_std']} has no effect because learned rows start at 0: pass zero_init=False too")
+    if "init_std" in args and any(_learns_rows(POSITIONS[key]) for key in position.split("+")):
+        raise ValueError(f"init_std={args['init_std']} has no effect because learned rows start at 0: leave it out")
 
 
 def _own_keys(model: Backbone, position: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, stored_arguments
 from vitrel.models.create import create_model, create_sized
 from vitrel.models.segmenter import BODY, Segmenter
-from vitrel.weights.load import KNOWN, apply_plan, model_for, plan_weights
+from vitrel.weights.load import KNOWN, apply_plan, fitted, model_for
 from vitrel.weights.read import check_file, guarding, read_file, write_safetensors
 from vitrel.weights.record import check_encodings, position_record
 from vitrel.weights.unwrap import unwrap
@@ -137,16 +137,13 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         model = create_sized(about["model"], **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is of a model {about['model']} with {arguments}, which cannot be built: {error}") from error
-    backbone = model
+    backbone, position = model, about.get("position", {})
     if about.get("task") == "segmentation":
         model = Segmenter(backbone, arguments["num_classes"], about.get("head", "linear"))
-        position = {BODY + name: entry for name, entry in about.get("position", {}).items()}
-        loaded = loaded | {"vitrel": about | {"position": position}}
+        position = {BODY + name: entry for name, entry in position.items()}
+    _load(model, loaded, position, path, changes or {})
     if isinstance(backbone, Backbone):
-        _load_own(model, loaded, path, changes or {})
         backbone.train_sizes = () if "img_size" in (changes or {}) else tuple(about.get("train_sizes") or ())
-    else:
-        _load_other(model, loaded, path)
     settings = {name: about[name] for name in PREPROCESSING}
     if "num_classes" not in (changes or {}):
         settings["label_names"] = list(about["classes"])
@@ -181,7 +178,7 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
         raise ValueError(f"{path} has a configuration that builds no model: {error}; save it again") from error
     if changes:
         model = config.build(**changes)
-        _load_own(model, loaded, path, changes)
+        _load(model, loaded, about.get("position", {}), path, changes)
         return model.eval()
     try:
         # in the file's dtypes; copied, since memory-mapped tensors may be unaligned, and kernels then round differently
@@ -230,39 +227,29 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
         raise ValueError(f"{path} does not fit {like}: {error}") from error
 
 
-def _load_own(model: nn.Module, loaded: dict[str, Any], path: Path, changes: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a vitrel model in place.
+def _load(model: nn.Module, loaded: dict[str, Any], position: Any, path: Path, changes: dict[str, Any]) -> None:
+    """Load a checkpoint's weights into its own model in place.
 
     Args:
-        model: changed in place.
+        model: of vitrel or timm, changed in place.
         loaded: the file's content.
+        position: the file's description of the encodings.
         path: names the file in errors.
         changes: the arguments in which the model differs from the file's. Without any, tables and embeddings of another grid
             are an error, else they are resampled; with `num_classes` the head may be new.
 
     Raises:
-        ValueError: the weights do not fit.
+        ValueError: the weights do not fit, or hold NaN.
     """
     try:
-        plan = plan_weights(model, loaded)
-        resampled = [row for row in plan.rows if row.resampled]
-        if resampled and not changes:  # without changes the grids of model and file are equal
-            raise ValueError(f"{resampled[0].target} is of another grid ({resampled[0].resampled})")
+        plan = fitted(model, unwrap(loaded, "the file"), position)
+        if plan.rows and not changes:  # without changes the grids of model and file are equal
+            raise ValueError(f"{plan.rows[0].target} is of another grid ({plan.rows[0].resampled})")
         apply_plan(model, plan, reset_head="num_classes" in changes)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not fit its model: {error}") from error
     except (AttributeError, LookupError, TypeError) as error:  # names or records of a wrong type
         raise ValueError(f"{path} is damaged: its weights or its record of positions cannot be read ({error!r})") from error
-
-
-def _load_other(model: nn.Module, loaded: dict[str, Any], path: Path) -> None:
-    """Load a checkpoint's weights into a timm model; raise ValueError that names `path` if they do not fit."""
-    try:
-        model.load_state_dict({name.removeprefix("model."): value for name, value in loaded["state_dict"].items()})
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} does not fit its model: {str(error)[:600]}") from error
-    if bad := not_finite(model):
-        raise ValueError(f"{path} does not fit its model: the weights hold NaN or infinity in {bad}")
 
 
 def _tuples(value: Any) -> Any:

@@ -19,7 +19,7 @@ from vitrel.models.registry import set_weight_filter
 from vitrel.models.segmenter import Segmenter
 from vitrel.weights.names import Rotation, to_vitrel
 from vitrel.weights.positions import Resampled, fit_positions
-from vitrel.weights.read import guarding, read_file
+from vitrel.weights.read import read_file
 from vitrel.weights.record import check_record, position_record
 from vitrel.weights.unwrap import unwrap
 
@@ -226,15 +226,10 @@ def model_for(
     if not timm.is_model(name) or not name.startswith("vitrel_"):
         near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))
         raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
-    with guarding(name, model_args):
-        model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
-    plan = plan_weights(model, source)
-    classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
-    classes = 0 if classifier is None else len(classifier)
-    if "num_classes" not in model_args and classes != model.num_classes:
-        model = timm.create_model(name, num_classes=classes, **model_args)
-        plan = plan_weights(model, source)
-    return model, plan
+    source = loaded if isinstance(loaded, dict) else {}
+    heads = [rows for head, rows in unwrap(source, "the file").items() if head in ("head.weight", "head.fc.weight")]
+    model = timm.create_model(name, **{"num_classes": len(heads[0]) if heads else 0} | model_args)
+    return model, plan_weights(model, source)
 
 
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
