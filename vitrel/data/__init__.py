@@ -3,7 +3,7 @@
 `create_dataset` builds any of them by name or path. Augmentation and decoding are here too.
 """
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,23 +14,15 @@ from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.prepare import Prepare, normalize
-from vitrel.data.readers.base import Draw, ImageSet, collate
+from vitrel.data.readers.base import Draw, ImageSet, Reader, collate
 from vitrel.data.readers.decode import IGNORED, BadImage, Reading, decode
-from vitrel.data.readers.files import Files, csv_files
-from vitrel.data.readers.folder import Folder, folder_classes
-from vitrel.data.readers.hub import HuggingFace, columns, data_files, is_saved, load
-from vitrel.data.readers.masks import (
-    MaskFiles,
-    MaskRows,
-    MaskSet,
-    mask_classes,
-    mask_folder,
-    row_classes,
-    torchvision_masks,
-)
-from vitrel.data.readers.sets import TorchvisionSet, torchvision_set
+from vitrel.data.readers.files import csv_reader
+from vitrel.data.readers.folder import folder_classes, folder_reader
+from vitrel.data.readers.hub import data_files, is_saved, row_classes, rows_reader
+from vitrel.data.readers.masks import MaskSet, are_named, mask_classes, mask_reader, mask_row_classes, mask_rows_reader
+from vitrel.data.readers.sets import torchvision_reader, voc_reader
 from vitrel.data.readers.splits import Split
-from vitrel.data.readers.tars import Tars, tar_files, tar_members
+from vitrel.data.readers.tars import tar_classes, tar_files, tar_reader
 from vitrel.data.shapes import Drawn, Shapes
 
 __all__ = [
@@ -42,35 +34,39 @@ __all__ = [
     "DenseShapes",
     "Draw",
     "Drawn",
-    "Files",
-    "Folder",
-    "HuggingFace",
     "ImageSet",
-    "MaskFiles",
-    "MaskRows",
     "MaskSet",
     "Prepare",
+    "Reader",
     "Reading",
     "Shapes",
-    "Tars",
-    "TorchvisionSet",
     "class_names",
     "collate",
     "create_dataset",
     "create_shapes",
     "decode",
-    "folder_classes",
     "normalize",
 ]
 
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
-INSTEAD = {  # of the first part of data in timm's words
-    "tfds": "write the set as Parquet, and give the folder of these files",
-    "hfids": "give hfds/<name>, of which Hugging Face datasets keeps a copy on this machine",
-    "wds": "give the folder of the .tar files",
-    "torch": "give torch/<set>:<folder of its files>",
-}
 Task = Literal["classification", "segmentation"]
+READERS: dict[str, dict[str, Callable[[str, Split, Reading], Reader]]] = {  # by task and kind of data
+    "classification": {
+        "folder": folder_reader,
+        "csv": csv_reader,
+        "tar": tar_reader,
+        "hfds": rows_reader,
+        "torch": torchvision_reader,
+    },
+    "segmentation": {"folder": mask_reader, "hfds": mask_rows_reader, "torch": voc_reader},
+}
+CLASSES: dict[Callable[..., Reader], Callable[[str], list[str]]] = {  # what finds the classes without the images
+    folder_reader: folder_classes,
+    tar_reader: tar_classes,
+    rows_reader: row_classes,
+    mask_reader: mask_classes,
+    mask_rows_reader: mask_row_classes,
+}
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
 SHAPES: dict[str, dict[str, Any]] = {  # synthetic data sets, and the arguments of `Shapes` for each
     "shapes": {},
@@ -92,7 +88,6 @@ def create_dataset(
     n: int | None = None,
     seed: int = 0,
     reading: Reading = Reading(),
-    download: bool = False,
     **view: Any,
 ) -> Dataset:
     """Build a data set of (normalized float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
@@ -107,24 +102,22 @@ def create_dataset(
             segmentation (`vitrel.data.dense_shapes`); a folder that holds `train/<class>/` and `val/<class>/`
             (`vitrel.data.readers.folder`); a CSV of paths and labels (`vitrel.data.readers.files`); tars of class folders, or
             one (`vitrel.data.readers.tars`); WebDataset, Parquet or Arrow files, or "hfds/<name>" (`vitrel.data.readers.hub`);
-            or a torchvision set and its root, "torch/cifar10:/path".
+            or a torchvision set and its root, "torch/cifar10:/path" (`vitrel.data.readers.sets`).
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
         task: "classification" or "segmentation". Data for segmentation are a folder that holds `images/<split>/`,
             `masks/<split>/` and `classes.txt`; a Hugging Face data set with a column of images and one of masks; or
-            "torch/VOCSegmentation:/path" and "torch/OxfordIIITPet:/path". The whole image is resized to (H, W),
-            in the canvas protocol to `base_size`.
+            "torch/VOCSegmentation:/path". The whole image is resized to (H, W), in the canvas protocol to `base_size`.
         augment: augmentation of training images; None prepares them as for evaluation. It needs `std` None, and leaves erasing
             to the training. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
         reading: pixel limit, handling of unreadable images, links to folders, and the share to evaluate.
-        download: let torchvision download a set that is not at its root; nothing else uses the network.
         view: further arguments of `Prepare`: `crop_pct`, `crop_mode` and `interpolation` from the model's `pretrained_cfg`;
             `protocol`, "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native"
             (the whole image, at the size of each `Draw`); and `base_size`, the training (H, W), which `canvas` needs. Shapes
-            ignore `crop_pct`, `crop_mode` and `interpolation` (also `reading` and `download`), and are drawn with "native" as
+            ignore `crop_pct`, `crop_mode` and `interpolation` (also `reading`), and are drawn with "native" as
             with "scale".
 
     Raises:
@@ -154,74 +147,41 @@ def create_dataset(
         prepare = Prepare(size, mean, std, crop_mode="squash", **whole)
         augment = None if augment is None else augment.for_masks()
     augmenter = None if augment is None else Augmenter(augment, size, mean, seed, prepare.crop_pct, prepare.crop_mode)
-    kind, place = kind_of(data)
-    options: dict[str, Any] = {"prepare": prepare, "augment": augmenter, "n": n, "seed": seed, "reading": reading}
-    name, _, root = place.partition(":")
-    if task == "segmentation":
-        if kind == "hfds":
-            return MaskRows(place, split, **options)
-        samples, classes, values = _mask_files(data, kind, place, split, reading.val_fraction, download)
-        options |= {"values": values, "expected": len(classes) if split == "train" and kind != "torch" else 0}
-        return MaskFiles(classes, samples, (root if kind == "torch" else place).rstrip("/"), **options)
-    if kind == "torch":
-        return TorchvisionSet(name, root, split, download=download, **options)
-    if kind == "csv":
-        listed, classes = csv_files(place, split, reading.val_fraction)
-        return Files(classes, listed, place.rpartition("/")[0], **options)
-    readers: dict[str, type[ImageSet]] = {"tar": Tars, "hfds": HuggingFace, "folder": Folder}
-    return readers[kind](place, split, **options)
+    read, place = _reader_of(data, task)
+    reader = read(place, split, reading)
+    options: dict[str, Any] = {"augment": augmenter, "n": n, "seed": seed, "reading": reading}
+    if task == "classification":
+        return ImageSet(reader, prepare, **options)
+    named = split == "train" and are_named(place)  # all classes have to occur
+    return MaskSet(reader, prepare, expected=len(reader.classes) if named else 0, **options)
 
 
-def _mask_files(
-    data: str, kind: str, place: str, split: Split, val_fraction: float | None, download: bool
-) -> tuple[list[tuple[str, str]], list[str], dict[int, int] | None]:
-    """(image, mask) paths of a split, class names and values of the masks, of data that are files."""
-    if kind == "torch":
-        name, _, root = place.partition(":")
-        return torchvision_masks(name, root, split, download)
-    if kind != "folder":
-        raise ValueError(f"data {data!r} has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>")
-    classes = mask_classes(place)
-    return mask_folder(place, split, val_fraction), classes, None
-
-
-def kind_of(data: str) -> tuple[str, str]:
-    """Return (kind, place) of data: "torch", "csv", "hfds", "tar" or "folder", and the path or name of its reader.
-
-    A folder is looked at. ValueError for data that cannot be read by index, and for a set that is not known.
-    """
+def _reader_of(data: str, task: Task) -> tuple[Callable[[str, Split, Reading], Reader], str]:
+    """(function that reads data of this kind, their path or name); ValueError for data that cannot be read by index."""
     prefix, _, rest = data.partition("/")
-    if not Path(data).exists():
-        if prefix == "torch" and ":" in rest:
-            return "torch", rest
-        if prefix == "hfds":
-            return "hfds", rest
-        if re.match(r"[\w+.-]{2,}:(?!//)", data):
-            raise ValueError(f"data {data!r} is neither a folder nor a known set: torchvision's are torch/<set>:<folder>")
-    if instead := _instead(data):
-        raise ValueError(f"data {data!r} cannot be read by index, in an order that a resumed run repeats: {instead}")
-    if data.endswith(".csv"):
-        return "csv", data
-    if is_saved(data) or data_files(data)[1]:
-        return "hfds", data
-    return ("tar" if tar_files(data) else "folder"), data
+    named, readers = not Path(data).exists(), READERS[task]
+    if named and prefix == "torch" and ":" in rest:
+        return readers["torch"], rest
+    if named and prefix == "hfds":
+        return readers["hfds"], rest
+    if (named and (":" in data or (rest and prefix in ("torch", "tfds", "hfids", "wds")))) or data.endswith(PACKED):
+        raise ValueError(
+            f"data {data!r} cannot be read by index, in an order that a resumed run repeats: give a folder, a CSV, tar, "
+            "Parquet or Arrow files on this machine (unpacked; copied by aws s3 sync or rclone, or mounted), hfds/<name>, or "
+            "torch/<set>:<folder>"
+        )
+    place = data.rstrip("/")
+    kind = "csv" if data.endswith(".csv") else "hfds" if is_saved(place) or data_files(place)[1] else "folder"
+    kind = "tar" if kind == "folder" and tar_files(place) else kind
+    if kind not in readers:
+        raise ValueError(f"data {data!r} has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>")
+    return readers[kind], place
 
 
-def _instead(data: str) -> str:
-    """What to do with data that cannot be read by index; "" for other data."""
-    if data.endswith(PACKED):
-        return "unpack it, and give the folder or the .tar file"
-    if Path(data).exists():
-        return ""
-    if "://" in data:
-        return "copy the files to this machine (aws s3 sync, rclone copy), or mount them as a folder"
-    return INSTEAD.get(data.partition("/")[0], "") if "/" in data else ""
-
-
-def class_names(data: str, download: bool = False, task: Task = "classification") -> list[str]:
+def class_names(data: str, task: Task = "classification") -> list[str]:
     """Return the class names of a data set (`data` and `task` as in `create_dataset`), by label, without its images.
 
-    A torchvision set must be at its root, or `download` be True; ValueError for data that `create_dataset` does not know.
+    ValueError for data that `create_dataset` does not know.
     """
     _check_text(data)
     if data in SHAPES:
@@ -229,19 +189,8 @@ def class_names(data: str, download: bool = False, task: Task = "classification"
         if task == "segmentation":
             return DenseShapes(1).classes
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
-    kind, place = kind_of(data)
-    if task == "segmentation":
-        if kind == "folder":
-            return mask_classes(place)
-        return row_classes(place) if kind == "hfds" else _mask_files(data, kind, place, "val", None, download)[1]
-    if kind == "torch":
-        name, _, root = place.partition(":")
-        return list(torchvision_set(name, root, "val", download).classes)
-    if kind == "csv":
-        return csv_files(place, "val", 0.5)[1]
-    if kind == "tar":
-        return tar_members(place)[1]
-    return columns(place, load(place))[2] if kind == "hfds" else folder_classes(place)
+    read, place = _reader_of(data, task)
+    return CLASSES[read](place) if read in CLASSES else read(place, "val", Reading(val_fraction=0.5)).classes
 
 
 def _check_text(data: str) -> None:

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,6 @@ from vitrel.data import (
     create_shapes,
 )
 from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
-from vitrel.train.running.resume_check import Listing
 
 
 class ImageData(LightningDataModule):
@@ -65,8 +64,6 @@ class ImageData(LightningDataModule):
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.
         reading: reading of image files; in evaluation, an unreadable image stops the run.
-        check_times: refuse to resume a run if the time of modification of a training image has changed. With false, a changed
-            image is noticed by its size alone: for images that were copied without their times.
         seed: seed of the shapes, of the order of images and of the augmentation.
         task: "classification", or "segmentation", with a mask for every image (`vitrel.data.readers.masks`).
 
@@ -90,7 +87,6 @@ class ImageData(LightningDataModule):
         tokens: int | None = None,
         repeats: int = 1,
         reading: Reading = Reading(on_bad="replace"),
-        check_times: bool = True,
         seed: int = 0,
         task: Literal["classification", "segmentation"] = "classification",
     ) -> None:
@@ -101,8 +97,6 @@ class ImageData(LightningDataModule):
         self.global_batch_size = global_batch_size
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
         self.protocol, self.tokens, self.repeats, self.reading = protocol, tokens, repeats, reading
-        self.check_times = check_times
-        self._listing: Listing | None = None
         positive = {"batch_size": batch_size, "global_batch_size": global_batch_size, "repeats": repeats}
         for name, value in positive.items():
             if value is not None and value < 1:
@@ -128,7 +122,7 @@ class ImageData(LightningDataModule):
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
         if self.data not in SHAPES:  # the module normalizes on its device
             preprocessing["std"] = None
-        self.train_set, self._listing = self._train_set(preprocessing), None
+        self.train_set = self._train_set(preprocessing)
         options = {"n": self.n_val, "reading": strict, "task": self.task}
         self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, **options)
         n, even = len(self.train_set), module.mixup is not None
@@ -194,17 +188,13 @@ class ImageData(LightningDataModule):
         """Number of training batches per rank in an epoch."""
         return len(self.order)
 
-    @property
-    def listing(self) -> Listing:
-        """Listing of the training set: names, labels, sizes and times of the images.
+    @cached_property
+    def fingerprints(self) -> tuple[str, str]:
+        """Hashes of the training images and of their times (`ImageSet.fingerprints`); "" of drawn ones, which settings define.
 
-        It is computed once (a few seconds per million images on a local disk), and empty for `shapes`.
+        They take a few seconds per million images on a local disk.
         """
-        if self._listing is None:
-            drawn = isinstance(self.train_set, Drawn)  # defined by the settings, not by files
-            of_files = ([], []) if drawn else (self.train_set.contents(), self.train_set.versions())
-            self._listing = Listing.of(*of_files)
-        return self._listing
+        return ("", "") if isinstance(self.train_set, Drawn) else self.train_set.fingerprints()
 
     def names(self, epoch: int, batch: int) -> list[str]:
         """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a tar.

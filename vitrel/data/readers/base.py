@@ -1,12 +1,12 @@
-"""The base class of data sets that read images: preparation, augmentation, unreadable images."""
+"""Data sets of images: readers that know and open them, preparation, augmentation, unreadable images."""
 
 import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,26 +17,11 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from vitrel.data.augment import AugmentationError
 from vitrel.data.prepare import Picture
-from vitrel.data.readers.decode import BadImage, Reading, decode, image_size, names_image
-from vitrel.data.readers.splits import Split as Split
+from vitrel.data.readers.decode import BadImage, Reading, decode, image_size
 
-READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
-FILES_AT_ONCE = 1000  # for one thread: a local file takes less time than a task for a thread
+READERS = 16  # threads; more than cores, because on a network disk they mostly wait
+IN_A_ROW = 100  # unreadable images, after which no replacement is looked for
 SHOWN = 3  # messages in one
-
-
-def shared(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory that loader processes share; unchanged on a machine without shared memory."""
-    try:
-        return tensor.share_memory_()
-    except RuntimeError:
-        return tensor
-
-
-def check_shared(tensor: Tensor) -> None:
-    """Raise RuntimeError in a loader process if the tensor is not in shared memory, so that changes would not reach it."""
-    if get_worker_info() is not None and not tensor.is_shared():
-        raise RuntimeError("unable to allocate shared memory when the data set was made")
 
 
 class Draw(NamedTuple):
@@ -70,17 +55,49 @@ def collate(items: Sequence[tuple[Tensor, Any]], masks_differ: bool = False) -> 
     return batch, list(targets) if masks_differ else default_collate(targets)
 
 
-class ImageSet(Dataset, ABC):
-    """Abstract data set of images; its items, by index or `Draw`, are (image [3, H, W], class index).
-
-    Images are normalized float32, or uint8 with `augment`, and where `prepare` does not normalize.
-
-    `bad`, uint8 [n], is 1 for images found unreadable; it is shared with loader processes, as the epoch is.
+@dataclass
+class Reader(ABC):
+    """Abstract: the images of one split, by source, which is a path, a place in a tar, or a row; a subclass opens them.
 
     Args:
         classes: class names, by label.
-        samples: (source, label) of each image; what a source is, a subclass says.
+        samples: (source, label) of each image; with masks (source of the image, source of the mask).
         where: name of the data and split, for messages.
+        root: file or folder in which the images lie; "" where `datasets` has a copy of them.
+    """
+
+    classes: list[str]
+    samples: Sequence[tuple[Any, Any]]
+    where: str
+    root: str
+
+    @abstractmethod
+    def encoded(self, source: Any) -> str | bytes | Image.Image:
+        """Return the path of an image file, its bytes, or the image itself where a library decodes it."""
+
+    @abstractmethod
+    def name(self, source: Any) -> str:
+        """Return the name of an image within the data, which does not depend on where they lie."""
+
+    def title(self, source: Any) -> str:
+        """Return the location of an image for messages, as printable text."""
+        return f"{self.where}: {self.name(source)}"
+
+    def states(self, sources: Sequence[Any]) -> list[str]:
+        """Return "SIZE TIME" of each image: bytes, and time of modification of its file in ns; "" for what it has not."""
+        return [""] * len(sources)
+
+
+class ImageSet(Dataset):
+    """Data set of images; its items, by index or `Draw`, are (image [3, H, W], class index).
+
+    Images are normalized float32, or uint8 with `augment`, and where `prepare` does not normalize.
+
+    `bad`, uint8 [n], is 1 for images found unreadable; it is shared with loader processes, as the epoch is. `total` is the
+    number of images of which `n` chose.
+
+    Args:
+        reader: the images of a split.
         prepare: maps a Pillow image of mode RGB to the item's image, without augmentation. Must be a `Prepare` for draws with
             a size and for `on_bad="leave_out"`.
         augment: maps (image, epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
@@ -92,40 +109,40 @@ class ImageSet(Dataset, ABC):
 
     def __init__(
         self,
-        classes: list[str],
-        samples: Sequence[tuple[Any, Any]],
-        where: str,
+        reader: Reader,
         prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,
         reading: Reading = Reading(),
     ) -> None:
-        self.samples, self.where = [samples[i] for i in subset(len(samples), n, seed, where)], where
-        self.classes, self.prepare, self.augment, self.reading = classes, prepare, augment, reading
-        self.bad = shared(torch.zeros(len(self.samples), dtype=torch.uint8))
-        self._epoch = shared(torch.zeros(1, dtype=torch.int64))
+        self.reader, self.classes, self.total = reader, reader.classes, len(reader.samples)
+        self.chosen = subset(self.total, n, seed, reader.where)
+        self.samples = [reader.samples[i] for i in self.chosen]
+        self.prepare, self.augment, self.reading = prepare, augment, reading
+        self.bad = _shared(torch.zeros(len(self.samples), dtype=torch.uint8))
+        self._epoch = _shared(torch.zeros(1, dtype=torch.int64))
         self._sizes: list[tuple[int, int]] | None = None
-
-    @abstractmethod
-    def encoded(self, index: int) -> str | bytes:
-        """Return the path of an image file or its bytes."""
-
-    def label(self, index: int) -> Any:
-        """Return the label of an image, without decoding it."""
-        return self.samples[index][1]
 
     def name(self, index: int) -> str:
         """Return the location of an image (a path, a tar and a member, or a data set and a row), for messages."""
-        return f"{self.where}: {self.samples[index][0]}"
+        return self.reader.title(self.samples[index][0])
+
+    def names(self) -> list[str]:
+        """Return the name of each image within the data, in order."""
+        return [self.reader.name(source) for source, _ in self.samples]
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
         """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
-        return decode(self.encoded(index), self.reading.max_pixels, self.name(index), self.upright), self.label(index)
+        return self._of_source(decode, index), self.samples[index][1]
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        return image_size(self.encoded(index), self.reading.max_pixels, self.name(index), self.upright)
+        return self._of_source(image_size, index)
+
+    def _of_source(self, function: Callable[..., Any], index: int) -> Any:
+        source = self.samples[index][0]
+        return function(self.reader.encoded(source), self.reading.max_pixels, self.name(index), self.upright)
 
     @property
     def epoch(self) -> int:
@@ -137,10 +154,11 @@ class ImageSet(Dataset, ABC):
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        return len(self.bad)
+        return len(self.samples)
 
     def __getitem__(self, index: int | Draw) -> tuple[Tensor, Any]:
-        check_shared(self._epoch)
+        if get_worker_info() is not None and not self._epoch.is_shared():
+            raise RuntimeError("unable to allocate shared memory when the data set was made")
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
@@ -148,23 +166,22 @@ class ImageSet(Dataset, ABC):
         if found is None:
             return self.left_out(draw.size or self.prepare.size)
         picture, target, source = found
-
-        def name() -> str:
-            return f"{self.name(source)} ({picture.height}x{picture.width} pixels)"
-
         try:
-            with names_image(lambda: f"{name()} was prepared{' at {}x{}'.format(*draw.size) if draw.size else ''}"):
-                return self.finish(picture, target, draw)
+            return self.finish(picture, target, draw)
         except AugmentationError as error:
-            raise AugmentationError(f"{name()}: {error}") from error.__cause__
+            place = f"{self.name(source)} ({picture.height}x{picture.width} pixels)"
+            raise AugmentationError(f"{place}: {error}") from error.__cause__
 
     def _readable(self, index: int) -> tuple[Image.Image, Any, int] | None:
         """(image, target, index) of an image or of its replacement, by `on_bad`; None if it is left out."""
-        for step in range(self.reading.bad_limit):
+        for step in range(min(IN_A_ROW, len(self))):
             source = (index + step) % len(self)
             try:
                 return *self.read(source), source
             except BadImage as error:
+                if self.reader.root and not os.path.exists(self.reader.root):
+                    text = f"{self.reader.root} is gone, with the images in it: was it moved, or is its disk no longer mounted?"
+                    raise FileNotFoundError(text) from error
                 if self.reading.on_bad == "raise":
                     raise
                 self.bad[source] = 1
@@ -185,37 +202,48 @@ class ImageSet(Dataset, ABC):
 
     def class_counts(self) -> list[int]:
         """Return the number of images of each class."""
-        labels = [self.label(i) for i in range(len(self))]
-        return np.bincount(labels, minlength=len(self.classes)).tolist()
+        return np.bincount(self.labels(), minlength=len(self.classes)).tolist()
 
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its source relative to the set's folder, a tab, its label."""
-        return [f"{source}\t{label}" for source, label in self.samples]
+    def labels(self) -> list[int]:
+        """Return the labels of all images, in order, without decoding them; [] where they are masks."""
+        return [label for _, label in self.samples]
 
-    def versions(self) -> list[str]:
-        """Return one text per line of `contents`, in order, that changes with what the line names, without reading all of it.
-
-        For an image file, its size in bytes, a space, and its time of modification in ns; "" where the line says it already.
-        """
-        return [""] * len(self.contents())
-
-    def names(self) -> list[str]:
-        """Return the name of each image relative to the set's folder, in order."""
-        return [line.rpartition("\t")[0] for line in self.contents()]
-
-    def checksums(self) -> Iterable[str]:
-        """Return SHA-256 sums of the image files, in order; empty if `contents` includes them."""
-        return ()
+    def sources(self) -> list[Any]:
+        """Return what is read of each image, in order: its source, with masks also that of the mask."""
+        return [source for source, _ in self.samples]
 
     def digest(self) -> str:
-        """Return a SHA-256 of the classes, `contents` and `checksums`, independent of the set's folder.
+        """Return a SHA-256 of the classes, and of the names, labels and bytes of all images, wherever they lie.
 
         It reads every image.
         """
-        digest = hashlib.sha256(json.dumps([self.classes, len(self), self.contents()]).encode())
-        for checksum in self.checksums():
-            digest.update(checksum.encode())
-        return digest.hexdigest()
+
+        def content(source: Any) -> str:
+            try:
+                found = self.reader.encoded(source)
+                if isinstance(found, str):
+                    with open(found, "rb") as file:
+                        return hashlib.file_digest(file, "sha256").hexdigest()
+            except (OSError, BadImage):
+                return ""
+            return hashlib.sha256(found if isinstance(found, bytes) else found.tobytes()).hexdigest()
+
+        with ThreadPoolExecutor(READERS) as readers:
+            return self._digest(list(readers.map(content, self.sources())))
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Return two SHA-256, without reading the images: of the classes, names, labels and sizes in bytes; of the times.
+
+        The times are those of modification, of the files that have them.
+        """
+        states = [state.partition(" ") for state in self.reader.states(self.sources())]
+        times = hashlib.sha256(" ".join(time for _, _, time in states).encode()).hexdigest()
+        return self._digest([size for size, _, _ in states]), times
+
+    def _digest(self, values: list[str]) -> str:
+        """SHA-256 of the classes, names and labels with a value for each source."""
+        names = [self.reader.name(source) for source in self.sources()]
+        return hashlib.sha256(json.dumps([self.classes, names, self.labels(), values]).encode()).hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers.
@@ -231,7 +259,7 @@ class ImageSet(Dataset, ABC):
                 return error
 
         if self._sizes is None:
-            with ThreadPoolExecutor(HEADER_READERS) as readers:
+            with ThreadPoolExecutor(READERS) as readers:
                 found = list(readers.map(size, range(len(self))))
             bad = [size for size in found if isinstance(size, BadImage)]
             if bad and self.reading.on_bad == "raise":
@@ -249,7 +277,7 @@ class ImageSet(Dataset, ABC):
             except BadImage:
                 self.bad[index] = 1
 
-        with ThreadPoolExecutor(READERS) as readers:
+        with ThreadPoolExecutor(READERS // 2) as readers:
             for _ in readers.map(check, indices):
                 pass
 
@@ -258,43 +286,12 @@ class ImageSet(Dataset, ABC):
         return self.bad.nonzero().flatten().tolist()
 
 
-def sha256(path: str | Path | bytes) -> str:
-    """Return the SHA-256 of a file or of bytes, in hexadecimal."""
-    if isinstance(path, bytes):
-        return hashlib.sha256(path).hexdigest()
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:
-    """Yield the `sha256` of each file, in order, "" for a file that cannot be opened; several files are read in parallel."""
-
-    def checksum(path: str | Path) -> str:
-        try:
-            return sha256(path)
-        except OSError:
-            return ""
-
-    with ThreadPoolExecutor(READERS) as pool:
-        yield from pool.map(checksum, paths)
-
-
-def file_versions(paths: Sequence[str | Path]) -> list[str]:
-    """Return "SIZE TIME" of each file: bytes, and time of modification in ns since 1970; "" for an unreachable file."""
-
-    def of_some(start: int) -> list[str]:
-        return [_file_version(path) for path in paths[start : start + FILES_AT_ONCE]]
-
-    with ThreadPoolExecutor(HEADER_READERS) as pool:
-        return [version for part in pool.map(of_some, range(0, len(paths), FILES_AT_ONCE)) for version in part]
-
-
-def _file_version(path: str | Path) -> str:
+def _shared(tensor: Tensor) -> Tensor:
+    """The tensor in memory that loader processes share; unchanged on a machine without shared memory."""
     try:
-        state = os.stat(path)
-    except OSError:
-        return ""
-    return f"{state.st_size} {state.st_mtime_ns}"
+        return tensor.share_memory_()
+    except RuntimeError:
+        return tensor
 
 
 def subset(total: int, n: int | None, seed: int, where: str) -> list[int]:

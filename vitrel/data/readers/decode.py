@@ -1,22 +1,20 @@
 """Decoding of image files to RGB by Pillow, as timm decodes them.
 
-The header is read first: an image with too many pixels is an error before it is decoded. JPEG, PNG, WebP, GIF and BMP are
-recognized by content, not by name. The rules of conversion:
+The header is read first: an image with too many pixels is an error before it is decoded. JPEG, PNG, WebP, GIF, BMP and TIFF
+are recognized by content, not by name. The rules of conversion:
 
 - gray is repeated into three channels, palettes are looked up, CMYK is converted as Pillow does;
 - alpha and transparent colors are dropped, not blended: the stored color stays;
-- 16 bits per channel keep their high byte;
+- 16 bits per channel keep their high byte; a TIFF of 32 bits, which have no common meaning, is not decoded;
 - the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do, unless the image has a mask: image and mask are
   then turned as viewers do, and so do the tools that masks are drawn with;
-- of an animation, the first frame is taken.
+- of an animation or a TIFF of several pages, the first is taken.
 """
 
 import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -27,8 +25,9 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vitrel.common.files import shown
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # suffixes of image files
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+# suffixes of image files
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 IGNORED = 255  # value of mask pixels that have no class
 MAX_PIXELS = 89_478_485  # Pillow warns above this number: 268 MB of RGB
 HARD_LIMIT = 2 * MAX_PIXELS  # Pillow raises an error above this number
@@ -59,7 +58,6 @@ class Reading:
         on_bad: handling of unreadable images: "raise" an error; "replace" (for training) by the next readable image and its
             label; "leave_out" (for evaluation), an image of zeros with label -1, which metrics must ignore. "replace" and
             "leave_out" mark the image in the data set's `bad`.
-        bad_limit: "replace" raises an error after this number of unreadable images in a row.
         bad_share: training stops when more than this share of its images is unreadable.
         follow_links: also read folders that symbolic links inside class folders point to (image folders only). Class folders
             and image files may always be links, and a file that several links point to counts once.
@@ -72,7 +70,6 @@ class Reading:
 
     max_pixels: int = MAX_PIXELS
     on_bad: OnBad = "raise"
-    bad_limit: int = 100
     bad_share: float = 0.01
     follow_links: bool = False
     val_fraction: float | None = None
@@ -82,33 +79,31 @@ class Reading:
             raise ValueError(f"unknown on_bad {self.on_bad!r}; use one of {', '.join(get_args(OnBad))}")
         if not 1 <= self.max_pixels <= HARD_LIMIT:
             raise ValueError(f"max_pixels must be between 1 and {HARD_LIMIT:,} (Pillow's limit), not {self.max_pixels:,}")
-        if self.bad_limit < 1:
-            raise ValueError(f"bad_limit must be at least 1, not {self.bad_limit}")
         if not 0 <= self.bad_share <= 1:
             raise ValueError(f"bad_share must be between 0 and 1, not {self.bad_share}")
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction must be a share of the images, above 0 and below 1, not {self.val_fraction}")
 
 
-def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False) -> Image.Image:
+def decode(
+    source: str | Path | bytes | Image.Image, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False
+) -> Image.Image:
     """Decode an image file, or its bytes, to a Pillow image of mode RGB.
 
     Args:
-        source: path, or encoded bytes.
+        source: path, or encoded bytes; an image that another library decoded is converted alone.
         max_pixels: maximum h · w.
         name: name of the image in errors; by default the path.
         upright: turn the image by its EXIF orientation.
 
     Raises:
         BadImage: (a ValueError) the image cannot be decoded or has too many pixels; the text has its name and the reason.
-        MemoryError: memory runs out, which does not mean that the image is bad; the text has its name and size.
+        MemoryError: memory runs out, which does not mean that the image is bad.
     """
+    if isinstance(source, Image.Image):
+        return _rgb(source)
     name = name or _name(source)
-    image = None
-    with (
-        open_image(source, name) as file,
-        names_image(lambda: f"{name}{'' if image is None else ' ({1}x{0} pixels)'.format(*image.size)} was decoded"),
-    ):
+    with open_image(source, name) as file:
         image = _header(file, max_pixels, name)
         try:
             return _rgb(ImageOps.exif_transpose(image) if upright and _orientation(image) > 1 else image)
@@ -131,7 +126,7 @@ def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: 
         ValueError: it is no mask: several channels, or a format with losses.
     """
     name = name or _name(source)
-    with open_image(source, name) as file, names_image(lambda: f"{name} was decoded"):
+    with open_image(source, name) as file:
         image = _header(file, max_pixels, name)
         if image.format != "PNG" or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(f"{name} is a {image.format} of mode {image.mode}, and a mask is a gray or palette PNG")
@@ -146,9 +141,11 @@ def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: 
 
 
 def image_size(
-    source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False
+    source: str | Path | bytes | Image.Image, max_pixels: int = MAX_PIXELS, name: str = "", upright: bool = False
 ) -> tuple[int, int]:
     """Return (height, width) of an image in pixels from its header, without decoding it; otherwise as `decode`."""
+    if isinstance(source, Image.Image):
+        return source.height, source.width
     name = name or _name(source)
     with open_image(source, name) as file:
         image = _header(file, max_pixels, name)
@@ -198,18 +195,6 @@ def ran_out(error: Exception) -> bool:
     return from_library and any(message in str(error) for message in OUT_OF_MEMORY)
 
 
-@contextmanager
-def names_image(activity: Callable[[], str]) -> Iterator[None]:
-    """Context manager: if memory runs out in the block, raise MemoryError with `activity()`, e.g. "a.jpg was decoded"."""
-    try:
-        yield
-    except Exception as error:
-        if not ran_out(error):
-            raise
-        text = f"memory ran out while {activity()}: fewer loader processes, a smaller size or smaller images need less"
-        raise MemoryError(text) from error
-
-
 def _name(source: str | Path | bytes) -> str:
     return f"{len(source)} bytes" if isinstance(source, bytes) else shown(source)
 
@@ -225,7 +210,8 @@ def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
     except UnidentifiedImageError as error:
         file.seek(0)
         begins = file.read(16)
-        reason = f"not a JPEG, PNG, WebP, GIF or BMP image, it begins with {begins!r}" if begins else "the file is empty"
+        kinds = "not a JPEG, PNG, WebP, GIF, BMP or TIFF image, or of a kind that Pillow does not read"
+        reason = f"{kinds}; it begins with {begins!r}" if begins else "the file is empty"
         raise BadImage(f"cannot decode {name}: {reason}; {REMEDY}") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
@@ -239,6 +225,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image  # convert() would copy it
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        raise ValueError("its values have 32 bits: save it with 8 or 16 bits per channel")
     if image.mode.startswith("I"):  # 16-bit gray, which convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info and image.mode == "P":

@@ -1,41 +1,40 @@
-"""Lists of image files as a data set, as of a CSV of paths and labels."""
+"""Image files by path, as of a CSV of paths and labels."""
 
 import csv
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vitrel.common.files import shown
-from vitrel.data.readers.base import ImageSet, file_checksums, file_versions
+from vitrel.data.readers.base import READERS, Reader
 from vitrel.data.readers.classes import class_order
+from vitrel.data.readers.decode import Reading
 from vitrel.data.readers.splits import NAMES, Split, of_split, one_of
 
 PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "class", "target")  # columns of a CSV
+AT_ONCE = 1000  # files for one thread: a local file takes less time than a task for a thread
 
 
-class Files(ImageSet):
-    """Image files as a data set: the source of a sample is a path, `where` the folder that `contents` leaves out."""
+class Files(Reader):
+    """Image files: a source is a path."""
 
-    def encoded(self, index: int) -> str:
-        """Return the path of an image."""
-        return self.samples[index][0]
+    def encoded(self, source: str) -> str:
+        """Return the path."""
+        return source
 
-    def name(self, index: int) -> str:
-        """Return the path of an image as printable text, with bytes that are not UTF-8 escaped."""
-        return shown(self.samples[index][0])
+    def name(self, source: str) -> str:
+        """Return the path below `root`."""
+        return below(source, self.root)
 
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its path relative to the folder, a tab, its class index."""
-        return [f"{below(path, self.where)}\t{label}" for path, label in self.samples]
+    def title(self, source: str) -> str:
+        """Return the path as printable text, with bytes that are not UTF-8 escaped."""
+        return shown(source)
 
-    def versions(self) -> list[str]:
-        """Return size and time of modification of each file, in order (`file_versions`)."""
-        return file_versions([path for path, _ in self.samples])
-
-    def checksums(self) -> Iterator[str]:
-        """Yield the SHA-256 of each file, in order, "" for a file that cannot be opened."""
-        return file_checksums(path for path, _ in self.samples)
+    def states(self, sources: Sequence[str]) -> list[str]:
+        """Return "SIZE TIME" of each file; "" for a file that cannot be reached."""
+        return file_states(sources)
 
 
 def below(path: str | Path, folder: str | Path) -> str:
@@ -43,13 +42,30 @@ def below(path: str | Path, folder: str | Path) -> str:
     return str(path).removeprefix(f"{folder}{os.sep}")  # os.path.relpath would take seconds for a million paths
 
 
-def csv_files(path: str | Path, split: Split, val_fraction: float | None = None) -> tuple[list[tuple[str, int]], list[str]]:
-    """Return (path, class index) of the images of a split of a CSV with a header, and the class names.
+def file_states(paths: Sequence[str]) -> list[str]:
+    """Return "SIZE TIME" of each file: bytes, and time of modification in ns since 1970; "" for an unreachable file."""
 
-    Names are in `class_order`, and an index is a place in that order. The columns are the path (`path`, `image`, `file`,
-    `filename` or `file_name`; relative to the CSV's folder), the class (`label`, `class` or `target`) and,
-    optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an evaluation split, `val_fraction` of each
-    class is taken from the training images, or from all images if no split is named.
+    def state(path: str) -> str:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return ""
+        return f"{found.st_size} {found.st_mtime_ns}"
+
+    def of_some(start: int) -> list[str]:
+        return [state(path) for path in paths[start : start + AT_ONCE]]
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return [one for part in pool.map(of_some, range(0, len(paths), AT_ONCE)) for one in part]
+
+
+def csv_reader(path: str, split: Split, reading: Reading) -> Files:
+    """Return the images of a split of a CSV with a header, with the classes in `class_order`.
+
+    The columns are the path (`path`, `image`, `file`, `filename` or `file_name`; relative to the CSV's folder), the class
+    (`label`, `class` or `target`) and, optionally, `split`, with the names in `vitrel.data.readers.splits`. If none is an
+    evaluation split, `reading.val_fraction` of each class is taken from the training images, or from all images if no split is
+    named.
 
     Raises:
         ValueError: a file that is no CSV in UTF-8, rows without a path, class or known split, an image with several rows, or
@@ -86,7 +102,8 @@ def csv_files(path: str | Path, split: Split, val_fraction: float | None = None)
     classes = class_order({name for _, name, _ in found.values()})
     numbers = {name: number for number, name in enumerate(classes)}
     samples = [(place, numbers[name]) for place, (_, name, _) in zip(paths, found.values(), strict=True)]
-    return of_split(samples, [word for _, _, word in found.values()], split, val_fraction, str(path)), classes
+    own = of_split(samples, [word for _, _, word in found.values()], split, reading.val_fraction, path)
+    return Files(classes, own, path, str(Path(path).parent))
 
 
 def _cells(path: str | Path) -> list[tuple[int, list[str]]]:

@@ -12,71 +12,47 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import NamedTuple
 
 from vitrel.common.files import shown
 from vitrel.common.warn import warn_once
-from vitrel.data.prepare import Picture
 from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import SUFFIXES, Reading
 from vitrel.data.readers.files import Files
-from vitrel.data.readers.splits import Split, divided, split_of
+from vitrel.data.readers.splits import Split, chosen, divided
 
 SHOWN = 3  # paths in a message
 SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synology and Windows, in lower case
 
 
-class Folder(Files):
-    """One split of an image folder, as a data set of (normalized float32 [3, H, W], class index).
+def folder_reader(root: str, split: Split, reading: Reading) -> Files:
+    """Return the images of a split of an image folder, of one of the layouts above.
 
     A warning, once per process, names files, folders and links that are left out.
-
-    Args:
-        root: folder of one of the layouts above.
-        split: "train" or "val".
-        prepare, augment, options: the other arguments of `ImageSet`.
-        reading: pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
     """
-
-    def __init__(
-        self,
-        root: str | Path,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        reading: Reading = Reading(),
-        **options: Any,
-    ) -> None:
-        classes = folder_classes(root, split)
-        own, whole = split_folder(root, split, reading.val_fraction)
-        scan = Scan(own, classes, reading.follow_links)
-        if scan.left_out:
-            warn_once(scan.left_out)
-        samples = divided(scan.samples, split, reading.val_fraction, shown(own)) if whole else scan.samples
-        super().__init__(classes, samples, str(own), prepare, augment, reading=reading, **options)
+    classes = folder_classes(root, split)
+    own, whole = split_folder(root, split, reading.val_fraction)
+    scan = Scan(own, classes, reading.follow_links)
+    if scan.left_out:
+        warn_once(scan.left_out)
+    samples = divided(scan.samples, split, reading.val_fraction, shown(own)) if whole else scan.samples
+    return Files(classes, samples, str(own), str(own))
 
 
 def split_folder(root: str | Path, split: Split, val_fraction: float | None = None) -> tuple[Path, bool]:
     """Return (folder of a split's classes, whether it holds the images of both splits and has to be divided)."""
     root = Path(root)
     present = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    train, val = split_of("train", present), split_of("val", present)
-    own = train if split == "train" else val
-    if own is not None:
-        return root / own, split == "train" and val is None and val_fraction is not None
-    if train is not None and val_fraction is not None:
-        return root / train, True
-    if train is None and val is None and any(not hidden(name) for name in present):
+    own, whole = chosen(split, present, val_fraction)
+    if own is None and whole and any(not hidden(name) for name in present):
         return root, True
-    return root / split, False
+    return root / (own or split), whole and own is not None
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
@@ -92,7 +68,7 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
         raise ValueError(
             f"no class folders in {folders[split]}{_what_is_there(root)}: data must be 'shapes', a folder with the layout "
             f"{root}/train/<class>/*.jpg and {root}/val/<class>/*.jpg (or validation, valid, test), {root}/<class>/*.jpg "
-            "with --val-fraction, a CSV, tar files, or hfds/<name>"
+            "with --val-fraction, a CSV, tar, Parquet or Arrow files, hfds/<name>, or torch/<set>:<folder>"
         )
     if len(names) == 2 and names["train"] != names["val"]:
         missing, extra = set(names["train"]) - set(names["val"]), set(names["val"]) - set(names["train"])

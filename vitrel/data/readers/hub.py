@@ -6,106 +6,100 @@ files into its cache, which is then read by index; a warning says where, and how
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from torch import Tensor
-
 from vitrel.common.extras import optional_import
 from vitrel.common.warn import warn_once
-from vitrel.data.prepare import Picture
-from vitrel.data.readers.base import ImageSet, sha256
+from vitrel.data.readers.base import Reader
 from vitrel.data.readers.classes import class_order, read_class_names
 from vitrel.data.readers.decode import Reading
-from vitrel.data.readers.splits import Split, divided, one_of, split_of, split_word
+from vitrel.data.readers.splits import Split, chosen, divided, one_of, split_word
 from vitrel.data.readers.tars import is_web_dataset
 
 FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 LABELS = ("label", "cls")  # columns, the latter of a WebDataset
+Source = tuple[int, str]  # row and column
 
 
-class HuggingFace(ImageSet):
-    """One split of a Hugging Face data set, as a data set of (normalized float32 [3, H, W], class index).
-
-    The images are the first column of images, the classes the first column of class labels, or the column "label".
+@dataclass
+class Rows(Reader):
+    """Encoded images in columns of rows of `datasets`: a source is (row, column).
 
     Args:
-        name: name on the Hub, or path of a file or folder of `data_files`, or of a folder that `save_to_disk` wrote.
+        rows: the data set of the split.
+        keys: names of the rows.
+    """
+
+    rows: Any
+    keys: Sequence[Any]
+
+    def encoded(self, source: Source) -> bytes | str:
+        """Return the encoded image or its path; b"" for a sample without an image."""
+        row, column = source
+        image = self.rows[row][column] or {"bytes": b""}
+        return image["path"] if image["bytes"] is None else image["bytes"]
+
+    def name(self, source: Source) -> str:
+        """Return the row, of a WebDataset its tar and key."""
+        return str(self.keys[source[0]])
+
+    def states(self, sources: Sequence[Source]) -> list[str]:
+        """Return the size of each encoded image in bytes; "" for images that are files of their own."""
+        import pyarrow.compute as pc
+
+        sizes = {}
+        for name in {column for _, column in sources}:
+            parts = (part[name] for part in self.rows.with_format("arrow").iter(1000))
+            sizes[name] = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
+        return ["" if sizes[column][row] is None else str(sizes[column][row]) for row, column in sources]
+
+
+def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
+    """Return the labeled images of a split of a Hugging Face data set.
+
+    The images are the first column of images, the classes the first column of class labels, or the column "label" or "cls".
+
+    Args:
+        place: name on the Hub, or path of a file or folder of `data_files`, or of a folder that `save_to_disk` wrote.
         split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the images.
-        prepare, augment, reading, options: as in `ImageSet`.
+        reading: gives this share.
 
     Raises:
         ValueError: the data set cannot be loaded, or has no column of images or of labels.
     """
+    splits = load(place)
+    image, label, names = _columns(place, splits)
+    numbers = {value: number for number, value in enumerate(names)}
 
-    def __init__(
-        self,
-        name: str,
-        split: Split,
-        prepare: Callable[[Picture], Tensor],
-        augment: Callable[..., Tensor] | None = None,
-        reading: Reading = Reading(),
-        **options: Any,
-    ) -> None:
-        splits = load(name)
-        self.image, label, classes = columns(name, splits)
-        numbers = {value: number for number, value in enumerate(classes)}
+    def samples(rows: Any) -> list[tuple[Source, int]]:
+        return [((row, image), numbers[value]) for row, value in enumerate(rows[label])]
 
-        def labels(rows: Any) -> list[int]:
-            return [value if isinstance(value, int) else numbers[str(value)] for value in rows[label]]
-
-        own, samples = rows_of(name, split, splits, reading.val_fraction, labels)
-        self.rows = splits[own].select_columns([self.image])
-        self.keys: Sequence[Any] = range(len(self.rows))
-        if {"__url__", "__key__"} <= splits[own].features.keys():  # of a WebDataset
-            pairs = zip(splits[own]["__url__"], splits[own]["__key__"], strict=True)
-            self.keys = [f"{PurePath(url).name}: {key}" for url, key in pairs]
-        super().__init__(classes, samples, f"{name} {own}", prepare, augment, reading=reading, **options)
-
-    def encoded(self, index: int) -> bytes | str:
-        """Return the encoded image or its path."""
-        return source_of(self.rows, self.samples[index][0], self.image)
-
-    def name(self, index: int) -> str:
-        """Return data, split and row of an image, of a WebDataset with its tar and key instead of the row."""
-        return f"{self.where}: {self.keys[self.samples[index][0]]}"
-
-    def versions(self) -> list[str]:
-        """Return the size of each encoded image in bytes, in order; "" for images that are files of their own."""
-        sizes = byte_counts(self.rows, self.image)
-        return [sizes[row] for row, _ in self.samples]
-
-    def checksums(self) -> list[str]:
-        """Return the SHA-256 of each encoded image, in order."""
-        return [sha256(self.encoded(index)) for index in range(len(self))]
+    return read_rows(place, split, reading, splits, list(names.values()), [image], samples)
 
 
-def rows_of(
-    name: str, split: Split, splits: dict[str, Any], val_fraction: float | None, labels: Callable[[Any], Iterable[Any]]
-) -> tuple[str, list[tuple[int, Any]]]:
-    """Return the name of a split and its (row, label) samples, with `labels(rows)`; ValueError where there is no such split."""
-    whole = split_of("val", splits) is None
-    own = split_of(split, splits) or (next(iter(splits)) if whole else None)
-    if own is None:
-        raise ValueError(f"{name} has the splits {', '.join(splits)}, and none for {split!r}")
-    samples = list(enumerate(labels(splits[own])))
-    return own, divided(samples, split, val_fraction, name) if whole else samples
-
-
-def source_of(rows: Any, row: int, column: str) -> bytes | str:
-    """Return the encoded image in a row and column, or its path; b"" for a sample without an image."""
-    image = rows[row][column] or {"bytes": b""}
-    return image["path"] if image["bytes"] is None else image["bytes"]
-
-
-def byte_counts(rows: Any, column: str) -> list[str]:
-    """Return the size of the encoded image in bytes of every row; "" for images that are files of their own."""
-    import pyarrow.compute as pc
-
-    parts = (part[column] for part in rows.with_format("arrow").iter(1000))
-    sizes = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
-    return ["" if size is None else str(size) for size in sizes]
+def read_rows(
+    place: str,
+    split: Split,
+    reading: Reading,
+    splits: dict[str, Any],
+    classes: list[str],
+    images: list[str],
+    samples: Callable[[Any], Sequence[tuple[Source, Any]]],
+) -> Rows:
+    """Return the `samples` of the rows of a split, with columns of images."""
+    own, whole = chosen(split, splits, reading.val_fraction)
+    if own is None and not whole:
+        raise ValueError(f"{place} has the splits {', '.join(splits)}, and none for {split!r}")
+    own = own or next(iter(splits))
+    rows = splits[own]
+    found = divided(samples(rows), split, reading.val_fraction, place) if whole else samples(rows)
+    keys: Sequence[Any] = range(len(rows))
+    if {"__url__", "__key__"} <= rows.features.keys():  # of a WebDataset
+        keys = [f"{PurePath(url).name}: {key}" for url, key in zip(rows["__url__"], rows["__key__"], strict=True)]
+    return Rows(classes, found, f"{place} {own}", "", rows.select_columns(images), keys)
 
 
 def image_columns(features: dict[str, Any]) -> list[str]:
@@ -115,28 +109,39 @@ def image_columns(features: dict[str, Any]) -> list[str]:
     return [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
 
 
-def columns(name: str, splits: dict[str, Any]) -> tuple[str, str, list[str]]:
-    """Return (column of images, column of labels, class names); ValueError where there is none."""
+def row_classes(place: str) -> list[str]:
+    """Return the class names of a Hugging Face data set; errors as of `rows_reader`."""
+    return list(_columns(place, load(place))[2].values())
+
+
+def _columns(place: str, splits: dict[str, Any]) -> tuple[str, str, dict[Any, str]]:
+    """(column of images, column of labels, {label: class name} by class number); ValueError where there is none."""
     import datasets
 
-    first = next(iter(splits.values()))
-    features = first.features
+    features = next(iter(splits.values())).features
     image = next(iter(image_columns(features)), None)
-    label = next((key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
-    if label is not None and image is not None:
-        return image, label, list(features[label].names)
-    label = one_of(LABELS, features)
+    label = next((key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)), one_of(LABELS, features))
     if image is None or label is None:
         missing = "images" if image is None else f"labels (of class labels, or called {' or '.join(LABELS)})"
-        raise ValueError(f"{name} has the columns {', '.join(features)}, and none of {missing}")
+        raise ValueError(f"{place} has the columns {', '.join(features)}, and none of {missing}")
+    if isinstance(features[label], datasets.ClassLabel):
+        return image, label, dict(enumerate(features[label].names))
     values = {value for rows in splits.values() for value in rows.unique(label)}
     if not all(isinstance(value, int) for value in values):
-        return image, label, class_order(map(str, values))
-    names = Path(name) / "classes.txt"
-    classes = read_class_names(names) if names.is_file() else [str(i) for i in range(max(values) + 1)]
+        texts = {str(value): value for value in values}
+        return image, label, {texts[name]: name for name in class_order(texts)}
+    path = Path(place) / "classes.txt"
+    if not path.is_file():
+        if max(values) >= len(values):
+            warn_once(
+                f"{place} has {len(values)} labels, which are not 0 to {len(values) - 1}: each is a class of its own, in their "
+                f"order and named by its number. Where other classes exist too, name all of them in {path}, one a line"
+            )
+        return image, label, {value: str(value) for value in sorted(values)}
+    classes = read_class_names(path)
     if len(classes) <= max(values):
-        raise ValueError(f"{names} names {len(classes)} classes, but there is a label {max(values)}")
-    return image, label, classes
+        raise ValueError(f"{path} names {len(classes)} classes, but there is a label {max(values)}")
+    return image, label, dict(enumerate(classes))
 
 
 def data_files(place: str) -> tuple[str, list[str]]:
@@ -152,27 +157,29 @@ def data_files(place: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def load(name: str) -> dict[str, Any]:
+def load(place: str) -> dict[str, Any]:
     """Return {split: rows} of a data set with encoded images; ValueError where it cannot be loaded."""
     with optional_import():
         import datasets
 
-    kind, files = data_files(name)
+    kind, files = data_files(place)
+    if files and kind != "arrow" and not is_saved(place):  # said before it is written, which can take long
+        size = sum(map(os.path.getsize, files)) / 1e6
+        warn_once(
+            f"{place} is read from a copy of about {size:,.0f} MB, which datasets writes below "
+            f"{datasets.config.HF_DATASETS_CACHE} the first time; HF_DATASETS_CACHE names another folder"
+        )
     try:
-        if is_saved(name):
-            found = datasets.load_from_disk(name)
-        elif files and not (Path(name) / "README.md").is_file():
-            found = datasets.load_dataset(kind, data_files=_by_split(name, files))
+        if is_saved(place):
+            found = datasets.load_from_disk(place)
+        elif files and not (Path(place) / "README.md").is_file():
+            found = datasets.load_dataset(kind, data_files=_by_split(place, files))
         else:
-            found = datasets.load_dataset(name)
+            found = datasets.load_dataset(place)
     except Exception as error:  # of the Hub, its client, Arrow and others
         text = str(error.__cause__ or error).split("\n", 1)[0]
-        raise ValueError(f"{name} cannot be loaded by Hugging Face datasets: {text}") from error
+        raise ValueError(f"{place} cannot be loaded by Hugging Face datasets: {text}") from error
     splits = dict(found) if isinstance(found, dict) else {"train": found}
-    cached = {file["filename"] for rows in splits.values() for file in rows.cache_files if not is_saved(name)}
-    if cached:
-        size, folder = sum(map(os.path.getsize, cached)) / 1e6, datasets.config.HF_DATASETS_CACHE
-        warn_once(f"{name} is read from a copy of {size:,.0f} MB below {folder}; HF_DATASETS_CACHE names another folder")
     for split, rows in splits.items():
         for column in image_columns(rows.features):
             rows = rows.cast_column(column, datasets.Image(decode=False))
@@ -185,11 +192,11 @@ def is_saved(place: str) -> bool:
     return any((Path(place) / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
-def _by_split(name: str, files: list[str]) -> dict[str, list[str]]:
+def _by_split(place: str, files: list[str]) -> dict[str, list[str]]:
     """{name of the split: its files}, of which all are for training where no path names a split."""
     splits: dict[str, list[str]] = defaultdict(list)
     for file in files:
-        splits[split_word(file.removeprefix(name) or Path(file).name)].append(file)
+        splits[split_word(file.removeprefix(place) or Path(file).name)].append(file)
     unnamed = splits.pop("", [])
     if unnamed and splits:
         raise ValueError(f"no split is named by {unnamed[0]}, but others are: {', '.join(splits)}")

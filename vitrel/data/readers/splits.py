@@ -67,6 +67,19 @@ def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None,
     return [sample for index, sample in enumerate(samples) if (index in chosen) == (split == "val")]
 
 
+def chosen(split: Split, present: Iterable[str], val_fraction: float | None) -> tuple[str | None, bool]:
+    """Return (name of the split to read for `split`, of those present; whether it holds the images of both splits).
+
+    The latter are to be divided (`divided`); (None, True) where no split is named, (None, False) where only the other one is.
+    Training has all of a training split without an evaluation split beside it, unless `val_fraction` divides it.
+    """
+    names = set(present)
+    if split_of("val", names) is not None:
+        return split_of(split, names), False
+    train = split_of("train", names)
+    return train, train is None or split == "val" or val_fraction is not None
+
+
 def of_split(
     samples: Sequence[Sample], words: Sequence[str], split: Split, val_fraction: float | None, where: str
 ) -> list[Sample]:
@@ -75,11 +88,8 @@ def of_split(
     Without an evaluation split, `val_fraction` divides the images of training, or all where no word names a split. ValueError
     without either, or without a training split.
     """
-    train, val = split_of("train", words), split_of("val", words)
-    own = train if split == "train" else val
-    if val is None and (own is None or val_fraction is not None):
-        whole = [sample for sample, word in zip(samples, words, strict=True) if train in (None, word)]
-        return divided(whole, split, val_fraction, where)
-    if own is None:
+    own, whole = chosen(split, words, val_fraction)
+    if own is None and not whole:
         raise ValueError(f"{where} has the splits {', '.join(sorted(set(words) - {''}))}, and none for {split!r}")
-    return [sample for sample, word in zip(samples, words, strict=True) if word == own]
+    found = [sample for sample, word in zip(samples, words, strict=True) if own in (None, word)]
+    return divided(found, split, val_fraction, where) if whole else found

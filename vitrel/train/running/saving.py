@@ -144,7 +144,7 @@ class Saving(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule
-        checkpoint["run"] = {"rows": len(self.csv.rows), "order": run_settings(trainer), "files": data.listing.lines}
+        checkpoint["run"] = {"rows": len(self.csv.rows), "order": run_settings(trainer), "times": data.fingerprints[1]}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read the rows that were logged before the checkpoint was saved."""
