@@ -37,7 +37,7 @@ def theirs(dataset: ImageSet, settings: dict) -> Callable[[int], tuple]:
     transform = create_transform(224, is_training=True, use_prefetcher=True, re_prob=0, mean=MEAN, std=STD, **crop, **settings)
     if "auto_augment" in settings:  # timm's own fails with Pillow 13, which refuses to posterize to no bits
         transform.transforms[-2] = policy_transform(RANDOM, "bicubic", tuple(round(255 * m) for m in MEAN))
-    return lambda index: (transform(Image.open(dataset.encoded(index)).convert("RGB")), dataset.label(index))
+    return lambda index: (transform(Image.open(dataset.samples[index][0]).convert("RGB")), dataset.samples[index][1])
 
 
 def seconds(read: Callable, collate_fn: Callable, indices: Sequence[int]) -> float:

@@ -14,7 +14,7 @@ from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.fit import attended, change_basis, fit_attention, minimize, refit_linear
 from vitrel.convert.observe import observe
 from vitrel.convert.relativize import relativize
-from vitrel.data import Folder, Prepare
+from vitrel.data import create_dataset
 from vitrel.layers import Attention, Block
 from vitrel.models.vit import ViT
 from vitrel.ops.window import windows
@@ -355,8 +355,8 @@ def test_imagenet_weights_survive_the_conversion():
     folder, images = shared("data/imagenette224"), shared("data/ilsvrc-val-nette224")
     path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
     model = load_pretrained(timm.create_model("vitrel_vit_ti16_absolute"), path).eval()
-    prepare = Prepare((128, 128), (0.5,) * 3, (0.5,) * 3)
-    fit, val = Folder(folder, "train", prepare), Folder(images, "val", prepare, n=100)
+    how = {"size": (128, 128), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    fit, val = create_dataset(str(folder), "train", **how), create_dataset(str(images), "val", n=100, **how)
     fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::35][:96]  # the others are in `val`
     converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=4)
     dropped = copy.deepcopy(model)

@@ -11,7 +11,7 @@ from PIL import Image
 from timm.models import _registry
 
 from helpers.pictures import picture, tensor
-from vitrel.data import Augmentation, Augmenter, Folder, Prepare, collate, normalize
+from vitrel.data import Augmentation, Augmenter, Prepare, collate, create_dataset, normalize
 from vitrel.data.prepare import as_tensor
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
@@ -153,7 +153,7 @@ def test_images_are_read_about_as_fast_as_by_timm(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture(300, 400, i)).save(path, quality=90)
     how = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 0.9, "interpolation": "bicubic"}
-    ours = Folder(tmp_path, "val", Prepare((224, 224), **how))
+    ours = create_dataset(str(tmp_path), "val", (224, 224), **how)
     transform = timm.data.create_transform((3, 224, 224), **how)
     theirs = timm.data.create_dataset("", root=tmp_path / "val", transform=transform)
     assert torch.equal(ours[3][0], theirs[3][0])

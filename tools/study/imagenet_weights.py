@@ -42,7 +42,7 @@ from vitrel.common.processes import shared_with
 from vitrel.common.sizes import format_size
 from vitrel.compare.config import load_comparison, trained_models
 from vitrel.convert.absolute_to_relative import absolute_to_relative
-from vitrel.data import Folder, Prepare
+from vitrel.data import ImageSet, create_dataset
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.results.aggregate import Sample, Scores, aggregate, contrast, read_scores, sample_of
 from vitrel.evaluate.results.table import read_csv, read_predictions
@@ -146,7 +146,7 @@ def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: P
 
 def _photographs(out: Path) -> torch.Tensor:
     """The images [n, 3, 224, 224] that the table is fitted to, drawn from the training photographs."""
-    data = Folder(out / "photographs", "train", Prepare((224, 224), HALF, HALF))
+    data = create_dataset(str(out / "photographs"), "train", (224, 224), mean=HALF, std=HALF)
     chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:FITTED]
     return torch.stack([data[i][0] for i in chosen.tolist()])
 
@@ -167,8 +167,8 @@ def evaluate_share(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> Non
 
 def flower_models(config: Path, runs: Path, flowers: Path) -> list[TrainedModel]:
     """Return every student that was trained with a classifier of the flowers, which is stored in its run's folder."""
-    data = Folder(flowers, "train", Prepare((224, 224), HALF, HALF))
-    labels, models = torch.tensor([data.label(i) for i in range(len(data))]), []
+    data = create_dataset(str(flowers), "train", (224, 224), mean=HALF, std=HALF)
+    labels, models = torch.tensor(data.labels()), []
     for trained in trained_models(load_comparison(config)[0], runs):
         if not any(trained.label == label for label, _ in FIXED | SEVERAL):
             continue  # an option of another student's weights
@@ -185,7 +185,7 @@ def flower_models(config: Path, runs: Path, flowers: Path) -> list[TrainedModel]
 
 
 @torch.inference_mode()
-def features_of(model: nn.Module, data: Folder, batch: int = 50) -> Tensor:
+def features_of(model: nn.Module, data: ImageSet, batch: int = 50) -> Tensor:
     """Return what the model's classifier sees of every image, [n, C]."""
     features = []
     for indices in torch.arange(len(data)).split(batch):

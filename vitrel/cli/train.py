@@ -79,7 +79,7 @@ data
   --data.augment YAML             {} for the defaults, null for none
   --data.n_train N, --data.n_val N    number of images; default all
   --data.train_sizes YAML         sizes between which batches alternate, e.g. '[80, 96, [96, 128]]'
-  --data.repeats N, --data.reading YAML, --data.region YAML, --data.protocol, --data.tokens, --data.check_times
+  --data.repeats N, --data.reading YAML, --data.region YAML, --data.protocol, --data.tokens
 
 model
   --model.model NAME|FILE         the same as --model; every short option above sets a key

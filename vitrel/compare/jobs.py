@@ -122,7 +122,6 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
         earlier = (read_yaml(settings) if settings.exists() else None) or {}
         # the parent folder of all runs may have been moved, which changes these paths
         free = ["trainer.default_root_dir", *(["model.tuning.init_from"] if _same_name(earlier, config) else [])]
-        free.append("data.check_times")  # without which a run whose data were copied could not be resumed
         values = values_that_differ(earlier, config)
         if differ := [f"{name}: {old!r} then, {new!r} now" for name, old, new in values if name not in free]:
             raise ValueError(

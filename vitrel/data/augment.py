@@ -87,7 +87,7 @@ class Augmenter:
 
         Raises:
             AugmentationError: an operation failed.
-            MemoryError, RuntimeError, cv2.error: memory ran out.
+            MemoryError: memory ran out.
         """
         size = self.size if size is None else (size[0], size[1])
         if size not in self.pipelines:
@@ -101,7 +101,7 @@ class Augmenter:
                 pixels, mask = self.pipelines[size](as_array(image), state, mask)
         except Exception as error:
             if ran_out(error):
-                raise
+                raise MemoryError(f"memory ran out in the augmentation: {error}") from error
             place = f"seed {self.seed}, epoch {epoch}, image number {index}, view {repeat}"
             raise AugmentationError(f"{_operation(error)} failed with the random numbers of {place}: {error}") from error
         return torch.from_numpy(pixels).permute(2, 0, 1), None if mask is None else torch.from_numpy(mask)

@@ -138,7 +138,7 @@ DAMAGED = {
     "webp cut": (cut("webp lossy", 0.6), "."),
     "png with a broken stream": (png(H, W, 8, 2, bytes(BROKEN_STREAM)), "broken data stream"),
     "empty": (b"", "the file is empty"),
-    "html": (b"<html>not found</html>", r"not a JPEG, PNG, .* image, it begins with b'<html>not found<'"),
+    "html": (b"<html>not found</html>", r"not a JPEG, PNG, .* image, .*; it begins with b'<html>not found<'"),
 }
 
 
@@ -197,7 +197,7 @@ def test_a_lack_of_memory_is_no_bad_image(monkeypatch, sign):
         raise RuntimeError(sign)
 
     monkeypatch.setattr(sys.modules["vitrel.data.readers.decode"], "_rgb", full)
-    with pytest.raises(MemoryError, match=r"memory ran out while train/0.tar: 7 \(24x32 pixels\) was decoded"):
+    with pytest.raises(MemoryError, match=r"memory ran out while train/0.tar: 7 was decoded"):
         decode(LOSSY["jpg"][0], name="train/0.tar: 7")
 
 
@@ -281,7 +281,6 @@ def test_the_limit_names_the_sides(kind, nothing_decodes):
     [
         ({"on_bad": "skip"}, "unknown on_bad 'skip'; use one of raise, replace, leave_out"),
         ({"max_pixels": HARD_LIMIT + 1}, "max_pixels must be between 1 and 178,956,970"),
-        ({"bad_limit": 0}, "bad_limit must be at least 1"),
     ],
 )
 def test_settings_are_checked(settings, text):

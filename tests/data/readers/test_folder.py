@@ -12,11 +12,16 @@ from torchvision.datasets import ImageFolder
 
 from helpers.pictures import identity, picture, tensor
 from vitrel.common.resources import out_of_memory
-from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, class_names, create_dataset, folder_classes
+from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, class_names, create_dataset
 from vitrel.data.readers.decode import SUFFIXES
+from vitrel.data.readers.folder import folder_classes, folder_reader
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+
+
+def opened(root, split, prepare, augment=None, reading=Reading(), **options):
+    return ImageSet(folder_reader(str(root), split, reading), prepare, augment, reading=reading, **options)
 
 
 @pytest.fixture
@@ -33,16 +38,18 @@ def test_contents_are_told_wherever_the_folder_lies(root):
     """By path below the split, class and deeper folders included, with the label."""
     (root / "train" / "dog" / "more").mkdir()
     (root / "train" / "dog" / "1.png").rename(root / "train" / "dog" / "more" / "1.png")
-    found = Folder(root, "train", identity).contents()
-    assert found == ["cat/0.png\t0", "cat/1.png\t0", "cat/2.png\t0", "dog/0.png\t1", "dog/2.png\t1", "dog/more/1.png\t1"]
+    found = opened(root, "train", identity)
+    prints = found.fingerprints()
+    assert found.names() == ["cat/0.png", "cat/1.png", "cat/2.png", "dog/0.png", "dog/2.png", "dog/more/1.png"]
     (root / "a").mkdir()
     (root / "train").rename(root / "a" / "train")
-    assert Folder(f"{root}/a/", "train", identity).contents() == found
-    assert len(set(Folder(root / "a", "train", identity, n=2).contents()) & set(found)) == 2
+    moved = opened(f"{root}/a/", "train", identity)
+    assert moved.names() == found.names() and moved.fingerprints() == prints
+    assert len(set(opened(root / "a", "train", identity, n=2).names()) & set(found.names())) == 2
 
 
 def test_items_and_classes(root):
-    train = Folder(root, "train", identity)
+    train = opened(root, "train", identity)
     assert train.classes == ["cat", "dog"] and len(train) == 6
     image, label = train[4]
     assert label == 1 and image.shape == (3, 24, 32)
@@ -50,10 +57,10 @@ def test_items_and_classes(root):
 
 
 def test_a_subset_is_drawn_by_the_seed(root):
-    pick = [[p for p, _ in Folder(root, "train", identity, n=3, seed=s).samples] for s in (0, 0, 1)]
+    pick = [[p for p, _ in opened(root, "train", identity, n=3, seed=s).samples] for s in (0, 0, 1)]
     assert pick[0] == pick[1] != pick[2] and len(set(pick[0])) == 3
     with pytest.raises(ValueError, match=r"holds 6 images: .* not 7"):
-        Folder(root, "train", identity, n=7)
+        opened(root, "train", identity, n=7)
 
 
 def test_missing_folders_say_which_layout_is_expected(tmp_path):
@@ -65,24 +72,24 @@ def test_an_empty_class_folder_is_named(root):
     for split in ("train", "val"):
         (root / split / "bird").mkdir()
     with pytest.raises(ValueError, match=r"class folders without images in .*train: bird"):
-        Folder(root, "train", identity)
+        opened(root, "train", identity)
 
 
 def test_an_empty_folder_of_one_split_is_called_empty(root):
     (root / "train" / "zebra").mkdir()
     with pytest.raises(ValueError, match=r"missing \['zebra'\], .* these folders are empty, remove them: .*train/zebra"):
-        Folder(root, "val", identity)
+        opened(root, "val", identity)
 
 
 def test_other_classes_in_val_are_named(root):
     (root / "val" / "cat").rename(root / "val" / "cow")
     with pytest.raises(ValueError, match=r"shift the labels: missing \['cat'\], extra \['cow'\]"):
-        Folder(root, "val", identity)
+        opened(root, "val", identity)
 
 
 def test_val_alone_is_enough_to_evaluate(root):
     (root / "train").rename(root / "elsewhere")
-    assert Folder(root, "val", identity).classes == ["cat", "dog"]
+    assert opened(root, "val", identity).classes == ["cat", "dog"]
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def plain(size=(24, 32)):
 
 
 def test_an_unreadable_image_stops_by_default(damaged):
-    data = Folder(damaged, "train", plain())
+    data = opened(damaged, "train", plain())
     for _ in range(2):
         data[0]
         with pytest.raises(BadImage, match=r"cannot decode .*train/cat/1.png: the file is empty; repair or remove it"):
@@ -108,7 +115,7 @@ def test_an_unreadable_image_stops_by_default(damaged):
 
 
 def test_an_unreadable_image_is_replaced_by_the_next_with_its_label(damaged):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace"))
+    data = opened(damaged, "train", plain(), reading=Reading(on_bad="replace"))
     for _ in range(2):
         image, label = data[1]
         assert label == 1 and torch.equal(image, data[3][0])  # over number 2 and into the next class
@@ -125,14 +132,15 @@ def test_a_replaced_image_is_augmented_as_the_one_asked_for(damaged):
         requested.append((epoch, index, repeat, size))
         return image
 
-    data = Folder(damaged, "train", plain(), augment, reading=Reading(on_bad="replace"))
+    data = opened(damaged, "train", plain(), augment, reading=Reading(on_bad="replace"))
     data.set_epoch(7)
     data[1], data[Draw(1, (16, 48), 2)], data[np.int64(4)]
     assert requested == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
 
 
-def test_too_many_in_a_row_stop(damaged):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace", bad_limit=2))
+def test_too_many_in_a_row_stop(damaged, monkeypatch):
+    monkeypatch.setattr(sys.modules["vitrel.data.readers.base"], "IN_A_ROW", 2)
+    data = opened(damaged, "train", plain(), reading=Reading(on_bad="replace"))
     for _ in range(2):
         with pytest.raises(BadImage, match=r"2 images in a row cannot be read, .* the last: cannot decode .*2.png"):
             data[1]
@@ -140,7 +148,7 @@ def test_too_many_in_a_row_stop(damaged):
 
 
 def test_evaluation_can_leave_an_unreadable_image_out(damaged):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="leave_out"))
+    data = opened(damaged, "train", plain(), reading=Reading(on_bad="leave_out"))
     for index, size in ((1, (24, 32)), (Draw(2, (8, 40)), (8, 40))):
         image, label = data[index]
         assert label == -1 and image.shape == (3, *size) and not image.any()
@@ -149,21 +157,21 @@ def test_evaluation_can_leave_an_unreadable_image_out(damaged):
 
 
 def test_loader_processes_report_what_they_could_not_read(damaged):
-    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace"))
+    data = opened(damaged, "train", plain(), reading=Reading(on_bad="replace"))
     loader = DataLoader(data, num_workers=2)
     assert [label.item() for _, label in loader] == [0, 1, 1, 1, 1, 1]
     assert data.bad_indices() == [1, 2]
 
 
 def test_a_large_image_is_refused_by_the_reading(root):
-    data = Folder(root, "train", plain(), reading=Reading(max_pixels=700))
+    data = opened(root, "train", plain(), reading=Reading(max_pixels=700))
     with pytest.raises(BadImage, match=r"train/cat/0.png has 24x32 \(H x W\) pixels, more than max_pixels=700"):
         data[0]
 
 
 def test_a_draw_is_prepared_at_its_size(root):
     how = {"mean": MEAN, "std": STD, "crop_pct": 0.9, "interpolation": "bilinear"}
-    small, large = (Folder(root, "val", Prepare(size, **how)) for size in ((16, 24), (40, 32)))
+    small, large = (opened(root, "val", Prepare(size, **how)) for size in ((16, 24), (40, 32)))
     assert torch.equal(small[Draw(3, (40, 32))][0], large[3][0])
     assert torch.equal(small[Draw(3)][0], small[3][0])
     canvas = {"protocol": "canvas", "base_size": (16, 24), "crop_mode": "squash"}
@@ -173,9 +181,9 @@ def test_a_draw_is_prepared_at_its_size(root):
 
 def test_counts_and_the_end(root):
     (root / "train" / "cat" / "0.png").unlink()
-    data = Folder(root, "train", plain())
+    data = opened(root, "train", plain())
     assert data.class_counts() == [2, 3] and sum(1 for _ in data) == 5
-    assert sum(Folder(root, "train", plain(), n=4).class_counts()) == 4
+    assert sum(opened(root, "train", plain(), n=4).class_counts()) == 4
     with pytest.raises(IndexError, match="index -1 of 5 images"):
         data[-1]
 
@@ -206,14 +214,14 @@ def test_the_order_is_that_of_torchvision_and_nothing_is_told_of_an_ordinary_fol
         save(root / "train" / name)
     save(root / "train" / "dog" / "w.webp")
     by_torchvision = ImageFolder(str(root / "train")).samples
-    assert Folder(root, "train", identity).samples == by_torchvision and len(by_torchvision) == 13
+    assert opened(root, "train", identity).samples == by_torchvision and len(by_torchvision) == 13
 
 
 def test_a_link_to_a_folder_inside_a_class_folder_is_not_followed_and_told(root):
     for target, name in (("..", "dog/up"), ("../../../val", "dog/deep/val"), ("../cat", "dog/cats"), (".", "cat/here")):
         link(root / "train" / name, target)
     with pytest.warns(UserWarning, match=r"train: 4 folder links \(.*cat/here, .*follow_links"):
-        data = Folder(root, "train", identity)
+        data = opened(root, "train", identity)
     assert names(data) == ORDINARY and data.class_counts() == [3, 3]
 
 
@@ -227,7 +235,7 @@ def test_links_that_are_followed_give_each_file_once_under_its_own_class(root, t
     link(root / "train" / "dog" / "up", "..")
     link(root / "train" / "cat" / "up", "..")
     with pytest.warns(UserWarning, match="left out of") as reported:
-        data = Folder(root, "train", identity, reading=Reading(follow_links=follow))
+        data = opened(root, "train", identity, reading=Reading(follow_links=follow))
     assert sorted(names(data)) == sorted([*ORDINARY, *[("dog/again/sub/7.png", 1)] * follow])
     text = str(reported[0].message)
     assert ("folder links" in text) != follow and ("already used" in text) == follow
@@ -235,17 +243,17 @@ def test_links_that_are_followed_give_each_file_once_under_its_own_class(root, t
 
 def test_class_folders_and_images_may_be_links(root, tmp_path_factory):
     """Sets assembled from others by links alone read as if they were copied, from the same paths."""
-    other, before = tmp_path_factory.mktemp("assembled"), Folder(root, "train", identity)
+    other, before = tmp_path_factory.mktemp("assembled"), opened(root, "train", identity)
     link(other / "train" / "cat", root / "train" / "cat")
     for i in range(3):
         link(other / "train" / "dog" / f"{i}.png", root / "train" / "dog" / f"{i}.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        data = Folder(other, "train", identity)
+        data = opened(other, "train", identity)
     assert names(data) == names(before) and all(path.startswith(str(other)) for path, _ in data.samples)
     assert torch.equal(data[4][0], before[4][0])
     link(other / "again", other / "train")
-    assert names(Folder(link(tmp_path_factory.mktemp("root") / "root", other), "train", identity)) == ORDINARY
+    assert names(opened(link(tmp_path_factory.mktemp("root") / "root", other), "train", identity)) == ORDINARY
 
 
 def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
@@ -258,17 +266,17 @@ def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
     link(train / "dog" / "y.png", store / "to 7.png")
     link(train / "dog" / "z.png", train.resolve() / ".." / "train" / "dog" / "x.png")
     with pytest.warns(UserWarning, match=r"3 links to images .* 1 of them in another class \(.*0 is dog 1.png is .*dog/1.png"):
-        data = Folder(root, "train", identity)
+        data = opened(root, "train", identity)
     assert names(data) == [*ORDINARY, ("dog/x.png", 1)]
     os.link(train / "cat" / "0.png", train / "cat" / "9.png")  # as a copy is, which it may be to save room
-    assert len(Folder(root, "train", identity)) == 8
+    assert len(opened(root, "train", identity)) == 8
 
 
 def test_two_class_folders_that_are_one_are_refused(root):
     for split in ("train", "val"):
         link(root / split / "kitten", "cat")
     with pytest.raises(ValueError, match=r"without images in .*train: kitten; .*links to images already used.*another class"):
-        Folder(root, "train", identity)
+        opened(root, "train", identity)
 
 
 def test_a_class_of_links_that_are_not_followed_says_how_they_are(root, tmp_path_factory):
@@ -277,7 +285,7 @@ def test_a_class_of_links_that_are_not_followed_says_how_they_are(root, tmp_path
     for split in ("train", "val"):
         link(root / split / "emu" / "part", store)
     with pytest.raises(ValueError, match=r"without images in .*: emu; .*1 folder link \(.*emu/part\)"):
-        Folder(root, "train", identity)
+        opened(root, "train", identity)
     data = create_dataset(str(root), "train", (8, 8), **RAW, reading=Reading(follow_links=True))
     assert names(data)[-1] == ("emu/part/7.png", 2) and len(data) == 7
 
@@ -289,13 +297,13 @@ def test_loops_of_links_are_unreadable_images_or_left_out_or_refused(root):
     link(train / "cat" / "gone.png", "nowhere.png")
     link(train / "cat" / "round", "round")
     with pytest.warns(UserWarning, match=r"1 file of kinds that are not decoded: 1 broken link \(.*cat/round\)"):
-        data = Folder(root, "train", plain(), reading=Reading(on_bad="leave_out"))
+        data = opened(root, "train", plain(), reading=Reading(on_bad="leave_out"))
     assert [label for _, label in data] == [0, 0, 0, -1, -1, -1, 1, 1, 1]
     assert [data.name(i).split("train/")[1] for i in data.bad_indices()] == ["cat/a.png", "cat/b.png", "cat/gone.png"]
     with pytest.raises(BadImage, match=r"cannot decode .*cat/a.png: Too many levels of symbolic links; repair"):
-        Folder(root, "train", plain())[3]
+        opened(root, "train", plain())[3]
     with pytest.raises(ValueError, match=r"cannot be read, .*cat/round \(a broken link\)"):
-        Folder(root, "train", plain(), reading=Reading(follow_links=True))
+        opened(root, "train", plain(), reading=Reading(follow_links=True))
 
 
 @pytest.mark.parametrize("target", ["nowhere", "emu"])
@@ -325,7 +333,7 @@ def test_folders_that_may_not_be_read_are_refused_and_all_named(root, forbidden)
         save(root / "train" / name / "7.png")
         forbidden(root / "train" / name)
     with pytest.raises(ValueError, match=r"cannot be read, .*cat/more \(Permission denied\), .*dog/a/b \(Permission"):
-        Folder(root, "train", identity)
+        opened(root, "train", identity)
     forbidden(root / "val")
     with pytest.raises(ValueError, match=r"/val cannot be read \(Permission denied\)"):
         folder_classes(root)
@@ -333,19 +341,19 @@ def test_folders_that_may_not_be_read_are_refused_and_all_named(root, forbidden)
 
 def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(root):
     train = root / "train"
-    for i, kind in enumerate(("gif", "BMP", "webp", "jpe", "jfif", "apng")):
+    for i, kind in enumerate(("gif", "BMP", "webp", "jpe", "jfif", "apng", "tif", "TIFF")):
         save(train / "cat" / f"x{i}.{kind}", i)
-    for name in ("a.tiff", "b.TIFF", "c.heic", "README", "LICENSE"):
+    for name in ("a.heic", "b.HEIC", "c.raw", "README", "LICENSE"):
         (train / "dog" / name).write_bytes(b"?")
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
-        data = Folder(root, "train", plain())
+        data = opened(root, "train", plain())
         again = pickle.loads(pickle.dumps(data))  # as to a loader process
-        Folder(root, "train", plain((8, 8)))
-    assert len(data) == len(again) == 12 and all(label >= 0 for _, label in data)
+        opened(root, "train", plain((8, 8)))
+    assert len(data) == len(again) == 14 and all(label >= 0 for _, label in data)
     [text] = [str(one.message) for one in reported]
     assert "5 files of kinds that are not decoded" in text
-    for part in ("2 .tiff (", "dog/a.tiff)", "1 .heic (", "2 no suffix (", "dog/LICENSE)"):
+    for part in ("2 .heic (", "dog/a.heic)", "1 .raw (", "2 no suffix (", "dog/LICENSE)"):
         assert part in text
 
 
@@ -358,7 +366,7 @@ def test_hidden_files_and_folders_are_no_classes_and_no_images_and_are_counted(r
     link(root / "train" / ".gone", "nowhere")
     assert folder_classes(root) == folder_classes(root, "val") == ["cat", "dog"]
     with pytest.warns(UserWarning, match=r"train: hidden files and folders: 8 \(.*train/.DS_Store, .*train/.gone, "):
-        data = Folder(root, "train", identity)
+        data = opened(root, "train", identity)
     assert names(data) == ORDINARY
 
 
@@ -366,18 +374,18 @@ def test_a_class_of_hidden_images_alone_is_refused(root):
     for split in ("train", "val"):
         save(root / split / "emu" / ".0.png", format="PNG")
     with pytest.raises(ValueError, match=r"without images in .*: emu; .*hidden files and folders: 1 \(.*emu/.0.png\)"):
-        Folder(root, "train", identity)
+        opened(root, "train", identity)
 
 
 @pytest.mark.filterwarnings("error")
 def test_of_several_processes_that_share_the_work_the_first_tells(root, monkeypatch):
-    (root / "train" / "dog" / "a.tiff").write_bytes(b"?")
+    (root / "train" / "dog" / "a.heic").write_bytes(b"?")
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    Folder(root, "train", identity)
+    opened(root, "train", identity)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     with pytest.raises(UserWarning, match="not decoded"):
-        Folder(root, "train", identity)
+        opened(root, "train", identity)
 
 
 def test_the_suffixes_are_those_of_the_kinds_that_are_decoded():
@@ -392,11 +400,11 @@ def test_an_image_whose_name_is_no_utf8_is_an_image_like_any_other(root):
     folder = root / "train" / "cat"
     save(folder / f"{NO_TEXT}.png", 5, format="PNG")
     (folder / f"{NO_TEXT} cut.jpg").write_bytes(b"")
-    data = Folder(root, "train", plain(), reading=Reading(on_bad="leave_out"))
+    data = opened(root, "train", plain(), reading=Reading(on_bad="leave_out"))
     assert [label for _, label in data] == [0, 0, 0, -1, 0, 1, 1, 1] and data[4][0].any()
     assert data.name(4).encode().endswith(b"caf\\xe9.png") and data.name(0) == data.samples[0][0]
     with pytest.raises(BadImage) as caught:
-        Folder(root, "train", plain())[3]
+        opened(root, "train", plain())[3]
     assert b"train/cat/caf\\xe9 cut.jpg: the file is empty" in str(caught.value).encode()
 
 
@@ -406,7 +414,7 @@ def test_a_class_or_a_root_whose_name_is_no_utf8_is_refused_with_its_name(root):
     for ask in (
         class_names,
         lambda data: create_dataset(data, "val", (8, 8), **RAW),
-        lambda data: Folder(data, "val", plain()),
+        lambda data: opened(data, "val", plain()),
     ):
         with pytest.raises(ValueError, match="not valid UTF-8") as caught:
             ask(str(root))
@@ -430,28 +438,36 @@ def another_fault(*args, **how):
 
 
 @pytest.mark.parametrize("fail", [no_memory, no_more])
-@pytest.mark.parametrize("where", ["vitrel.data.readers.decode._rgb", "prepare", "augment"])
-def test_memory_that_runs_out_names_image_and_size_and_is_no_bad_image(root, monkeypatch, where, fail):
-    Image.fromarray(picture(24, 32)).save(root / "train" / "cat" / "1.png", "JPEG")
-    module, _, name = where.rpartition(".")
-    if module:
-        monkeypatch.setattr(sys.modules[module], name, fail)
+@pytest.mark.parametrize("where", ["decode", "prepare", "augment"])
+def test_memory_that_runs_out_is_no_bad_image(root, monkeypatch, where, fail):
+    if where == "decode":
+        monkeypatch.setattr(sys.modules["vitrel.data.readers.decode"], "_rgb", fail)
     prepare, augment = fail if where == "prepare" else plain(), fail if where == "augment" else None
-    data = Folder(root, "train", prepare, augment, reading=Reading(on_bad="replace"))
-    with pytest.raises(MemoryError, match=r"memory ran out while .*train/cat/1.png \(\d+x\d+ pixels\) was") as caught:
-        data[Draw(1, (40, 48)) if augment else 1]
-    assert "(24x32" in str(caught.value) and ("at 40x48" in str(caught.value)) == bool(augment)
+    data = opened(root, "train", prepare, augment, reading=Reading(on_bad="replace"))
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        data[1]
     assert out_of_memory(caught.value) and data.bad_indices() == []
 
 
 def test_other_faults_of_preparation_stay_what_they_are(root):
     with pytest.raises(RuntimeError, match="stack expects"):
-        Folder(root, "train", another_fault)[1]
+        opened(root, "train", another_fault)[1]
 
 
-def test_memory_that_runs_out_for_a_replaced_image_names_the_one_that_was_read(damaged):
-    data = Folder(damaged, "train", no_memory, reading=Reading(on_bad="replace"))
-    with pytest.raises(MemoryError, match=r"train/dog/0.png \(24x32 pixels\) was prepared"):
+@pytest.mark.parametrize("on_bad", ["raise", "replace", "leave_out"])
+def test_a_folder_that_is_gone_is_no_bad_image(root, on_bad):
+    data = opened(root, "train", plain(), reading=Reading(on_bad=on_bad))
+    (root / "train").rename(root / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"/train is gone, with the images in it: .*no longer mounted"):
         data[1]
-    with pytest.raises(MemoryError, match=r"train/dog/0.png \(24x32 pixels\) was prepared"):
-        list(DataLoader(data, sampler=[1], num_workers=1))
+    with pytest.raises(FileNotFoundError, match="/train is gone"):
+        data.check([2])
+    assert data.bad_indices() == []
+
+
+def test_a_folder_without_evaluation_images_asks_for_a_share(root):
+    (root / "val").rename(root.parent / "val")
+    assert len(opened(root, "train", identity)) == 6
+    with pytest.raises(ValueError, match=r"/train has no evaluation split .*--val-fraction"):
+        opened(root, "val", identity)
+    assert len(opened(root, "val", identity, reading=Reading(val_fraction=0.3))) == 2

@@ -61,7 +61,7 @@ def palette(mask):
 def items(data, split="train", **options):
     images = create_dataset(str(data), split, (36, 48), **HOW, **options)
     assert images.classes == class_names(str(data), task="segmentation")
-    assert len(images.contents()) == len(images.versions()) == len(images) and len(images.digest()) == 64
+    assert len(images.names()) == len(images) and len(images.digest()) == 64
     return [(image.numpy().tobytes(), mask.numpy().tobytes()) for image, mask in (images[i] for i in range(len(images)))]
 
 
@@ -108,7 +108,7 @@ def test_hugging_face(root, tmp_path):
     for split in ("train", "val"):
         assert items(tmp_path / "rows", split) == items(root, split)
     data = create_dataset(str(tmp_path / "rows"), "val", (36, 48), **HOW)
-    assert data.name(1).endswith("validation: 1") and len(set(data.versions())) > 1
+    assert data.name(1).endswith("validation: 1")
 
 
 def test_sets_of_torchvision(root, tmp_path):
@@ -122,20 +122,9 @@ def test_sets_of_torchvision(root, tmp_path):
     (voc / "ImageSets/Segmentation/val.txt").write_text("0\n")
     name = f"torch/VOCSegmentation:{tmp_path}"
     assert items(name) == items(root) and len(class_names(name, task="segmentation")) == 21
-    pets = tmp_path / "oxford-iiit-pet"
-    shutil.copytree(voc / "JPEGImages", pets / "images")
-    (pets / "annotations/trimaps").mkdir(parents=True)
-    for i in range(6):
-        Image.fromarray((scene(50 + i) % 253) + 1).save(pets / f"annotations/trimaps/{i}.png")  # 255 becomes 3
-    lines = "".join(f"{i} 1 1 1\n" for i in range(6))
-    for part in ("trainval", "test"):
-        (pets / f"annotations/{part}.txt").write_text(lines)
-    data = create_dataset(f"torch/OxfordIIITPet:{tmp_path}", "train", (36, 48), **HOW)
-    expected = np.choose(np.minimum(scene(50), 3), [1, 0, 255, 255])
-    assert data.classes == ["background", "pet"] and np.array_equal(data[0][1], expected)
-    with pytest.raises(ValueError, match=r"torch/cifar10 has no masks: use VOCSegmentation or OxfordIIITPet"):
+    with pytest.raises(ValueError, match=r"torch/cifar10 has no masks: of torchvision"):
         items(f"torch/cifar10:{tmp_path}")
-    with pytest.raises(ValueError, match=r"is not in .*Set download=True"):
+    with pytest.raises(ValueError, match=r"is not in .*download=True"):
         items(f"torch/VOCSegmentation:{root}")
 
 
@@ -344,12 +333,12 @@ def test_splits_that_are_links_are_followed_and_other_links_told(root, tmp_path)
 
 def test_the_digest_covers_masks(root):
     before = create_dataset(str(root), "val", (36, 48), **HOW)
-    digest, versions = before.digest(), before.versions()
+    digest, prints = before.digest(), before.fingerprints()
     mask = scene(30)
     mask[0] = 2
     Image.fromarray(mask).save(root / "masks/val/0.png")
     after = create_dataset(str(root), "val", (36, 48), **HOW)
-    assert after.digest() != digest and after.versions()[0] != versions[0] and after.versions()[1:] == versions[1:]
+    assert after.digest() != digest and after.fingerprints() != prints
 
 
 def test_evaluation_resizes_the_image_alone(root):

@@ -20,7 +20,7 @@ from helpers.runs import assert_same_run, at, in_child, read, resumed, rows, sta
 from helpers.tars import write_tars
 from vitrel.common import lock
 from vitrel.common.exits import reported
-from vitrel.data import Tars
+from vitrel.data import create_dataset
 from vitrel.train import Classifier, datamodule, run
 from vitrel.train.running.faults import FiniteLoss, RunFolder
 
@@ -44,13 +44,13 @@ def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, tars):
     if tars:
         data = tmp_path / "tars"
         write_tars(own, data)
-        split = Tars(str(data), "train", None)
+        split = create_dataset(str(data), "train", (32, 32), mean=(0.0,) * 3, std=(1.0,) * 3)
         name = next(split.name(i) for i in range(len(split)) if np.asarray(split.read(i)[0]).min() == 255)
 
     def spoil():
         def training_step(self, batch, batch_idx):
             loss = original(self, batch, batch_idx)
-            return loss * torch.nan if self.current_epoch == 1 and (batch[0].flatten(1).std(1) == 0).any() else loss
+            return loss * torch.nan if self.current_epoch == 1 and (batch[0].float().flatten(1).std(1) == 0).any() else loss
 
         original, Classifier.training_step = Classifier.training_step, training_step
 
@@ -138,15 +138,31 @@ def test_too_many_unreadable_images_stop_the_run_and_all_are_listed(command, own
     bad = sorted(str(own / "train" / "red" / f"{i}.png") for i in range(12))
     for path in map(Path, bad):
         damage(path)
-    for name, settings in (
-        ("share", "--trainer.log_every_n_steps=1"),
-        ("row", "--data.reading={on_bad: replace, bad_limit: 1}"),
-    ):
-        assert status(in_child(command(name, f"--data.data={own}", settings))) == 1
-        text = capfd.readouterr().err.splitlines()[-1]
-        assert "12 of 96 training images cannot be read" in text and bad[0] in text and "and 4 more" in text
-        assert (str(tmp_path / name / "bad_images.csv") in text) and listed(tmp_path / name) == bad
-        assert ("bad_share (0.01)" in text) == (name == "share")
+    assert status(in_child(command("share", f"--data.data={own}", "--trainer.log_every_n_steps=1"))) == 1
+    text = capfd.readouterr().err.splitlines()[-1]
+    assert "12 of 96 training images cannot be read" in text and bad[0] in text and "and 4 more" in text
+    assert str(tmp_path / "share" / "bad_images.csv") in text and listed(tmp_path / "share") == bad
+    assert "bad_share (0.01)" in text
+
+
+def test_training_images_of_which_none_can_be_read_stop_the_run(command, own, tmp_path, capfd):
+    bad = sorted(str(path) for path in (own / "train").glob("*/*.png"))
+    for path in map(Path, bad):
+        damage(path)
+    assert status(in_child(command("run", f"--data.data={own}"))) == 1
+    text = capfd.readouterr().err.splitlines()[-1]
+    assert "96 of 96 training images cannot be read" in text and "and 88 more" in text and listed(tmp_path / "run") == bad
+
+
+def test_a_folder_of_images_that_is_gone_is_named_once(command, own, tmp_path, capfd):
+    def gone():
+        (own / "train").rename(own / "elsewhere")
+
+    args = command("run", f"--data.data={own}", "--trainer.log_every_n_steps=1")
+    assert status(in_child(args, at(2, gone, "on_train_batch_start"), main=one_line_of)) == 1
+    text = capfd.readouterr().err.splitlines()[-1]
+    assert f"{own}/train is gone, with the images in it" in text and "cannot be read" not in text
+    assert not (tmp_path / "run" / "bad_images.csv").exists()
 
 
 def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, own, tmp_path, capfd):

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from vitrel.common.files import shown
 from vitrel.data.augment import AugmentationError
 from vitrel.data.prepare import Picture
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size
@@ -179,9 +180,7 @@ class ImageSet(Dataset):
             try:
                 return *self.read(source), source
             except BadImage as error:
-                if self.reader.root and not os.path.exists(self.reader.root):
-                    text = f"{self.reader.root} is gone, with the images in it: was it moved, or is its disk no longer mounted?"
-                    raise FileNotFoundError(text) from error
+                self._check_root()
                 if self.reading.on_bad == "raise":
                     raise
                 self.bad[source] = 1
@@ -189,6 +188,12 @@ class ImageSet(Dataset):
                     return None
                 last = error
         raise BadImage(f"{step + 1} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
+
+    def _check_root(self) -> None:
+        """Raise FileNotFoundError where all images have gone, which is no fault of one of them."""
+        if (root := self.reader.root) and not os.path.exists(root):
+            text = "is gone, with the images in it: was it moved, or is its disk no longer mounted?"
+            raise FileNotFoundError(f"{shown(root)} {text}")
 
     def finish(self, picture: Picture, target: Any, draw: Draw) -> tuple[Tensor, Any]:
         """Return the item of a decoded image and its target: augmented or prepared for the draw, whose index seeds it."""
@@ -275,6 +280,7 @@ class ImageSet(Dataset):
             try:
                 self.read(index)
             except BadImage:
+                self._check_root()
                 self.bad[index] = 1
 
         with ThreadPoolExecutor(READERS // 2) as readers:

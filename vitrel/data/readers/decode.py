@@ -108,9 +108,7 @@ def decode(
         try:
             return _rgb(ImageOps.exif_transpose(image) if upright and _orientation(image) > 1 else image)
         except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
-            if ran_out(error):
-                raise
-            raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
+            raise _undecoded(name, error) from error
 
 
 def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> np.ndarray:
@@ -135,9 +133,7 @@ def decode_mask(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: 
             values = np.asarray(ImageOps.exif_transpose(image) if _orientation(image) > 1 else image)
             return values.astype(np.uint8 if image.mode in "1LP" else np.uint16) // scale
         except Exception as error:
-            if ran_out(error):
-                raise
-            raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
+            raise _undecoded(name, error) from error
 
 
 def image_size(
@@ -193,6 +189,13 @@ def ran_out(error: Exception) -> bool:
         return True
     from_library = isinstance(error, RuntimeError) or type(error).__module__ == "cv2"
     return from_library and any(message in str(error) for message in OUT_OF_MEMORY)
+
+
+def _undecoded(name: str, error: Exception) -> Exception:
+    """The error to raise of an image that cannot be decoded; a lack of memory is not its fault."""
+    if ran_out(error):
+        return MemoryError(f"memory ran out while {name} was decoded")
+    return BadImage(f"cannot decode {name}: {error}; {REMEDY}")
 
 
 def _name(source: str | Path | bytes) -> str:

@@ -61,7 +61,7 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
     Does nothing for checkpoints that vitrel train did not write, or outside training.
     """
-    if "run" not in checkpoint or not hasattr(trainer.datamodule, "listing") or trainer.state.fn != TrainerFn.FITTING:
+    if "run" not in checkpoint or not hasattr(trainer.datamodule, "fingerprints") or trainer.state.fn != TrainerFn.FITTING:
         return
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
     differences = [
