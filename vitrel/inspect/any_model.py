@@ -65,7 +65,7 @@ class Call(NamedTuple):
     strided: bool = False  # a window holds tokens at equal distances over the whole grid (MaxViT's grid attention)
     tokens: Tensor = torch.empty(0)  # [W, N] token (row-major, prefix first) in each slot of each window, -1 for padding
     visible: Tensor | None = None  # [W, H or 1, N, N] bool: pairs that nothing hides, padding included; None: all
-    bias: Tensor | None = None  # [W, H, N, N] what is added to the logits, masks included; None: nothing that is known
+    bias: Tensor | None = None  # [2h-1, 2w-1, H] added to logits by offset in the window or grid, NaN where masked; None: none
     rotation: tuple[Tensor, ...] = ()  # cosines and sines by which queries and keys are multiplied
     parameters: frozenset[str] = frozenset()  # names of those that enter between the linear layers and the softmax
     heads_first: bool = False  # in the leading dimensions of its product, heads are slower than windows
@@ -238,6 +238,8 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
         bias = bias.unflatten(0, (heads, -1)).transpose(0, 1) if heads_first else bias.unflatten(0, (-1, heads))  # [W, H, Q, K]
     visible = None if bias is None else ~hidden_pairs(bias)
     visible = None if visible is None or bool(visible.all()) else visible
+    if visible is not None and torch.equal(visible, visible[:, :1].expand_as(visible)):
+        visible = visible[:, :1].clone()  # one mask for all heads
     tokens = tokens if visible is None else _without_copies(tokens)  # a mask hides the copies
     if int((tokens >= 0).sum()) != len(real):
         return unknown
@@ -254,8 +256,24 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
     shift, strided = (0, 0), False
     if window is not None:
         shift, strided = _shift_and_stride(tokens, grid, window)
-    call = Call(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, bias)
+    table = None if bias is None or strided else _by_offset(bias, visible, window or grid[:2], prefix)
+    call = Call(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, table)
     return call._replace(rotation=found.rotation, parameters=found.entered, heads_first=heads_first, square=same)
+
+
+def _by_offset(bias: Tensor, visible: Tensor | None, shape: Size, prefix: int) -> Tensor | None:
+    """Bias [2h-1, 2w-1, H] by offset from that of all pairs [W, H, N, N]; None if these are no windows of h x w slots."""
+    h, w = shape
+    if bias.shape[-1] != h * w + prefix:
+        return None
+    number = 0 if visible is None else int(visible.sum((1, 2, 3)).argmax())
+    seen = bias[number] if visible is None else torch.where(visible[number], bias[number], torch.nan)
+    table = torch.full((len(seen), 2 * h - 1, 2 * w - 1), torch.nan, device=bias.device)
+    for y, x in ((0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)):  # the queries in the corners have every offset
+        row = seen[:, prefix + y * w + x, prefix:].float().view(-1, h, w).flip(1, 2)
+        part = table[:, y : y + h, x : x + w]
+        part.copy_(torch.where(row.isnan(), part, row))
+    return table.movedim(0, -1)
 
 
 def _named_window(name: str, model: nn.Module) -> Size | None:

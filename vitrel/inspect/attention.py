@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
@@ -74,7 +75,7 @@ class Layer(NamedTuple):
 
     def cpu(self) -> "Layer":
         """The same layer with every tensor on the CPU."""
-        return Layer._make(field.cpu() if isinstance(field, Tensor) else field for field in self)
+        return tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, self)
 
 
 def record(model: nn.Module, images: Tensor) -> list[Layer]:

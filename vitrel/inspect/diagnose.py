@@ -267,10 +267,9 @@ def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasCh
     for old, new in zip(before, after, strict=False):
         if old.grid is None or new.grid is None or old.name != new.name:
             continue
-        tables = _bias_table(old), _bias_table(new)
         found = []
-        if tables[0] is not None and tables[1] is not None:
-            found.append(BiasChange("bias", 1, _relative_change(*tables)))
+        if old.bias is not None and new.bias is not None:
+            found.append(BiasChange("bias", 1, _relative_change(old.bias, new.bias)))
         if old.rotation and new.rotation:
             angles = _angles(old), _angles(new)
             if angles[0] is not None and angles[1] is not None:
@@ -281,22 +280,6 @@ def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasCh
             trained = [(2 * min(n, m) - 1) / (2 * m - 1) for n, m in zip(native, at, strict=True)]
             unseen.append(1 - trained[0] * trained[1])
     return changes, unseen
-
-
-def _bias_table(call: Call) -> Tensor | None:
-    """Bias [2h-1, 2w-1, H] by offset of a call, NaN where a mask hides all pairs; None without a bias of windows or a grid."""
-    h, w = call.window or call.grid[:2]
-    if call.bias is None or call.bias.shape[-1] != h * w + call.grid.prefix or call.strided:
-        return None
-    bias = call.bias if call.visible is None else torch.where(call.visible, call.bias, torch.nan)
-    number = int(bias.isnan().sum((1, 2, 3)).argmin())
-    bias = bias[number][:, call.grid.prefix :, call.grid.prefix :].float()  # [H, N, N]
-    table = torch.full((len(bias), 2 * h - 1, 2 * w - 1), torch.nan, device=bias.device)
-    for y, x in ((0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)):  # the queries in the corners have every offset
-        seen = bias[:, y * w + x].view(-1, h, w).flip(1, 2)
-        part = table[:, y : y + h, x : x + w]
-        table[:, y : y + h, x : x + w] = torch.where(seen.isnan(), part, seen)
-    return table.movedim(0, -1)
 
 
 def _angles(call: Call) -> Tensor | None:

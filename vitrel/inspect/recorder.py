@@ -558,7 +558,7 @@ class _Recorder(TorchDispatchMode):
                 return place
         place = self._trail[image[0]].place
         try:
-            return place.expand(made.shape)
+            return _compact(place).expand(made.shape)
         except RuntimeError:
             return _nowhere(made)
 
@@ -719,6 +719,15 @@ def _layout(value: Any) -> Any:
 
 def _nowhere(value: Tensor) -> Tensor:
     return torch.full((), -1, dtype=torch.int32).expand(value.shape)
+
+
+def _compact(place: Tensor) -> Tensor:
+    """Places with one number for each dimension along which they are the same, since logits of all pairs are large."""
+    for axis in range(place.dim()):
+        first = place.narrow(axis, 0, 1)
+        if place.stride(axis) and place.shape[axis] > 1 and bool((place == first).all()):
+            place = first.expand(place.shape)
+    return place
 
 
 def _fitted(row: Tensor, shape: Iterable[int]) -> Tensor:
