@@ -260,8 +260,8 @@ def test_interpolation(interpolation):
         ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "its hue between 0 and 0.5"),
         ({"jitter": (0.1, 0.1)}, r"a number or \[brightness, contrast, saturation"),
         ({"erase_count": 0}, "augment.erase_count must be at least 1"),
-        ({"crop": "centered"}, "unknown augment.crop 'centered'; nearest: center"),
-        ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; nearest: rand"),
+        ({"crop": "centered"}, "unknown augment.crop 'centered'; use one of random_resized, random_scale, simple, center"),
+        ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; use one of const"),
         ({"interpolation": "lanczos"}, "unknown augment.interpolation 'lanczos'"),
     ],
 )

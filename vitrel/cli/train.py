@@ -61,7 +61,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
                                   attention, the embedding dropped; top-1 +15 to +30 at half the size, -2 to 0 at its own
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
-                                  Hugging Face data with masks, VOC, Oxford-IIIT Pet, shapes-dense; --head linear|fpn|upernet
+                                  Hugging Face data with masks, VOC, shapes-dense; --head linear|fpn|upernet
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --protocol native               every image at its own aspect ratio, with at most the tokens of --size, or --size 196t

@@ -101,10 +101,9 @@ class Augmentation:
             raise ValueError(f"augment.ratio must be a range of width / height, 0 < low <= high, not {self.ratio}")
         if not 0 < self.factor[0] <= self.factor[1]:
             raise ValueError(f"augment.factor must be a range of factors, 0 < low <= high, not {self.factor}")
-        choices = (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode))
-        for name, values in choices:
-            if getattr(self, name) is not None:
-                _check_choice(name, getattr(self, name), get_args(values))
+        for name, choices in (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode)):
+            if (value := getattr(self, name)) not in (*get_args(choices), None):
+                raise ValueError(f"unknown augment.{name} {value!r}; use one of {', '.join(get_args(choices))}")
         for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"augment.{name} must be a probability, 0 to 1, not {getattr(self, name)}")
@@ -148,13 +147,6 @@ class Augmentation:
         """Return the range of the crop's width / height for a target size (H, W)."""
         aspect = size[1] / size[0]
         return self.ratio[0] * aspect, self.ratio[1] * aspect
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = nearest(str(value), choices, 1, 0.3)
-        hint = f"nearest: {near[0]}" if near else f"use one of {', '.join(choices)}"
-        raise ValueError(f"unknown augment.{name} {value!r}; {hint}")
 
 
 def policy_transform(

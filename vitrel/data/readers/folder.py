@@ -12,6 +12,7 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -129,7 +130,7 @@ class Scan:
         self._unreadable: list[str] = []
         self._hidden: list[str] = []
         self._links: list[str] = []  # links to folders that are not followed
-        self._others: dict[str, dict[str, str]] = {}  # files that are no images: {suffix: {real path: path}}
+        self._others: dict[str, list[str]] = defaultdict(list)  # files that are no images, by suffix
         self._resolved = cache(os.path.realpath)  # for the folders of link targets, which are few
         self._entries(self.folder)  # for what is hidden beside the class folders
         files = [file for label, name in enumerate(classes) for file in self._class(name, label)]
@@ -177,7 +178,7 @@ class Scan:
                     self._unreadable.append(f"{shown(entry.path)} (a broken link)")
                 else:
                     kind = "broken link" if _broken(entry) else os.path.splitext(shown(entry.name))[1].lower() or "no suffix"
-                    self._others.setdefault(kind, {})[self._real_path(entry, folder)] = entry.path
+                    self._others[kind].append(entry.path)
         for path in sorted(images):
             yield from images[path]
 
@@ -234,9 +235,8 @@ class Scan:
                 f"({shown(link.path)} is {shown(file.path)})"
             )
         if self._others:
-            kinds = {kind: list(paths.values()) for kind, paths in sorted(self._others.items())}
-            each = ", ".join(f"{len(paths)} {kind} ({shown(paths[0])})" for kind, paths in kinds.items())
-            parts.append(f"{_number(sum(map(len, kinds.values())), 'file')} of kinds that are not decoded: {each}")
+            each = ", ".join(f"{len(paths)} {kind} ({shown(paths[0])})" for kind, paths in sorted(self._others.items()))
+            parts.append(f"{_number(sum(map(len, self._others.values())), 'file')} of kinds that are not decoded: {each}")
         return f"left out of {shown(self.folder)}: {'; '.join(parts)}" if parts else ""
 
 

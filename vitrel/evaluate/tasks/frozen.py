@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
 from vitrel.data import create_dataset
-from vitrel.data.readers.base import Split
+from vitrel.data.readers.splits import Split
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.results.statistics import estimate
 from vitrel.inspect.any_model import at_size
