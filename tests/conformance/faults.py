@@ -155,6 +155,64 @@ class GridSample(Tiny):
         return F.grid_sample(master, grid[None].to(master.dtype), "bilinear", "border", align_corners=False).flatten(2).mT
 
 
+class OfTransposedGrid(timm.models.VisionTransformer):
+    """timm's, whose tokens are counted column by column."""
+
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        how = dict(img_size=48, patch_size=PATCH, embed_dim=WIDTH, depth=2, num_heads=HEADS, num_classes=3)
+        super().__init__(dynamic_img_size=True, **(how | options))
+
+    def _pos_embed(self, x):
+        return super()._pos_embed(x.transpose(1, 2).contiguous())
+
+
+class EmbeddingTransposed(OfTransposedGrid):
+    """The same, with tokens put back in their order."""
+
+    def _pos_embed(self, x):
+        tokens = super()._pos_embed(x)
+        patches = tokens[:, 1:].unflatten(1, (x.shape[2], x.shape[1])).transpose(1, 2).flatten(1, 2)
+        return torch.cat((tokens[:, :1], patches), 1)
+
+
+class Cut(Tiny):
+    native = (8, 8)
+
+    def embedding(self, h, w):
+        return self.embed[:, : 1 + h * w]
+
+
+class CutOneTooEarly(Cut):
+    def embedding(self, h, w):
+        return torch.cat((self.embed[:, :1], self.embed[:, : h * w]), 1)
+
+
+class Padded(Tiny):
+    def resized(self, master, h, w):
+        inside = master[..., :h, :w]
+        return F.pad(inside, (0, w - inside.shape[3], 0, h - inside.shape[2])).flatten(2).mT
+
+
+class PaddedBeyond(Padded):
+    native = (10, 10)
+
+
+class UpsideDown(Tiny):
+    def resized(self, master, h, w):
+        return super().resized(master.flip(2), h, w)
+
+
+class Noise(Tiny):
+    """A right embedding at its own size, and noise at other sizes."""
+
+    def resized(self, master, h, w):
+        if (h, w) == self.native:
+            return super().resized(master, h, w)
+        generator = torch.Generator().manual_seed(h)
+        return torch.randn(1, h * w, master.shape[1], generator=generator).to(master)
+
+
 class NoAntialias(Tiny):
     def resized(self, master, h, w):
         return F.interpolate(master, (h, w), mode="bicubic").flatten(2).mT
@@ -323,6 +381,13 @@ def swin_without_mask() -> nn.Module:
     return Fixed(model, (56, 112))
 
 
+def swin_of_the_transposed_grid() -> nn.Module:
+    model = swin((56, 56))
+    blocks(model)[0].register_forward_pre_hook(lambda _, args: args[0].transpose(1, 2))
+    blocks(model)[-1].register_forward_hook(lambda _, args, out: out.transpose(1, 2))
+    return Fixed(model, (56, 56))
+
+
 def swin_with_mask_in_every_block() -> nn.Module:
     model = swin()
     first, second = blocks(model)
@@ -376,6 +441,15 @@ FAULTS = [
           "resampling"),
     Fault("align_corners", "ggml-org/llama.cpp pull request 25781", Corners, "half_pixel"),
     Fault("scale factor with 0.1 added", "facebookresearch/dinov2 pull request 378", ScaleFactor, "half_pixel"),
+    Fault("embedding of the transposed grid", "", OfTransposedGrid, "order", None, ("resampling",)),
+    Fault("embedding transposed", "", EmbeddingTransposed, "resampling"),
+    Fault("embedding transposed, native grid not square", "", lambda: EmbeddingTransposed(img_size=(40, 72)), "resampling"),
+    Fault("embedding cut to the number of tokens", "", Cut, "resampling"),
+    Fault("embedding cut one row too early", "", CutOneTooEarly, "resampling"),
+    Fault("embedding cropped and padded with zeros", "", Padded, "resampling"),
+    Fault("embedding padded with zeros beyond its grid", "", PaddedBeyond, "resampling"),
+    Fault("embedding upside down", "", UpsideDown, "resampling"),
+    Fault("embedding of another seed at another size", "", Noise, "resampling"),
     Fault("no antialias", "openvinotoolkit/openvino.genai pull request 4444", NoAntialias, "like", Tiny),
     Fault("another interpolation than the weights'", "huggingface/pytorch-image-models issue 2542", Bilinear, "like", Tiny),
     Fault("meshgrid of (x, y) flattened", "huggingface/transformers pull request 41380", MeshgridOfXY, "order"),
@@ -406,10 +480,25 @@ FAULTS = [
     Fault("windows: padding attended to", "tier4/autoware-ml pull request 93", swin_that_attends_to_padding, "padding"),
     Fault("windows: padded after the roll", "huggingface/pytorch-image-models issue 2438", swin_that_pads_after_the_roll,
           "window", None, ("padding", "mask", "order", "exchange")),
-    Fault("windows: shifted without a mask", "zzd1992/FlashWindowAttention issue 1", swin_without_mask, "window"),
+    Fault("windows: shifted without a mask", "zzd1992/FlashWindowAttention issue 1", swin_without_mask, "mask", None,
+          ("window",)),
+    Fault("windows: shifted without a mask at the native size", "", lambda: swin_without_mask().model, "mask", None,
+          ("window", "state")),
+    Fault("windows: of the transposed grid", "", swin_of_the_transposed_grid, "order"),
     Fault("windows: mask in blocks without shift", "JingyunLiang/SwinIR issue 153", swin_with_mask_in_every_block, "mask"),
     Fault("windows: one window shifted", "pytorch/vision pull request 6222", swin_that_shifts_one_window, "shift"),
     Fault("windows: that of a small image stays", "",
           lambda: WindowStaysSmall(swin((64, 128), window_size=8), (64, 128)), "state"),
 ]  # fmt: skip
-RIGHT = [Tiny, Rope, RopeInterleaved, Table, Sincos, Oblong, lambda: Fixed(swin(), (56, 112))]
+
+
+class Cropped(Tiny):
+    """An embedding with a row for each place up to 8 x 8, and none beyond."""
+
+    native = (8, 8)
+
+    def resized(self, master, h, w):
+        return master[..., :h, :w].flatten(2).mT
+
+
+RIGHT = [Tiny, Cropped, Rope, RopeInterleaved, Table, Sincos, Oblong, lambda: Fixed(swin(), (56, 112))]

@@ -8,12 +8,12 @@ import sys
 import pytest
 import timm
 import torch
-from conformance.faults import FAULTS, RIGHT, Rope, Table, Tiny, swin
+from conformance.faults import FAULTS, RIGHT, Noise, Rope, Table, Tiny, swin, swin_without_mask
 
 import vitrel
 from helpers import ROOT, command, each
 from vitrel.conformance import measure, report
-from vitrel.conformance.checks import CHECKS
+from vitrel.conformance.run import CHECKS
 from vitrel.conformance.subject import Subject
 from vitrel.conformance.survey import survey
 
@@ -178,28 +178,50 @@ def test_definitions_name_lines_that_exist():
         assert re.match(rf"(def|class) {place.partition(':')[2]}[(:]", text), text
 
 
-class Noise(Tiny):
-    """A right embedding at its own size, and noise at other sizes."""
+def test_none_is_said_only_of_equal_tokens():
+    class Added(Rope):  # without rotation: an embedding is added to the map of patches, or multiplied with it
+        def rotated(self, q, k, h, w):
+            return q, k
 
-    def resized(self, master, h, w):
-        if (h, w) == self.native:
-            return super().resized(master, h, w)
-        return torch.randn(1, h * w, master.shape[1], generator=torch.Generator().manual_seed(h))
+    class Product(Added):
+        def __init__(self):
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.rand(1, 32, 6, 6) + 1)
+            self.patch.register_forward_hook(lambda _, args, out: self.change(out))
+
+        def change(self, out):
+            return out * torch.nn.functional.interpolate(self.factor, out.shape[2:], mode="bicubic")
+
+    class Sum(Product):
+        def change(self, out):
+            return out + torch.nn.functional.interpolate(self.factor, out.shape[2:], mode="bicubic")
+
+    assert vitrel.check(Added(), checks=["order"]).encodings == ["none"]
+    assert vitrel.check(Product(), checks=["order"]).encodings == ["not identified"]
+    assert vitrel.check(Sum(), checks=["order"]).encodings == ["absolute, resampled bicubic"]
 
 
-def test_a_rule_that_the_check_does_not_know_is_no_pass():
+def test_an_embedding_that_follows_no_known_rule_is_a_finding():
     found = vitrel.check(Noise(), checks=["resampling", "half_pixel"])
-    assert found.ok and not found.passed and set(found.skipped) == {"resampling", "half_pixel"}
-    assert all("no rule" in reason for reason in found.skipped.values())
+    assert [f.check for f in found.findings] == ["resampling"] and "no rule that is known" in found.findings[0].found
+    assert set(found.skipped) == {"half_pixel"}
+
+
+def test_the_native_size_is_examined_first():
+    model = swin_without_mask().model  # at other sizes timm makes the mask anew
+    found = vitrel.check(model, checks=["mask"]).findings
+    assert found and "56x112 px" in found[0].input
 
 
 def test_findings_made_before_a_reason_stay():
-    class Both(Noise):
+    class Both(Tiny):
         def resized(self, master, h, w):
-            return Tiny.resized(self, master, w, h) if h < w else super().resized(master, h, w)
+            if h < w:
+                return torch.nn.functional.interpolate(master, (h, w), mode="bicubic", align_corners=True).flatten(2).mT
+            return Noise.resized(self, master, h, w)
 
-    found = vitrel.check(Both(), checks=["resampling"])
-    assert [f.check for f in found.findings] == ["resampling"] and not found.skipped and not found.passed
+    found = vitrel.check(Both(), checks=["half_pixel"])
+    assert [f.check for f in found.findings] == ["half_pixel"] and not found.skipped and not found.passed
 
 
 def test_an_error_of_a_check_that_runs_no_model_is_raised(monkeypatch):

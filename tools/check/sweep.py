@@ -23,7 +23,7 @@ import torchvision
 from torch import nn
 
 from vitrel.conformance import check
-from vitrel.conformance.checks import CHECKS
+from vitrel.conformance.run import CHECKS
 
 OUT = Path(__file__).parents[2] / "results" / "check"
 SLOW = ("compile", "export")  # left out: they take most of the time, and test the tracing of one size

@@ -8,18 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size, format_size
+from vitrel.conformance.embedding import Derived, single_axis
 from vitrel.conformance.measure import (
     SAME,
     Bias,
     Rotation,
     bias,
-    difference,
-    interpolated,
-    resampling_rules,
     rotation,
     window_slots,
 )
-from vitrel.conformance.survey import Embedding, Located, Survey
+from vitrel.conformance.survey import Located, Survey
 
 _FLAT = 1e-4  # radians; a step below it is none: the slowest band of a base of 10,000 and 64 channels has 2.4e-4
 
@@ -35,16 +33,20 @@ class Identity(NamedTuple):
         return ", ".join([self.kind, *(f"{name} {value}" for name, value in self.details.items())])
 
 
-def identify(surveys: dict[Size, Survey], model: nn.Module) -> list[Identity]:
-    """The encodings of a model from surveys at several image sizes; the first of them is the one that is named."""
+def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Derived]) -> list[Identity]:
+    """The encodings of a model from surveys at several image sizes; the first of them is the one that is named.
+
+    "none" means that equal patches give equal queries and keys, without a bias; any other position that is seen but not named
+    is "not identified".
+    """
     first, *others = surveys.values()
-    found = [_embedding(e, [s.embeddings[n] for s in others if len(s.embeddings) > n], model)
-             for n, e in enumerate(first.embeddings)]  # fmt: skip
+    found = [_embedding(one, embeddings) for one in embeddings if one.size == first.size]
     for n, attention in enumerate(first.attentions):
         same = [s.attentions[n] for s in others if len(s.attentions) == len(first.attentions)]
         found += _attention(attention, same, model)
-    if not found:
-        found.append(Identity("", "none" if first.attentions and not first.unlocated else "not identified", {}))
+    if all(one.kind == "none" for one in found):
+        none = first.attentions and not first.unlocated and first.alike
+        return found if found and none else [Identity("", "none" if none else "not identified", {})]
     return found
 
 
@@ -213,26 +215,9 @@ def _memory(rows: Bias, model: nn.Module) -> str:
     return ""
 
 
-def embedding_axes(found: Embedding) -> bool:
-    """Whether each channel of an embedding varies along one axis only, as of sines and cosines of rows and columns."""
-    rows, columns = (found.patches.std(axis, correction=0).amax(0) for axis in (0, 1))
-    scale = found.patches.std().clamp(min=1e-9)
-    return bool((torch.minimum(rows, columns) < SAME * scale).all())
-
-
-def _embedding(found: Embedding, others: list[Embedding], model: nn.Module) -> Identity:
-    if embedding_axes(found):
-        return Identity(found.where, "sincos", {})
-    rules = [rule for other in (found, *others) if (rule := resampled_from(found, other))]
-    return Identity(found.where, "absolute", {"resampled": rules[0]} if rules else {})
-
-
-def resampled_from(native: Embedding, other: Embedding) -> str:
-    """The rule of F.interpolate by which an embedding follows from that of another grid; "" for the same grid or none."""
-    if native.grid == other.grid:
-        return ""
-    smaller = any(n < m for n, m in zip(other.grid, native.grid, strict=True))
-    for name, how in resampling_rules(smaller).items():
-        if difference(interpolated(native.patches, other.grid, **how), other.patches) < 0.01:
-            return name
-    return ""
+def _embedding(first: Derived, all_sizes: list[Derived]) -> Identity:
+    if single_axis(first.found):
+        return Identity(first.found.where, "sincos", {})
+    same = [one.how for one in all_sizes if one.found.where == first.found.where and one.how is not None]
+    rules = [how.rule for how in same if how.kind in ("right", "centers") and how.rule != "unchanged"]
+    return Identity(first.found.where, "absolute", {"resampled": rules[0]} if rules else {})

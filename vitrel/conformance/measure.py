@@ -66,9 +66,27 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
     return Rotation(pairs if pure else "", scores[pairs], tuple(query.shape[2:4]), steps, spread, origin, _prefix(found))
 
 
+def in_pairs(found: Located, pairs: str) -> Tensor:
+    """Steps [H, 2, P] of the queries of an attention by pairs that are known, of a model in low precision."""
+    turned = _pairs(maps(found, found.query.float()), pairs)
+    return torch.stack([_step(turned, axis)[0] for axis in (2, 3)], 1)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Largest difference of angles, modulo 2 pi; inf for other shapes."""
+    if a.shape != b.shape:
+        return math.inf
+    return float(torch.atan2((a - b).sin(), (a - b).cos()).abs().nan_to_num(0).max())
+
+
 def transposed_order(found: Located) -> dict[str, Tensor]:
-    """{name: order} for `maps`: the positions tokens would have by common errors, [h*w] index of the token at each place."""
+    """{name: order} for `maps`: the positions tokens would have by common errors, [h, w] index of the token at each place.
+
+    It is empty for windows and with padding.
+    """
     h, w = found.grid
+    if found.windows > 1 or found.tokens.shape[1] != h * w + found.prefix:
+        return {}
     index = torch.arange(h * w)
     return {
         "height and width exchanged": _places(index // h, index % h, (w, h)),
@@ -88,10 +106,12 @@ def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
     Args:
         order: [h, w] index of the token at each place, if not row-major.
     """
-    if found.windows > 1:
+    window = window_slots(found) if found.windows > 1 else None
+    if window is not None:
         full = (found.tokens >= 0).all(1).nonzero().flatten()
         first = int(full[0]) if len(full) else 0
-        return values[:, first].unflatten(2, found.window)
+        (h, w), places = window
+        return values[:, first][:, :, (places[:, 0] * w + places[:, 1]).argsort().view(h, w)]
     slots = found.tokens[0].argsort()[(found.tokens[0] < 0).sum() :]  # of the tokens in their order
     return values[:, 0][:, :, slots[(torch.arange(len(slots)).view(found.grid) if order is None else order)]]
 
@@ -107,8 +127,29 @@ def window_slots(found: Located) -> tuple[Size, Tensor] | None:
     """Shape of the window and the (row, column) of each slot [N, 2]; None if slots have no such order."""
     if found.window is None or found.prefix:
         return None
-    slot = torch.arange(found.window[0] * found.window[1])
-    return found.window, torch.stack((slot // found.window[1], slot % found.window[1]), -1)
+    (h, w), slot = found.window, torch.arange(found.tokens.shape[1])
+    height = _columns(found) if w == 1 else 0
+    if height:
+        return (height, len(slot) // height), torch.stack((slot % height, slot // height), -1)
+    return (h, w), torch.stack((slot // w, slot % w), -1)
+
+
+def _columns(found: Located) -> int:
+    """Slots in a column of a window whose slots follow each other column by column; 0 if they do not."""
+    row = found.tokens[int((found.tokens >= 0).sum(1).argmax())]  # the fullest window
+    real = (row >= 0).nonzero().flatten()
+    x = row[real] % found.grid[1]
+    other = (x != x[0]).nonzero().flatten()
+    height = int(real[other[0]] - real[0]) if len(other) else 0
+    return height if height > 1 and len(row) % height == 0 else 0
+
+
+def by_columns(found: Located) -> bool:
+    """Whether tokens, or those of windows, come column by column where they should come row by row."""
+    (h, w), tokens = found.grid, found.tokens[0][found.tokens[0] >= 0]
+    if found.windows == 1 and len(tokens) + found.prefix == found.tokens.shape[1]:
+        return min(h, w) > 1 and torch.equal(tokens.cpu(), torch.arange(h * w).view(h, w).T.flatten())
+    return found.window is not None and found.window[1] == 1 and _columns(found) > 0
 
 
 def _varies(values: Tensor) -> float:
@@ -224,45 +265,3 @@ def _prefix_bias(found: Located, scale: float) -> float:
     logits = found.logits[:, 0].double()
     parts = logits[:, :, first][..., rest], logits[:, :, rest][..., first].mT
     return max(float((part.amax(-1) - part.amin(-1)).max()) for part in parts) / scale
-
-
-class Resampled(NamedTuple):
-    """How an embedding at another size follows from that of the native size."""
-
-    rule: str  # as in `resample`
-    error: float  # largest difference, as a share of the standard deviation
-
-
-def resampling_rules(to_smaller: bool) -> dict[str, dict]:
-    """{rule: arguments of F.interpolate}: right ones first, then those with other centers."""
-    rules: dict[str, dict] = {}
-    for mode in ("bicubic", "bilinear"):
-        rules[f"{mode}, antialias"] = dict(mode=mode, antialias=True)
-        rules[f"{mode}"] = dict(mode=mode, antialias=False)
-    if not to_smaller:
-        rules = {name: how for name, how in rules.items() if not how["antialias"]} | {
-            name: how for name, how in rules.items() if how["antialias"]
-        }
-    return rules | {f"{mode}, align_corners": dict(mode=mode, align_corners=True) for mode in ("bicubic", "bilinear")}
-
-
-def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
-    """An embedding [h0, w0, C] at another grid by F.interpolate, [h, w, C].
-
-    Args:
-        offset: added to the grid for its scale factor.
-    """
-    image = native.permute(2, 0, 1)[None].float()
-    if offset:
-        factors = [(n + offset) / m for n, m in zip(grid, image.shape[-2:], strict=True)]
-        out = F.interpolate(image, scale_factor=factors, recompute_scale_factor=False, **how)
-    else:
-        out = F.interpolate(image, size=grid, **how)
-    return out[0].permute(1, 2, 0)
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference of two embeddings as a share of the standard deviation; inf for other shapes."""
-    if a.shape != b.shape:
-        return math.inf
-    return float((a.float() - b.float()).abs().max() / b.float().std().clamp(min=1e-9))

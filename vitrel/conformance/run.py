@@ -1,20 +1,23 @@
 """`check`: find position errors in anyone's model, from outside; `assert_position_conforms`: the same as a test."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from vitrel.common.names import did_you_mean
 from vitrel.common.sizes import Size, format_size
-from vitrel.conformance.checks import CHECKS, OF_SURVEYS, Examined, NotApplicableError
+from vitrel.conformance.checks import OF_SURVEYS, Examined, NotApplicableError
 from vitrel.conformance.identify import identify, summary
+from vitrel.conformance.reference import like as as_reference
 from vitrel.conformance.report import Finding, Report
+from vitrel.conformance.runs import OF_RUNS
 from vitrel.conformance.subject import REFUSALS, Subject, load, one_line, sizes_of
 from vitrel.conformance.survey import survey
 from vitrel.inspect.any_model import checked_size
 
+CHECKS: dict[str, Callable[[Examined], Iterator[Finding]]] = {**OF_SURVEYS, **OF_RUNS, "like": as_reference}
 MOST_TOKENS = 1024  # patches of the native size up to which it is examined: the logits of all pairs are stored
 _SMALLER = ((1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (3, 4))  # grids tried for the smallest input, in patches
 _SECONDS = 5.0  # a survey that takes longer is not repeated on smaller grids
@@ -57,7 +60,7 @@ def check(
     examined = _examine(subject, _sizes(subject, sizes), say)
     if like is not None:
         examined.reference = _examine(_subject(like, {} if isinstance(like, nn.Module) else options), examined.sizes, say)
-    found = identify({size: examined.surveys[size] for size in _native_first(examined)}, subject.model)
+    found = identify(examined.surveys, subject.model, examined.embeddings)
     report = Report(subject.name, examined.sizes, summary(found))
     for name in checks or CHECKS:
         if name == "like" and like is None:
@@ -126,17 +129,12 @@ def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, 
 
 
 def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], None]) -> Examined:
-    surveys = {}
-    for size in sizes:
+    native, surveys = subject.native(), {}
+    for size in sorted(sizes, key=lambda size: size != native):  # the native one first
         say(f"{subject.name} at {format_size(size)} px")
         model = subject.at(size)
         surveys[size] = survey(subject.call(model), model, size, subject.channels)
-    native = subject.native()
     return Examined(subject, sizes, surveys, native if native in surveys else None)
-
-
-def _native_first(examined: Examined) -> list[tuple[int, int]]:
-    return sorted(examined.sizes, key=lambda size: size != examined.native)
 
 
 def _results(name: str, examined: Examined) -> tuple[list[Finding], str]:

@@ -1,6 +1,7 @@
 """The model under examination: built from a name, an import path or a module, run at an image size, on a copy."""
 
 import copy
+import functools
 import importlib
 import inspect
 import os
@@ -43,8 +44,16 @@ class Subject:
         self._extra = _extra(self.model)
 
     def at(self, size: Size) -> nn.Module:
-        """A copy of the model that ran nothing before, for images of `size`, changed by `set_input_size` where it has one."""
-        return copy.deepcopy(model_at_size(self.model, size))
+        """A copy of the model that ran nothing before, for images of `size`.
+
+        At the native size it is as it was built; at others it is changed by `set_input_size` where it has one, which makes
+        masks and tables anew.
+        """
+        return copy.deepcopy(self.model if size == self.native() and self._runs_as_built else model_at_size(self.model, size))
+
+    @functools.cached_property
+    def _runs_as_built(self) -> bool:
+        return not _refusal(lambda: self.output(copy.deepcopy(self.model), self.images(self.native())))
 
     def takes_as_it_is(self, size: Size) -> bool:
         """Whether the model takes `size` without being changed for it."""
@@ -65,11 +74,7 @@ class Subject:
 
     def takes(self, size: Size) -> str:
         """An empty text if the model takes images of `size`, or else the first line of its error."""
-        try:
-            self.output(self.at(size), self.images(size))
-        except REFUSALS as error:
-            return one_line(error)
-        return ""
+        return _refusal(lambda: self.output(self.at(size), self.images(size)))
 
     def native(self) -> Size:
         """The image size (h, w) that the model was built for."""
@@ -123,6 +128,14 @@ def load(name: str, **options: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} gives {type(model).__name__}, not a torch.nn.Module: name a module, or what returns one")
     return model
+
+
+def _refusal(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except REFUSALS as error:
+        return one_line(error)
+    return ""
 
 
 def one_line(error: BaseException) -> str:

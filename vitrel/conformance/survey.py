@@ -68,6 +68,7 @@ class Embedding(NamedTuple):
     grid: Size
     patches: Tensor  # [h, w, C]
     prefix: Tensor  # [P, C]; P may be 0
+    parameter: str  # name of the first parameter or buffer that it is made of; "" if there is none
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Survey:
     embeddings: list[Embedding] = field(default_factory=list)
     unlocated: dict[str, str] = field(default_factory=dict)  # {module: why its tokens could not be placed}
     softmaxes: int = 0  # attention that was seen at all
+    alike: bool = True  # equal patches give equal queries and keys in every attention, where no embedding is added
 
 
 def survey(call: Callable[[Tensor], Any], model: nn.Module, size: Size, channels: int = 3) -> Survey:
@@ -101,7 +103,21 @@ def survey(call: Callable[[Tensor], Any], model: nn.Module, size: Size, channels
         except Unlocated as reason:
             found.unlocated[plain.attentions[group[0]].where] = str(reason)
     found.embeddings = [embedding for added in plain.added if (embedding := _embedding(added, size)) is not None]
+    if found.attentions and not found.embeddings:
+        equal = images[:, :, :1, :1].expand_as(images).contiguous()
+        found.alike = _alike(plain.attentions, run(call, model, equal).attentions)
     return found
+
+
+def _alike(located: list[Attention], equal: list[Attention]) -> bool:
+    """Whether the tokens of each head and window are the same in a pass of equal patches."""
+    for place, one in ((a.places, b) for a, b in zip(located, equal, strict=True) if a.places is not None):
+        for pixel, values in zip(place, (one.query, one.key), strict=True):  # [L, N], [L, N, D]
+            real, first = (pixel >= 0)[..., None], (pixel >= 0).long().argmax(1)
+            apart = (values - values[torch.arange(len(values)), first][:, None]).masked_fill(~real, 0.0)
+            if float(apart.abs().max()) > 1e-4 * float(values.abs().max()):
+                return False
+    return True
 
 
 def _groups(found: list[Attention]) -> list[list[int]]:
@@ -166,4 +182,4 @@ def _embedding(added: Added, size: Size) -> Embedding | None:
     rows = position[0].flatten(0, -2)
     if len(rows) != len(patch):  # as of logits of several windows
         return None
-    return Embedding(added.where, grid, rows[patch][place.argsort()].unflatten(0, grid), rows[~patch])
+    return Embedding(added.where, grid, rows[patch][place.argsort()].unflatten(0, grid), rows[~patch], added.parameter)

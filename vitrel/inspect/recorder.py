@@ -96,8 +96,9 @@ class Added:
 
     where: str
     shape: torch.Size  # of what it is added to, [B, ..., C]
-    position: Tensor  # as it was added
+    position: Tensor  # as it was added, with the channels last
     place: Tensor  # [N] the pixel of each token of an image
+    parameter: str  # name of the first parameter or buffer that it is made of; "" if there is none
 
 
 @dataclass
@@ -634,10 +635,15 @@ class _Recorder(TorchDispatchMode):
         tokens, position = read if read[0] in self._trail else read[::-1]
         if not self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
             return
-        place = None if self._trail[tokens].mixed else self._rows(tokens)
+        place, origin = None if self._trail[tokens].mixed else self._rows(tokens), self._origin.get(position, "")
+        if place is None and tokens.dim() == position.dim() == 4 and not self._trail[tokens].mixed:  # channels first
+            pixels = self._trail[tokens].place.movedim(1, -1)
+            if bool((pixels == pixels[..., :1]).all()):
+                tokens, position, place = tokens.movedim(1, -1), position.movedim(1, -1), pixels[..., :1]
         large = max(position.shape[:-1], default=1) > 1 and position.numel() >= tokens[0].numel() // tokens.shape[1]
         if large and place is not None:
-            self.found.added.append(Added(self.stack[-1], tokens.shape, position.clone(), self._first(place).flatten()))
+            where = self._first(place).flatten()
+            self.found.added.append(Added(self.stack[-1], tokens.shape, position.clone(), where, origin))
 
     def _note_origin(self, operator: str, args: tuple, read: list[Tensor], out: Any) -> None:
         origin = next((self._origin[value] for value in read if value in self._origin), None)

@@ -1,0 +1,157 @@
+"""Embeddings that are added to tokens: the parameter that holds one, and the rule by which it follows from it at any grid."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrel.common.sizes import Size, format_size
+from vitrel.conformance.survey import Embedding, Survey
+
+SAME_ROWS = 0.01  # share of the standard deviation: bicubic kernels of two libraries differ by less
+MODES = ("bicubic", "bilinear")
+
+
+class Resampled(NamedTuple):
+    """How an embedding follows from the native one, its master."""
+
+    kind: str  # "right", "centers" (patch centers move), "error", or "" if no rule is known
+    rule: str
+    nearest: float  # difference from the nearest right rule, in standard deviations
+
+
+class Derived(NamedTuple):
+    """An embedding at one image size."""
+
+    size: Size
+    found: Embedding
+    how: Resampled | None  # None: the parameter is no map, and the native size was not examined
+    master: Embedding | None
+
+
+def single_axis(found: Embedding) -> bool:
+    """Whether each channel of an embedding varies along one axis only, as of sines and cosines of rows and columns."""
+    rows, columns = (found.patches.std(axis, correction=0).amax(0) for axis in (0, 1))
+    scale = found.patches.std().clamp(min=1e-9)
+    return bool((torch.minimum(rows, columns) < 1e-3 * scale).all())
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference of two embeddings as a share of the standard deviation; inf for other shapes."""
+    if a.shape != b.shape:
+        return math.inf
+    return float((a.float() - b.float()).abs().max() / b.float().std().clamp(min=1e-9))
+
+
+def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
+    """The parameter that an embedding is made of as a map [h, w, C], of `grid` if it is a sequence; None if it is no map."""
+    value = {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(found.parameter)
+    channels = found.patches.shape[-1]
+    if value is None or channels not in value.shape:
+        return None
+    if value.dim() == 4 and len(value) == 1:
+        rows = value[0] if value.shape[-1] == channels else value[0].permute(1, 2, 0)
+        return found._replace(grid=tuple(rows.shape[:2]), patches=rows) if rows.shape[-1] == channels else None
+    rows = value.squeeze(0) if value.dim() == 3 else value
+    if rows.dim() != 2 or rows.shape[1] != channels or len(rows) < grid[0] * grid[1]:
+        return None
+    prefix = len(rows) - grid[0] * grid[1]
+    return Embedding(found.where, grid, rows[prefix:].unflatten(0, grid), rows[:prefix], found.parameter)
+
+
+def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list[Derived]:
+    """Every embedding at every size with how it follows from its master, the parameter or else the one at the native size.
+
+    Args:
+        native: image size that the model was built for, examined or not.
+        model: as it was built, whose parameters are those of the native size.
+    """
+    found = []
+    for number in range(min(len(one.embeddings) for one in surveys.values())):
+        at = {size: one.embeddings[number] for size, one in surveys.items()}
+        size, first = next((pair for pair in at.items() if pair[0] == native), next(iter(at.items())))
+        stride = size[0] // first.grid[0]
+        master = held(first, model, (native[0] // stride, native[1] // stride))
+        if master is None or not resampled(master, first).kind:
+            master = first if size == native else None
+        found += [Derived(size, one, resampled(master, one) if master else None, master) for size, one in at.items()]
+    return found
+
+
+def resampled(master: Embedding, found: Embedding) -> Resampled:
+    """Name the rule by which `found` follows from `master`: a right one, one that moves centers, or a common error."""
+    nearest = math.inf
+    for kind, rules in (("right", _right), ("centers", _off_center), ("error", _errors)):
+        for rule, expected in rules(master, found.grid):
+            apart = difference(expected.to(found.patches), found.patches)
+            if apart < SAME_ROWS:
+                return Resampled(kind, rule, apart)
+            nearest = min(nearest, apart) if kind == "right" else nearest
+    return Resampled("", "", nearest)
+
+
+def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
+    """An embedding [h0, w0, C] at another grid by F.interpolate, [h, w, C].
+
+    Args:
+        offset: added to the grid for its scale factor.
+    """
+    image = native.permute(2, 0, 1)[None].float()
+    if offset:
+        factors = [(n + offset) / m for n, m in zip(grid, image.shape[-2:], strict=True)]
+        out = F.interpolate(image, scale_factor=factors, recompute_scale_factor=False, **how)
+    else:
+        out = F.interpolate(image, size=grid, **how)
+    return out[0].permute(1, 2, 0)
+
+
+def _right(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
+    if grid == master.grid:
+        yield "unchanged", master.patches
+        return
+    smaller = any(n < m for n, m in zip(grid, master.grid, strict=True))
+    for antialias in (smaller, not smaller):
+        for mode in MODES:
+            yield f"{mode}{', antialias' * antialias}", interpolated(master.patches, grid, mode=mode, antialias=antialias)
+    if all(n <= m for n, m in zip(grid, master.grid, strict=True)):
+        yield "cropped", master.patches[: grid[0], : grid[1]]
+
+
+def _off_center(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
+    for mode in MODES:
+        corner = interpolated(master.patches, grid, mode=mode, align_corners=True)
+        yield f"{mode} with align_corners, which puts the outer patches at the borders", corner
+        for antialias in (False, True):
+            for offset in (0.1, 0.01, 0.001, 0.5):
+                moved = interpolated(master.patches, grid, offset, mode=mode, antialias=antialias)
+                yield f"{mode}{', antialias,' * antialias} by a scale factor of the size plus {offset}", moved
+
+
+def _errors(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
+    """Maps of one grid by common errors: rows cut, zeros added, axes exchanged or reversed, a square assumed."""
+    count, other = grid[0] * grid[1], grid[::-1]
+    rows = torch.cat((master.prefix.to(master.patches), master.patches.flatten(0, 1)))
+    for first in dict.fromkeys((len(master.prefix), *range(len(master.prefix) + 1))):
+        if first + count <= len(rows):
+            name = f"rows {first} to {first + count - 1} of {len(rows)}, cut and read as {format_size(grid)}"
+            yield name, rows[first : first + count].unflatten(0, grid)
+    inside = master.patches[: grid[0], : grid[1]]
+    yield "cropped, with zeros beyond it", F.pad(inside, (0, 0, 0, grid[1] - inside.shape[1], 0, grid[0] - inside.shape[0]))
+    side = math.isqrt(master.grid[0] * master.grid[1])
+    square = side * side == master.grid[0] * master.grid[1] and master.grid != (side, side)
+    for mode, antialias in itertools.product(MODES, (False, True)):
+        how = dict(mode=mode, antialias=antialias)
+        exchanged, right = (interpolated(master.patches, g, **how) for g in (other, grid))
+        yield f"height and width exchanged: {mode} to {format_size(other)} patches, transposed", exchanged.transpose(0, 1)
+        yield f"{mode} to {format_size(other)} patches, read as {format_size(grid)}", exchanged.reshape(*grid, -1)
+        yield f"{mode} of the transposed embedding", interpolated(master.patches.transpose(0, 1), grid, **how)
+        yield f"rows reversed, {mode}", right.flip(0)
+        yield f"columns reversed, {mode}", right.flip(1)
+        yield f"rows and columns reversed, {mode}", right.flip(0, 1)
+        if square:
+            wrong = master.patches.flatten(0, 1).unflatten(0, (side, side))
+            yield f"{mode} of the embedding read as {side}x{side}", interpolated(wrong, grid, **how)
