@@ -289,9 +289,11 @@ def resampling(examined: Examined) -> Iterator[Finding]:
     if any(one.how.rule == "cropped" for one in learned):
         learned += _beyond(examined)
     for one in learned:
-        if one.how.kind not in ("right", "centers"):
+        if one.how.kind not in ("right", "centers") and (one.how.kind or one.held):
             text = one.how.rule or f"no rule that is known: it is {one.how.nearest:.2g} standard deviations from the nearest"
             yield Finding("resampling", one.found.where, "the native embedding resampled to h x w", text, _grids(one))
+    if not all(one.how.kind or one.held for one in learned):
+        raise NotApplicableError("no single parameter holds the embedding, so its rule is not known")
 
 
 def _beyond(examined: Examined) -> list[Derived]:
@@ -306,10 +308,14 @@ def _beyond(examined: Examined) -> list[Derived]:
 
 
 def half_pixel(examined: Examined) -> Iterator[Finding]:
-    """Patch centers stay at (i + 1/2) / n of the image: no align_corners, no scale factor other than n / n0."""
+    """Patch centers stay at (i + 1/2) / n of the image: no align_corners, no scale factor other than n / n0.
+
+    Where the native embedding is resampled with other centers too, the weights were trained so, and it is no error.
+    """
     learned = _learned(examined)
+    trained = {one.found.where for one in learned if one.size == examined.native and one.how.kind == "centers"}
     for one in learned:
-        if one.how.kind == "centers":
+        if one.how.kind == "centers" and one.found.where not in trained:
             yield Finding("half_pixel", one.found.where, "patch centers at (i + 1/2) / n", one.how.rule, _grids(one))
     if not all(one.how.kind for one in learned):
         raise NotApplicableError("the embedding follows no rule of F.interpolate that the check knows")

@@ -31,6 +31,7 @@ class Derived(NamedTuple):
     found: Embedding
     how: Resampled | None  # None: the parameter is no map, and the native size was not examined
     master: Embedding | None
+    held: bool  # the master is the parameter
 
 
 def single_axis(found: Embedding) -> bool:
@@ -76,9 +77,11 @@ def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list
         size, first = next((pair for pair in at.items() if pair[0] == native), next(iter(at.items())))
         stride = size[0] // first.grid[0]
         master = held(first, model, (native[0] // stride, native[1] // stride))
-        if master is None or not resampled(master, first).kind:
+        parameter = master is not None and bool(resampled(master, first).kind)
+        if not parameter:
             master = first if size == native else None
-        found += [Derived(size, one, resampled(master, one) if master else None, master) for size, one in at.items()]
+        for size, one in at.items():
+            found.append(Derived(size, one, resampled(master, one) if master else None, master, parameter))
     return found
 
 
@@ -109,6 +112,11 @@ def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object)
     return out[0].permute(1, 2, 0)
 
 
+def _of_square(master: Embedding, grid: Size, **how: object) -> Tensor:
+    """Resampled to a square of the longer side and cropped, as NaFlexViT and RADIO do."""
+    return interpolated(master.patches, (max(grid), max(grid)), **how)[: grid[0], : grid[1]]
+
+
 def _right(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
     if grid == master.grid:
         yield "unchanged", master.patches
@@ -116,7 +124,10 @@ def _right(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
     smaller = any(n < m for n, m in zip(grid, master.grid, strict=True))
     for antialias in (smaller, not smaller):
         for mode in MODES:
-            yield f"{mode}{', antialias' * antialias}", interpolated(master.patches, grid, mode=mode, antialias=antialias)
+            how = dict(mode=mode, antialias=antialias)
+            name = f"{mode}{', antialias' * antialias}"
+            yield name, interpolated(master.patches, grid, **how)
+            yield f"{name}, keeping the aspect ratio", _of_square(master, grid, **how)
     if all(n <= m for n, m in zip(grid, master.grid, strict=True)):
         yield "cropped", master.patches[: grid[0], : grid[1]]
 
@@ -124,7 +135,9 @@ def _right(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
 def _off_center(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
     for mode in MODES:
         corner = interpolated(master.patches, grid, mode=mode, align_corners=True)
-        yield f"{mode} with align_corners, which puts the outer patches at the borders", corner
+        name = f"{mode} with align_corners, which puts the outer patches at the borders"
+        yield name, corner
+        yield f"{name}, keeping the aspect ratio", _of_square(master, grid, mode=mode, align_corners=True)
         for antialias in (False, True):
             for offset in (0.1, 0.01, 0.001, 0.5):
                 moved = interpolated(master.patches, grid, offset, mode=mode, antialias=antialias)
