@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from vitrel.data import BadImage, Reading, decode
-from vitrel.data.readers.decode import HARD_LIMIT
+from vitrel.data.readers.decode import HARD_LIMIT, image_size
 
 H, W = 24, 32
 rng = np.random.default_rng(0)
@@ -65,6 +65,10 @@ FRAMES = {"save_all": True, "append_images": [Image.fromarray(RGB)], "lossless":
 HIGH = (DEEP >> 8).astype(np.uint8)
 EXACT = {
     "png": (encoded(RGB, "PNG"), RGB),
+    "tiff": (encoded(RGB, "TIFF", compression="tiff_lzw"), RGB),
+    "tiff of two pages": (encoded(RGB, "TIFF", save_all=True, append_images=[Image.fromarray(SMOOTH)]), RGB),
+    "tiff cmyk": (encoded(Image.fromarray(RGB).convert("CMYK"), "TIFF"), RGB),
+    "tiff of 16 bits": (encoded(DEEP[..., 0].astype(np.uint16), "TIFF"), gray(HIGH[..., 0])),
     "png gray": (encoded(RGB[..., 0], "PNG"), gray(RGB[..., 0])),
     "png black and white": (encoded(RGB[..., 0] > 99, "PNG"), gray(RGB[..., 0] > 99) * np.uint8(255)),
     "png gray and alpha": (encoded(np.concatenate([RGB[..., :1], ALPHA], 2), "PNG"), gray(RGB[..., 0])),
@@ -137,6 +141,8 @@ DAMAGED = {
     "png cut": (cut("png", 0.6), "[Tt]runcated"),
     "webp cut": (cut("webp lossy", 0.6), "."),
     "png with a broken stream": (png(H, W, 8, 2, bytes(BROKEN_STREAM)), "broken data stream"),
+    "tiff of floats": (encoded(RGB[..., 0].astype(np.float32), "TIFF"), "its values have 32 bits: save it with 8 or 16"),
+    "tiff of integers": (encoded(RGB[..., 0].astype(np.int32), "TIFF"), "its values have 32 bits: save it with 8 or 16"),
     "empty": (b"", "the file is empty"),
     "html": (b"<html>not found</html>", r"not a JPEG, PNG, .* image, .*; it begins with b'<html>not found<'"),
 }
@@ -150,6 +156,15 @@ def test_damaged_files_are_named(tmp_path, fault):
     for source, name in ((path, str(path)), (data, "val/00003.tar: 17")):
         with pytest.raises(BadImage, match=f"cannot decode {name}: .*{text}.*; repair or remove it"):
             decode(source, name=name)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_a_tiff_is_turned_and_so_is_its_size(orientation):
+    data = encoded(RGB, "TIFF", tiffinfo={274: orientation})
+    expected = np.rot90(RGB, {1: 0, 3: 2, 6: -1}[orientation])
+    for upright in (False, True):
+        assert np.array_equal(as_array(decode(data, upright=upright)), expected)
+        assert image_size(data, upright=upright) == expected.shape[:2]
 
 
 def test_a_folder_or_nothing_in_the_place_of_a_file(tmp_path):

@@ -7,7 +7,7 @@ are recognized by content, not by name. The rules of conversion:
 - alpha and transparent colors are dropped, not blended: the stored color stays;
 - 16 bits per channel keep their high byte; a TIFF of 32 bits, which have no common meaning, is not decoded;
 - the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do, unless the image has a mask: image and mask are
-  then turned as viewers do, and so do the tools that masks are drawn with;
+  then turned as viewers do, and so do the tools that masks are drawn with; Pillow always turns a TIFF;
 - of an animation or a TIFF of several pages, the first is taken.
 """
 
@@ -151,6 +151,8 @@ def image_size(
 
 def _orientation(image: Image.Image) -> int:
     """The EXIF orientation of an image, 1 to 8, from what its header contains; from 5 on height and width are exchanged."""
+    if image.format == "TIFF":  # Pillow turns it while it decodes it, and its header has the turned size
+        return 1
     if image.format == "PNG" and "exif" not in image.info:  # otherwise Pillow decodes a PNG to look for it after the pixels
         return 1
     try:
