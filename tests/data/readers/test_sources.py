@@ -195,6 +195,7 @@ def test_folders_of_numbers_in_a_tar_are_as_many_classes(flowers, tmp_path):
     numbers = dict(zip(KINDS, ("204", "17", "3"), strict=True))
     with tarfile.open(tmp_path / "train.tar", "w") as archive:
         for kind, number in numbers.items():
+            add(archive, f"{number}/0.txt", b"a caption, which does not make a WebDataset of it")
             archive.add(flowers / "train" / kind, number)
     assert class_names(str(tmp_path)) == ["3", "17", "204"]
     found = items(tmp_path, "val", reading=Reading(val_fraction=0.9))
