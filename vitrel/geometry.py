@@ -101,7 +101,7 @@ def clear() -> None:
 
 def is_exporting() -> bool:
     """Return torch.compiler.is_exporting(), which before torch 2.14 is also True under torch.compile (pytorch issue 176347)."""
-    return torch.compiler.is_exporting() if _DISTINGUISHES_EXPORT else torch.compiler._is_exporting_flag
+    return torch.compiler.is_exporting() if _DISTINGUISHES_EXPORT else torch.compiler._is_exporting_flag  # noqa: SLF001
 
 
 def dtype_name(dtype: torch.dtype) -> str:

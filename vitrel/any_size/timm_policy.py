@@ -43,7 +43,10 @@ def _resize(model: Any, arguments: tuple[Tensor, ...]) -> None:
     if model.training:
         raise ValueError('policy="timm" trains at the size of the model only: timm resizes copies of its parameters')
     tables = ("_parameters", "_buffers", "_modules")
-    model._before_resize = [(m, vars(m) | {name: dict(vars(m)[name]) for name in tables}) for m in model.modules()]
+    # an attribute of ours, private so that nobody takes it for timm's
+    model._before_resize = [  # noqa: SLF001
+        (m, vars(m) | {name: dict(vars(m)[name]) for name in tables}) for m in model.modules()
+    ]
     with torch.no_grad():
         model.set_input_size(size)
 

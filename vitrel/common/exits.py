@@ -76,7 +76,7 @@ def at_once() -> Iterator[None]:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001  os._exit would leave them out, and there is no public name
     with suppress(OSError):  # the reader of a pipe has gone
         sys.stdout.flush()
         sys.stderr.flush()

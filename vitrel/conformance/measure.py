@@ -52,15 +52,15 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
     if max(_varies(query), _varies(key)) < 1e-4:
         return None
     width = query.shape[-1]
-    scores = {name: max(_norm_change(_pairs(part, name)) for part in (query, key)) for name in _patterns(width)}
+    scores = {name: max(_norm_change(as_pairs(part, name)) for part in (query, key)) for name in _patterns(width)}
     pairs = min(scores, key=lambda name: scores[name])
-    turns = [_pairs(part, pairs) for part in (query, key)]  # complex [B, H, h, w, P]
-    found_steps = [[_step(turn, axis) for axis in (2, 3)] for turn in turns]
+    turns = [as_pairs(part, pairs) for part in (query, key)]  # complex [B, H, h, w, P]
+    found_steps = [[phase_step(turn, axis) for axis in (2, 3)] for turn in turns]
     steps, spread = (torch.stack([torch.stack([s[which] for s in side], 1) for side in found_steps]) for which in (0, 1))
     origin = torch.full((query.shape[1], width // 2), math.nan)
     plain = _plain(found, 0)
     if plain is not None:
-        content = _pairs(plain, pairs)
+        content = as_pairs(plain, pairs)
         origin = (turns[0][:, :, 0, 0] * content.conj()).sum(0).angle()
     pure = scores[pairs] < SAME
     return Rotation(pairs if pure else "", scores[pairs], tuple(query.shape[2:4]), steps, spread, origin, _prefix(found))
@@ -161,7 +161,7 @@ def _patterns(width: int) -> list[str]:
     return [name for name, n in (("half", 2), ("interleaved", 2), ("quarter", 4)) if width % n == 0]
 
 
-def _pairs(values: Tensor, pattern: str) -> Tensor:
+def as_pairs(values: Tensor, pattern: str) -> Tensor:
     """Channels [..., D] as complex numbers [..., D/2]."""
     values = values.double()
     if pattern == "interleaved":
@@ -179,7 +179,7 @@ def _norm_change(turn: Tensor) -> float:
     return float(change.max() / norm.mean())
 
 
-def _step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Mean angle [H, P] between neighbors along an axis of [B, H, h, w, P], and the largest deviation from it."""
     n = turn.shape[axis]
     if n < 2:

@@ -41,7 +41,7 @@ class Subject:
                 value.copy_(0.02 * torch.randn(value.shape, generator=generator))
                 self.filled += 1
         self.channels = _channels(self.model)
-        self._extra = _extra(self.model)
+        self.extra = _extra(self.model)
 
     def at(self, size: Size) -> nn.Module:
         """A copy of the model that ran nothing before, for images of `size`.
@@ -61,7 +61,7 @@ class Subject:
 
     def call(self, model: nn.Module) -> Callable[[Tensor], Any]:
         """A function that runs `model`, a copy of the subject's, on images."""
-        return lambda images: model(images, **self._extra)
+        return lambda images: model(images, **self.extra)
 
     def output(self, model: nn.Module, images: Tensor) -> Tensor:
         """The first tensor that `model` returns for images, without gradients."""

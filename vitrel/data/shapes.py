@@ -119,7 +119,7 @@ class Drawn(Dataset, ABC):
         items: list = [None] * len(draws)
         for size in dict.fromkeys(draw.size for draw in draws):
             members = [i for i, draw in enumerate(draws) if draw.size == size]
-            drawn = self._of_size(size)._items([draws[i].index for i in members])
+            drawn = self._of_size(size)._items([draws[i].index for i in members])  # noqa: SLF001  another of its class
             for i, item in zip(members, drawn, strict=True):
                 items[i] = item
         return items

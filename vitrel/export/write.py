@@ -232,7 +232,7 @@ def _free_sizes(program: torch.export.ExportedProgram) -> None:
     image = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == program.graph_signature.user_inputs[0])
     batch = image.meta["val"].shape[0].node.expr
     program.range_constraints[batch] = ValueRanges(1, program.range_constraints[batch].upper)
-    conditions = program._guards_code
+    conditions = program._guards_code  # noqa: SLF001  the only place where they stand
     several = re.compile(r".*size\(\)\[0\].* > 1\)?")
     conditions[:] = [
         code

@@ -56,7 +56,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 def in_forward_mode() -> bool:
     """Return whether this runs in torch.autograd.forward_ad.dual_level or torch.func.jvp, where tensors may carry tangents."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001  there is no public name
 
 
 def _requires_grad(x: Tensor) -> bool:

@@ -303,7 +303,7 @@ def create_optimizer(model: nn.Module, settings: Optimization, images: int = 1) 
     optimizer = create_optimizer_v2(groups, opt=settings.name, lr=lr, weight_decay=decay, **keywords)
     # Fused optimizers can unscale gradients themselves. Lightning then refuses to clip gradients, even where nothing is scaled
     # (bf16-mixed).
-    optimizer._step_supports_amp_scaling = False
+    optimizer._step_supports_amp_scaling = False  # noqa: SLF001  the flag that Lightning reads
     if getattr(optimizer, "is_second_order", False):
         raise ValueError(
             f"model.optim.name: {settings.name} needs second derivatives, which are not computed: use another optimizer"

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -139,18 +140,30 @@ class Saving(Checkpoint):
         self.path, self.csv, self.every = Path(folder) / "last.ckpt", csv, every
         self.go_on = go_on
         self.update: int | None = None  # number of updates in `last.ckpt`
+        self.evaluated = -1  # number of the batch, from 0 over all epochs, after which the last evaluation was
+        self.rewind: Callable[[Trainer, dict[str, Any]], None] | None = None
         self.received, self.since = 0, 0.0  # the signal that was received (0: none), and when
         self.old_handlers: dict[int, Any] = {}
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule
+        if self.rewind is not None:
+            self.rewind(trainer, checkpoint["loops"]["fit_loop"])
         checkpoint["run"] = {"rows": len(self.csv.rows), "order": run_settings(trainer), "times": data.fingerprints[1]}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read the rows that were logged before the checkpoint was saved."""
         self.csv.resume(checkpoint["run"]["rows"])
-        # with max_steps, Lightning would count an epoch that has ended once more and skip the next one
-        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+        # With max_steps, Lightning counts an epoch that has ended once more and skips the next one; no public name prevents it
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]  # noqa: SLF001
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return after which batch the last evaluation was."""
+        return {"evaluated": self.evaluated}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore after which batch the last evaluation was."""
+        self.evaluated = state["evaluated"]
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -177,46 +190,28 @@ class Saving(Checkpoint):
         self.received = max(self.received, number)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Saved here rather than at the end of the previous batch, whose metrics were not logged yet at that time. For the save,
-        # the progress counters are set back to the state before this batch.
-        loop = trainer.fit_loop.epoch_loop
-        progress, steps = loop.batch_progress, loop._batches_that_stepped
-        state = progress.state_dict()
-        progress.current.ready -= 1
-        progress.total.ready -= 1
-        progress.is_last_batch = False
-        if not loop._should_accumulate():
-            stop = self._stop(trainer)
-            # before the first batch of an epoch, the save at the end of the previous epoch is up to date
-            if batch_idx > 0 and (stop or (self.every and trainer.global_step % self.every == 0)):
-                # directly after an evaluation, a resumed run would count its step in the logs a second time
-                loop._batches_that_stepped -= loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-                self._save(trainer)
-            self._exit_if(stop)
-        progress.load_state_dict(state)
-        loop._batches_that_stepped = steps
+        # Saved here rather than at the end of the previous batch, whose metrics were not logged yet at that time
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        stop = self._stop(trainer)
+        # before the first batch of an epoch, the save at the end of the previous epoch is up to date
+        if batch_idx > 0 and (stop or (self.every and trainer.global_step % self.every == 0)):
+            self._save(trainer, self._before_batch)
+        self._exit_if(stop)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.fit_loop._should_accumulate():
-            return
-        # saved as if interrupted inside the first evaluation batch, so that a resumed run repeats the whole evaluation
-        progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-        state = progress.state_dict()
-        for counts in (progress.total, progress.current):  # set, not incremented: a resumed run may have these values already
-            counts.ready = counts.started = counts.completed + 1
-            counts.processed = counts.completed
-        self._save(trainer)
-        progress.load_state_dict(state)
-        self._exit_if(self._stop(trainer))
+        if not trainer.sanity_checking and not _accumulating(trainer):
+            self._save(trainer, _before_evaluation)
+            self._exit_if(self._stop(trainer))
+        self.evaluated = trainer.fit_loop.total_batch_idx
 
     def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self._exit_if(not trainer.sanity_checking and not trainer.fit_loop._should_accumulate() and self._stop(trainer))
+        self._exit_if(not trainer.sanity_checking and not _accumulating(trainer) and self._stop(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         # Lightning logs the epoch's metrics after this hook; a run resumed from this save would never log them
-        metrics = {name: value.item() for name, value in trainer._logger_connector.metrics["log"].items()}
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
-        self.csv.log_metrics(metrics | {"epoch": trainer.current_epoch}, step)
+        metrics = {name: float(value) for name, value in trainer.logged_metrics.items() if _is_of_epoch(name)}
+        self.csv.log_metrics(metrics | {"epoch": trainer.current_epoch}, trainer.global_step - 1)
         self._save(trainer)
         self._exit_if(self._stop(trainer))
 
@@ -239,10 +234,21 @@ class Saving(Checkpoint):
         torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
         return int(received)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, rewind: Callable[[Trainer, dict[str, Any]], None] | None = None) -> None:
+        """Write `last.ckpt`; `rewind` sets the counters of Lightning's loops in it to the moment from which a run resumes."""
         self.csv.save()
+        self.rewind = rewind
         trainer.save_checkpoint(self.path)
-        self.update = trainer.global_step
+        self.rewind, self.update = None, trainer.global_step
+
+    def _before_batch(self, trainer: Trainer, loops: dict[str, Any]) -> None:
+        batches = loops["epoch_loop.batch_progress"]
+        for counts in (batches["total"], batches["current"]):
+            counts["ready"] -= 1
+        batches["is_last_batch"] = False
+        # directly after an evaluation, a resumed run counts its step once more
+        after_evaluation = self.evaluated == batches["total"]["ready"] - 1
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = trainer.global_step - after_evaluation
 
     def _exit_if(self, stop: int) -> None:
         """Raise SystemExit with status 128 + `stop`, the number of a signal, after printing what is saved; 0: do nothing.
@@ -276,3 +282,21 @@ class Saving(Checkpoint):
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
             rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self.left()}", flush=True)
             raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _accumulating(trainer: Trainer) -> bool:
+    """Whether gradients of batches are waiting for an update; the last batch of an epoch always brings one."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return done % trainer.accumulate_grad_batches > 0 and done < trainer.num_training_batches
+
+
+def _before_evaluation(trainer: Trainer, loops: dict[str, Any]) -> None:
+    """Set the counters as if the run was interrupted in the first evaluation batch: a resumed run repeats the evaluation."""
+    batches = loops["epoch_loop.val_loop.batch_progress"]
+    for counts in (batches["total"], batches["current"]):  # set, not incremented: a resumed run may have these values already
+        counts["ready"] = counts["started"] = counts["completed"] + 1
+        counts["processed"] = counts["completed"]
+
+
+def _is_of_epoch(name: str) -> bool:
+    return not name.endswith("_step") and not name.startswith("val/")
