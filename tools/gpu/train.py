@@ -5,8 +5,8 @@ the folder that `pack` made, each as often as needed for the updates. `vitrel tr
 alone has 60 MB of wheels; where it is missing, that row is left out.
 """
 
+import csv
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -133,15 +133,16 @@ def timm_loader(folder: Path, side: int, batch: int, workers: int, device: torch
 
 
 def ours(setting: Setting, samples: Samples, folder: Path, side: int, batch: int) -> None:
-    """Train by the command with the defaults of this machine, and add a row with what its summary says of the last epoch."""
+    """Train by the command with the defaults of this machine, and add a row with what its log says of the last epoch."""
     model = "vitrel_swin_n" if setting.small else "vitrel_swin_t"
     command = [sys.executable, "-m", "vitrel", "train", "--model", model, "--data", str(folder), "--size", str(side)]
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="vitrel-train-") as out:
         given = ["--epochs", "2", "--data.batch_size", str(batch), "--out", out]
         subprocess.run([*command, *given], cwd=ROOT, check=True, timeout=max(1.0, setting.until - begun))
-        said = json.loads(next(Path(out).rglob("summary.json")).read_text("utf-8"))
-    found = {name: said[name] for name in ("images_per_s", "data_wait", "updates")}
+        with (Path(out) / "metrics.csv").open(newline="") as file:
+            said = [row for row in csv.DictReader(file) if row["images_per_s"]][-1]
+    found = {"updates": int(said["step"]) + 1, **{name: float(said[name]) for name in ("images_per_s", "data_wait")}}
     samples.add("train", **_key(setting, OURS), **found, seconds=round(time.time() - begun, 1))
 
 

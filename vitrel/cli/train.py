@@ -42,12 +42,16 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--data": "--data.data",
     "--val-fraction": "--data.reading.val_fraction",
     "--size": "--data.size",
+    "--batch-size": "--data.batch_size",
+    "--n-train": "--data.n_train",
+    "--lr": "--model.optim.lr",
+    "--seed": "--seed_everything",
     "--protocol": "--data.protocol",
     "--epochs": "--trainer.max_epochs",
     "--out": "--trainer.default_root_dir",
     "-o": "--trainer.default_root_dir",
 }
-TYPES = {"--size": size_or_budget, "--data.size": size_or_budget, "--epochs": count}
+TYPES = {"--size": size_or_budget, "--data.size": size_or_budget, "--epochs": count, "--batch-size": count, "--n-train": count}
 HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--distill]
                     [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
@@ -58,26 +62,26 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
   --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's
-                                  attention, the embedding dropped; top-1 +15 to +30 at half the size, -2 to 0 at its own
+                                  attention, the embedding dropped; docs/studies say what that changed in our trials
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
                                   Hugging Face data with masks, VOC, shapes-dense; --head linear|fpn|upernet
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
+  --lr X, --batch-size N          peak learning rate; images per batch and device (64, fewer where images are few)
+  --n-train N, --seed N           number of training images (all); seed of weights, order, augmentation, drop path, mixing (0)
   --protocol native               every image at its own aspect ratio, with at most the tokens of --size, or --size 196t
   --out DIR                       folder of the run
   --config FILE                   a YAML file, or a name in vitrel/configs/train; of several, later ones override earlier ones
-  --ckpt_path auto|FILE           resume the run in trainer.default_root_dir, or from a checkpoint
+  --ckpt_path auto|FILE           resume the run in the folder of --out, or from a checkpoint
   --import MODULE                 import a Python module first, which registers encodings of your own
-  --seed_everything N             seed of weights, order, augmentation, drop path, mixing (0)
   --print_config                  print the complete configuration and stop
 
 data
-  --data.batch_size N             images per batch and device (64, fewer where images are few)
   --data.global_batch_size N      images per update, accumulated over batches, on any number of devices
   --data.workers N                processes that load images (on a GPU all cores but two, at most 16 a device; else 0)
   --data.augment YAML             {} for the defaults, null for none
-  --data.n_train N, --data.n_val N    number of images; default all
+  --data.n_val N                  number of evaluation images; default all
   --data.train_sizes YAML         sizes between which batches alternate, e.g. '[80, 96, [96, 128]]'
   --data.repeats N, --data.reading YAML, --data.region YAML, --data.protocol, --data.tokens
 
@@ -86,7 +90,7 @@ model
   --model.model_args YAML         keywords of timm.create_model, e.g. '{drop_path_rate: 0.1, pretrained: true}'
   --model.tuning YAML             {init_from: FILE, position: table, position_args: {}, absolute: fade, reset_head: true,
                                   trainable: [norm, head]}
-  --model.optim.lr X              peak learning rate (0.001); optim.name, weight_decay, warmup_epochs, layer_decay, ...
+  --model.optim YAML              {name: adamw, weight_decay: 0.05, warmup_epochs: 5, layer_decay: 0.75, lr_base_size: 32, ...}
   --model.mixing YAML             mixup and cutmix: {} for the defaults, {mixup: 0.2} for mixup alone, null for none
   --model.label_smoothing X       (0); --model.task and --model.head are --task and --head
   --model.objective YAML          {loss: bce}, {distillation: {teacher: NAME, checkpoint: FILE}}, {dice: 0.5}

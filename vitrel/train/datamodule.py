@@ -125,6 +125,7 @@ class ImageData(LightningDataModule):
         options = {"n": self.n_val, "reading": strict, "task": self.task}
         self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, **options)
         n, even = len(self.train_set), module.mixup is not None
+        self.chose_batch = self.batch_size is None
         if self.batch_size is None:
             self.batch_size = default_batch_size(n, world)
         if self.global_batch_size is not None and self.trainer.accumulate_grad_batches == 1:

@@ -127,6 +127,7 @@ class CSVLog(Logger):
         """Write all rows to the file; its folder must exist. Called before every checkpoint and at the end of the run."""
         if not self.rows:
             return
+        check_folder(self.path.parent)
         columns = list(dict.fromkeys(["epoch", "step", *sorted({key for row in self.rows for key in row})]))
         with atomic_write(self.path) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
@@ -135,8 +136,17 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self.path.parent.is_dir():  # a removed folder is the reason why the run ends, see RunFolder
+        if self.path.parent.is_dir():  # a removed folder is the reason why the run ends
             self.save()
+
+
+def check_folder(folder: Path) -> None:
+    """Raise FileNotFoundError if a run's folder is gone; what is written into a new one would look complete."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder}, the folder of this run, was removed or renamed during the run. Move it back and resume with "
+            "--ckpt_path auto; if it is lost, the same command starts from the beginning"
+        )
 
 
 def merit(value: float, loss: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_only
@@ -179,9 +180,11 @@ class Tuning:
         head = {name: value for name, value in state.items() if name.startswith("head.")}
         model.load_state_dict({name: value for name, value in (fitted.state_dict() | head).items() if name in state})
         report = fitted.conversion
-        explained = [" ".join(f"{step.explained:.2f}" for step in steps) for steps in (report.before, report.after)]
+        before, after = ([step.explained for step in steps] for steps in (report.before, report.after))
+        least = min(range(len(after)), key=after.__getitem__)
         rank_zero_only(print)(
-            f"position: {report.head()}; share of each block's attention explained: {explained[1]} (before: {explained[0]})"
+            f"position: {report.head()}; it explains {mean(after):.0%} of attention (before: {mean(before):.0%}), in block "
+            f"{least} least, {after[least]:.0%}"
         )
 
     def stored(self, model: nn.Module, name: str, model_args: dict[str, Any]) -> tuple[str, dict[str, Any]]:

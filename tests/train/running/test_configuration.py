@@ -176,6 +176,8 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
         (["--data.augment={flips: false}"], "unknown key flips: did you mean flip?"),
         (["--data.size=64", "--model={optim: {lrr: 1}}"], "unknown key model.optim.lrr: did you mean model.optim.lr?"),
         (["--lr=3"], "unknown key lr: did you mean model.optim.lr?"),
+        (["--learning_rate=3"], "unknown key learning_rate: did you mean model.optim.lr?"),
+        (["--model.learning-rate=3"], "unknown key model.learning-rate: did you mean model.optim.lr?"),
         (["--run.save_evry=3"], "unknown key run.save_evry: did you mean run.save_every?"),
         (["--seed=3"], "unknown key seed: did you mean seed_everything?"),
         (["--optimizer=sgd"], "unknown key optimizer: did you mean optim?"),

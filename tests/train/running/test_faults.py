@@ -22,7 +22,8 @@ from vitrel.common import lock
 from vitrel.common.exits import reported
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, datamodule, run
-from vitrel.train.running.faults import FiniteLoss, RunFolder
+from vitrel.train.running.command import _threads_in_a_line
+from vitrel.train.running.faults import FiniteLoss
 
 
 @pytest.fixture
@@ -279,17 +280,21 @@ def test_another_callback_may_save_where_nothing_is_yet(command, tmp_path):
     assert (tmp_path / "far" / "away" / "mine.ckpt").is_file()
 
 
-def test_threads_that_fail_of_the_removed_folder_are_silent_and_others_are_not(tmp_path, monkeypatch):
+def test_a_thread_that_cannot_write_is_a_line_and_another_error_is_not(tmp_path, monkeypatch, capsys):
+    """As TensorBoard's writer on a full disk."""
     heard = []
     monkeypatch.setattr(threading, "excepthook", lambda failed: heard.append(failed.exc_type))
-    folder = RunFolder(tmp_path / "run")
-    folder.on_fit_start(SimpleNamespace(is_global_zero=True), None)
-    file = tmp_path / "run" / "events"
-    for work in (file.read_text, (tmp_path / "run").rmdir, file.read_text, lambda: 1 / 0):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert heard == [FileNotFoundError, ZeroDivisionError]  # the second of file.read_text is the folder's
+
+    def full():
+        raise OSError(28, "No space left on device", "events.out")
+
+    with _threads_in_a_line():
+        for work in (full, lambda: 1 / 0):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert heard == [ZeroDivisionError]
+    assert capsys.readouterr().err == "warning: a log could not be written: events.out: No space left on device\n"
 
 
 def finite(folder, losses, device="cpu", every=3):

@@ -3,10 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
 
 from vitrel.train.running import progress
-from vitrel.train.running.progress import EpochLines, Progress, Speed, peak_memory, progress_of
+from vitrel.train.running.progress import EpochLines, Speed, peak_memory
 
 
 class Run:
@@ -133,33 +132,3 @@ def test_a_line_a_minute_within_an_epoch(monkeypatch, capsys):
     now[0] += 40
     lines.on_validation_batch_end(trainer, module, None, None, 2)
     assert capsys.readouterr().out == f"epoch 2/3  evaluation 3/9{rest}\n"
-
-
-@pytest.mark.parametrize(("terminal", "kinds"), [(True, [EpochLines, Progress]), (False, [EpochLines])])
-def test_a_bar_on_a_terminal_only(monkeypatch, terminal, kinds):
-    monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
-    shown = progress_of(Speed())
-    assert [type(callback) for callback in shown] == kinds and (shown[0].every == 60) == (not terminal)
-    assert [type(callback) for callback in progress_of(Speed(), [TQDMProgressBar()])] == [EpochLines]
-
-
-def test_the_bar_does_not_wait_for_every_step(monkeypatch):
-    run, read = Run(monkeypatch), []
-    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: read.append(1) or {"train/loss_step": len(read)})
-    bar, trainer = Progress(run.speed), SimpleNamespace(training=True, is_last_batch=False)
-    shown = []
-    for seconds in (0, 0.4, 0.4, 0.4, 0.4):
-        run.now += seconds
-        shown.append(bar.get_metrics(trainer, None)["loss"])
-    assert shown == [1, 1, 1, 2, 2]
-    trainer.is_last_batch = True  # then the epoch's means are new
-    assert bar.get_metrics(trainer, None)["loss"] == 3
-
-
-def test_the_bar_tells_what_changes_within_an_epoch(monkeypatch):
-    found = {"train/loss_step": 1.0, "val/loss": 3.0, "other": 2.0, "v_num": 3}
-    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: found)
-    speed = Speed()
-    assert list(Progress(speed).get_metrics(None, None)) == ["loss"]  # no time left before the first update
-    speed.eta = 90.0
-    assert Progress(speed).get_metrics(None, None) == {"loss": 1.0, "eta": "0:01:30"}

@@ -1,14 +1,15 @@
 """The command line: LightningCLI with fixed classes and one folder per run.
 
-The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`,
+The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`,
 `checkpoints/best.ckpt` (highest `val/top1`, in segmentation `val/miou`) and `checkpoints/last.ckpt`. `--ckpt_path FILE`
 resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if there is one.
 """
 
 import logging
+import math
 import re
-import shlex
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ import jsonargparse
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -34,18 +36,13 @@ from vitrel.common.user_modules import imported_modules
 from vitrel.train.datamodule import ImageData
 from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
-from vitrel.train.running.execution import check_processes, refused_trainer
-from vitrel.train.running.faults import BadImages, FiniteLoss, RunFolder
-from vitrel.train.running.progress import Speed, has_bar, progress_of
+from vitrel.train.running.faults import BadImages, FiniteLoss
+from vitrel.train.running.progress import EpochLines, Speed
+from vitrel.train.running.report import IdlePosition, Report
 from vitrel.train.running.saving import AtomicIO, Best, Saving, read_to_resume
-from vitrel.train.running.summary import Summary
 
 USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
 GO_ON = "to resume, run the same command with --ckpt_path auto"
-HELP = {  # instead of Lightning's texts, which offer more than is allowed here
-    "seed_everything": "seed of weights, order of images, augmentation, drop path and mixing",
-    "ckpt_path": "checkpoint file to resume from, or auto: last.ckpt in trainer.default_root_dir if there is one",
-}
 COMPUTED = {  # keys that are set from others; in a file jsonargparse would ignore them
     "data.seed": "seed_everything",
     "model.seed": "seed_everything",
@@ -126,13 +123,10 @@ class TrainCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
         """Parse the arguments; SystemExit 2, with the reason on stderr, for a key or value that is not allowed."""
         args = args or []
-        self.command = shlex.join(args)
         for option, value in zip(args, [*args[1:], ""], strict=True):
             name, equals, path = option.partition("=")
             if name in ("-c", "--config"):
                 _check_file(path if equals else value)
-        for action in self._subcommand_parsers["fit"]._actions:
-            action.help = HELP.get(action.dest, action.help)
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
@@ -145,9 +139,11 @@ class TrainCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if "Problem with given class_path" not in str(error):
-                raise
-            raise ValueError(_sentence(str(error))) from error
+            if "Problem with given class_path" in str(error):
+                raise ValueError(_sentence(str(error))) from error
+            if named := re.search(r"Given value: Namespace\(class_path='([^']+)'", str(error)):  # the class itself has failed
+                raise ValueError(f"{named[1]}: {one_line(error.__cause__ or error)}") from error
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
@@ -174,31 +170,33 @@ class TrainCLI(LightningCLI):
                 )
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
-        check_processes(config["accelerator"], config["devices"])
+        if config["accumulate_grad_batches"] < 1:
+            raise ValueError(f"trainer.accumulate_grad_batches must be at least 1, not {config['accumulate_grad_batches']}")
         log = CSVLog(folder)
         kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO(folder)]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.batch_order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
         callbacks = _listed(config["callbacks"])
-        kwargs["callbacks"] = [*callbacks, *self._callbacks(log, callbacks)]
-        if config["enable_progress_bar"] is not False:
-            kwargs["enable_progress_bar"] = has_bar(kwargs["callbacks"])
+        prints = config["enable_progress_bar"] is not False
+        bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if prints and not bar and sys.stdout.isatty():
+            callbacks.append(RichProgressBar(refresh_rate=10))  # more often, a GPU would wait for the metrics to be read
+            bar = True
+        kwargs["callbacks"] = [*callbacks, *self._callbacks(log, prints, bar)]
+        kwargs["enable_progress_bar"] = bar
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ModuleNotFoundError, TypeError) as error:
-            raise ValueError(refused_trainer(config, error)) from error
+            raise ValueError(one_line(error)) from error
 
-    def _callbacks(self, log: CSVLog, others: list[Callback]) -> list[Callback]:
+    def _callbacks(self, log: CSVLog, prints: bool, bar: bool) -> list[Callback]:
         settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
-        about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
-        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else progress_of(speed, others)
-        resumed = self._get(self.config_init, "ckpt_path") is not None
-        summary = Summary(log, speed, about, resumed, prints=bool(progress))
+        lines = [EpochLines(speed, math.inf if bar else 60.0), Report(log)] if prints else []
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
         # the checks come first: FiniteLoss must raise before anything is logged or saved
-        checks = [RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
+        checks = [FiniteLoss(folder), BadImages(folder)]
         metric = self._get(self.config_init, "model").task.metric
-        return [*checks, speed, *progress, summary, Best(folder / "checkpoints", metric), saving]
+        return [*checks, speed, IdlePosition(), *lines, Best(folder / "checkpoints", metric), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).
@@ -217,8 +215,8 @@ class TrainCLI(LightningCLI):
                 held.enter_context(only_writer(folder))
                 if ckpt_path is None and last.exists():
                     raise FileExistsError(
-                        f"{folder} holds a run already: resume it with --ckpt_path {last} (or auto), choose another "
-                        "trainer.default_root_dir, or remove the folder"
+                        f"{folder} holds a run already: resume it with --ckpt_path auto, name another folder with --out, or "
+                        "remove this one"
                     )
             self._fit(model, datamodule, ckpt_path)
 
@@ -239,6 +237,24 @@ class TrainCLI(LightningCLI):
             if cause is not error:
                 raise cause from None
             raise
+
+
+@contextmanager
+def _threads_in_a_line() -> Iterator[None]:
+    """Context in which an OSError of a thread, as of TensorBoard's writer on a full disk, is a line instead of a traceback."""
+    before = threading.excepthook
+
+    def say(failed: threading.ExceptHookArgs) -> None:
+        if isinstance(failed.exc_value, OSError):
+            print(f"warning: a log could not be written: {one_line(failed.exc_value)}", file=sys.stderr)
+        else:
+            before(failed)
+
+    threading.excepthook = say
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 @contextmanager
@@ -279,7 +295,7 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
     # loggers import what they need only when they are built
-    with warnings.catch_warnings(), optional_import(), _denormals_flushed():
+    with warnings.catch_warnings(), optional_import(), _denormals_flushed(), _threads_in_a_line():
         # passing `args` is intended here, and small data sets need no loader processes
         warnings.filterwarnings("ignore", message=".*args parameter is intended to run from within Python.*")
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -342,13 +358,15 @@ def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _sentence(message: str) -> str:
     """Return a message of jsonargparse as one line: the key, what it takes, and the value, or the nearest key."""
+    message = re.sub(r"^Call to compute_fn .* failed: ", "", message)
     if denied := re.search(r"Importing '([^']+)' is not allowed", message):
         return f"{denied[1]} is not allowed: a configuration names classes of {', '.join(MODULES)} and modules of --import only"
     option = r"(?:(?:Group '(.+)'|Subcommand 'fit') does not accept o|O)ption '([^']+)'|unrecognized arguments: -*([^ =]+)"
     if unknown := re.search(option, message):
         name = ".".join(filter(None, unknown.groups())).removeprefix("fit.")
+        meant = name.replace("-", "_").replace("learning_rate", "lr")
         last = [known.rpartition(".")[2] for known in keys()]  # of a key within another, only the last word is known
-        near = did_you_mean(name, keys()) or did_you_mean(name, last) or "; --help-all lists the keys"
+        near = did_you_mean(meant, keys()) or did_you_mean(meant, last) or "; --help-all lists the keys"
         return f"unknown key {name}{near}"
     key = re.match(r'Parser key "([^"]+)":', message)
     if problem := re.search(r"Problem with given class_path '(.+)':\s+(.+)", message):
@@ -382,8 +400,8 @@ def _parse_plain_values() -> None:
 
 
 def _seed(value: int | bool) -> int:
-    if isinstance(value, bool):
-        raise ValueError(f"seed_everything must be an integer, the seed of the run, not {str(value).lower()}")
+    if isinstance(value, bool) or not 0 <= value < 2**32:
+        raise ValueError(f"seed_everything must be an integer from 0 to 2**32 - 1, not {str(value).lower()}")
     return value
 
 

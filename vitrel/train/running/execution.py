@@ -1,10 +1,6 @@
 """Execution of a run: gradient checkpointing, torch.compile, channels_last, memory, devices, and FSDP2's sharding."""
 
-import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._triton import has_triton
 
-from vitrel.common.exits import one_line
 from vitrel.common.resources import loading_failed, out_of_memory
 from vitrel.common.sizes import format_size
 from vitrel.layers import Block
@@ -90,33 +85,6 @@ class ResourceAdvice(Callback):
             changes.append("model.execution.grad_checkpointing: true (now false)")
         changes.append(f"a smaller data.size (now {format_size(pl_module.img_size)})")
         exception.add_note(f"to need less, set {'; or '.join(changes)}")
-
-
-def check_processes(accelerator: object, devices: object) -> None:
-    """Raise ValueError if `trainer.devices` asks for more CPU processes than the machine has cores (8 are always allowed).
-
-    Lightning would start any number of processes, even a thousand.
-    """
-    most = max(8, os.cpu_count() or 1)
-    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
-    if on_cpu and str(devices).isdecimal() and int(str(devices)) > most:
-        raise ValueError(
-            f"trainer.devices: {devices} would start {devices} processes on a CPU of {os.cpu_count()} cores: set {most} at "
-            "most, or leave it out"
-        )
-
-
-def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
-    """Return one line for a setting that Lightning's Trainer rejects; if it concerns devices, with those of this machine."""
-    text = one_line(error)
-    if not re.search(r"device|accelerator|gpu|torch_xla", text, re.IGNORECASE):
-        return text
-    settings = ", ".join(f"trainer.{name}: {config[name]}" for name in ("accelerator", "devices"))
-    hardware = f"{torch.cuda.device_count()} CUDA devices and {os.cpu_count()} CPU cores"
-    return (
-        f"{settings}: {text.rstrip('.')}. This machine has {hardware}: set no more devices than these, or leave both settings "
-        "out to use all of them"
-    )
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -1,7 +1,5 @@
-"""Callbacks that stop a run on errors: a removed run folder, a non-finite loss or weight, unreadable images."""
+"""Callbacks that stop a run on errors: a non-finite loss or weight, unreadable images."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +10,6 @@ from vitrel.common.files import atomic_write, write_cells
 from vitrel.data import BadImage, ImageSet
 
 SHOWN = 8  # names in a message; all are in the file
-
-
-class RunFolder(Callback):
-    """Creates the run's folder once, and ends the run with a clear error if the folder is removed while training.
-
-    The folder is not created again, because it would then hold part of a run and look complete.
-
-    Args:
-        folder: the run's folder.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.hook: Callable[[threading.ExceptHookArgs], object] | None = None
-
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.is_global_zero:  # the only rank that writes
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.hook, threading.excepthook = threading.excepthook, self._in_a_thread
-
-    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        if self.hook is not None:
-            threading.excepthook, self.hook = self.hook, None
-
-    def explain(self, error: BaseException) -> None:
-        """On rank 0, raise FileNotFoundError if `error` is an OSError and the folder was removed; otherwise return.
-
-        Also restores the exception hook of threads.
-        """
-        created = self.hook is not None
-        self.teardown(None, None, "fit")
-        if created and isinstance(error, OSError) and not self.folder.is_dir():
-            raise FileNotFoundError(
-                f"{self.folder}, the folder of this run, was removed or renamed during the run, which has stopped. Move it "
-                "back and resume with --ckpt_path auto; if it is lost, the same command starts from the beginning"
-            ) from None
-
-    def _in_a_thread(self, failed: threading.ExceptHookArgs) -> None:
-        # TensorBoard's writer thread would print a traceback; the next write of the main thread ends the run with `explain`
-        if self.folder.is_dir() or not issubclass(failed.exc_type, OSError):
-            (self.hook or threading.__excepthook__)(failed)
 
 
 class FiniteLoss(Callback):

@@ -1,6 +1,5 @@
-"""Speed measurement and progress output of a run: a line of text per epoch, and on a terminal a bar."""
+"""Speed measurement and progress output of a run: a line of text per epoch."""
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -9,8 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
-from rich.table import Column
 
 SHOWN = {
     "train/loss_step": "loss",
@@ -132,49 +129,6 @@ class EpochLines(Callback):
         self.ended = False
         of_epochs = {name: value for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
         self._print(f"epoch {trainer.current_epoch}{_end(trainer)}", of_epochs)
-
-
-class Progress(RichProgressBar):
-    """Lightning's Rich progress bar with loss, accuracy and the time left, which fits into 80 columns.
-
-    Within an epoch the metrics are read at most once per second, since reading a value waits for a GPU.
-    """
-
-    def __init__(self, speed: Speed) -> None:
-        super().__init__()
-        self.speed = speed
-        self.metrics: dict[str, Any] = {}
-        self.read = -math.inf
-
-    def configure_columns(self, trainer: Trainer) -> list:
-        return super().configure_columns(trainer)[:3]  # description, bar, batches; not the times, which the lines tell
-
-    def _init_progress(self, trainer: Trainer) -> None:
-        super()._init_progress(trainer)
-        if self._metric_component is not None:  # the bar gives way to the metrics, which would else stand on several lines
-            self._metric_component._table_column = Column(no_wrap=True, overflow="ellipsis")
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        # epochs are shown counted from 1
-        return f"Epoch {current_epoch + 1}/{self.trainer.max_epochs}".ljust(len(self.validation_description))
-
-    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-        now = time.perf_counter()
-        if now - self.read >= 1 or not trainer.training or trainer.is_last_batch:
-            self.metrics, self.read = super().get_metrics(trainer, module), now
-        shown = {name: value for name, value in _shown(self.metrics).items() if not name.startswith("val")}
-        return shown | ({} if self.speed.eta is None else {"eta": _speed_values(self.speed)["eta"]})
-
-
-def progress_of(speed: Speed, others: Sequence[Callback] = ()) -> list[Callback]:
-    """Return the callbacks that show progress: lines of text, and a bar if stdout is a terminal and the others have none."""
-    bar = sys.stdout.isatty() and not has_bar(others)
-    return [EpochLines(speed, math.inf), Progress(speed)] if bar else [EpochLines(speed)]
-
-
-def has_bar(callbacks: Sequence[Callback]) -> bool:
-    """Return whether one of the callbacks is a progress bar."""
-    return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
 def peak_memory(device: torch.device) -> float:

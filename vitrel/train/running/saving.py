@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrel.common.files import atomic_write
 from vitrel.common.resources import lack_of
-from vitrel.train.metrics import CSVLog, merit
+from vitrel.train.metrics import CSVLog, check_folder, merit
 from vitrel.train.running.resume_check import run_settings
 from vitrel.weights.read import read_file
 
@@ -43,7 +43,7 @@ class AtomicIO(TorchCheckpointIO):
     """Writes checkpoints atomically (temporary file, then rename): `path` holds the old or the new checkpoint, never a part.
 
     Args:
-        folder: the run's folder, which must exist, see `vitrel.train.running.faults.RunFolder`.
+        folder: the run's folder, which is not created: what was removed during a run would look complete.
     """
 
     def __init__(self, folder: str | Path = ".") -> None:
@@ -51,8 +51,8 @@ class AtomicIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the checkpoint; OSError if that fails (e.g. disk full), with the old file unchanged and nothing beside it."""
+        check_folder(self.folder)
         try:
-            os.stat(self.folder)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part, part.open("wb") as file:
                 torch.save(checkpoint, file)

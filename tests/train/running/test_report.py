@@ -1,5 +1,4 @@
 import csv
-import json
 import warnings
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 import vitrel
 from helpers import printed_commands
-from vitrel.common.lock import LOCK
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import Classifier, run
 from vitrel.train.metrics import CSVLog, epochs_of
@@ -59,58 +57,38 @@ def stop(monkeypatch):
         yield at
 
 
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-def test_what_a_finished_run_leaves(command, tmp_path):
-    done = run(command())
-    found = summary(tmp_path)
-    assert found["status"] == "finished" and "error" not in found
-    assert found["model"] == "vitrel_vit_n8_table" and found["positions"] == ["table"] and found["model_args"]["depth"] == 1
-    assert found["parameters"] == sum(p.numel() for p in done.model.model.parameters())
-    assert (found["classes"], found["train_images"], found["val_images"]) == (4, 16, 19)
-    assert (found["epochs"], found["updates"], found["seed"], found["resumed"]) == (3, 6, 3, 0)
-    assert found["img_size"] == [32, 32] and found["versions"]["torch"] == torch.__version__
-    assert found["seconds"] > 0 and found["images_per_s"] > 0 and found["memory_mb"] > 100 and 0 <= found["data_wait"] <= 1
-    assert found["command"].startswith("fit --model.model=vitrel_vit_n8_table '--model.model_args={depth: 1,")
-    assert found["hardware"].startswith("1 × ") and "cpu" in found["hardware"]
-    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)["vitrel"]["epoch"]
-    assert found["best"]["epoch"] == best and found["best"]["val/top1"] >= found["final"]["val/top1"]
-    assert found["final"]["val/loss"] == pytest.approx(float(done.trainer.callback_metrics["val/loss"]), rel=1e-5)
-    assert [path.name for path in tmp_path.glob(".*")] == [LOCK]  # no part of a file
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "text"),
-    [
-        (KeyboardInterrupt("stop"), "interrupted", "KeyboardInterrupt: stop"),
-        (SystemExit(143), "interrupted", "SystemExit: 143"),
-        (RuntimeError("no more"), "failed", "RuntimeError: no more"),
-    ],
-)
-def test_a_run_that_stops_says_how(command, tmp_path, stop, error, status, text):
-    stop(error)
-    with pytest.raises((SystemExit, RuntimeError)):
-        run(command())
-    first = summary(tmp_path)
-    assert (first["status"], first["error"], first["epochs"], first["updates"]) == (status, text, 1, 2)
-    assert first["best"]["epoch"] == 1
-
-
-def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_path, capfd):
-    seconds = 0
+def test_a_finished_run_that_is_resumed_says_so(command, tmp_path, capfd):
     for times in range(2):
         run(command("--ckpt_path=auto", f"--trainer.max_epochs={1 + times}"))
-        found = summary(tmp_path)
-        assert (found["status"], found["resumed"], found["epochs"]) == ("finished", times, 1 + times)
-        assert found["seconds"] > seconds
-        seconds = found["seconds"]
     with (tmp_path / "metrics.csv").open(newline="") as file:
         assert len(epochs_of(list(csv.DictReader(file)))) == 2
     assert "run that finished" not in capfd.readouterr().out
     run(command("--ckpt_path=auto", "--trainer.max_epochs=2"))
     assert "run that finished its 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
+
+
+SCALED = ["--model.optim.lr=4e-3", "--model.optim.lr_base_size=32"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--data.batch_size=8"], "updates of 8 images: 1 device, batches of 8, 1 accumulated; learning rate 0.001"),
+        ([], "updates of 8 images (chosen for 16; --batch-size): 1 device, batches of 8, 1 accumulated; learning rate 0.001"),
+        ([*SCALED, "--data.batch_size=4", "--trainer.accumulate_grad_batches=2"],
+         "batches of 4, 2 accumulated; learning rate 0.001 (0.004 for 32 images, linear scaling)"),
+        (["--data.batch_size=8", *SCALED, "--model.optim.lr_base_scale=sqrt"],
+         "updates of 8 images: 1 device, batches of 8, 1 accumulated; learning rate 0.002 (0.004 for 32 images, sqrt scaling)"),
+        (["--data.global_batch_size=16", "--data.batch_size=8"],
+         "updates of 16 images: 1 device, batches of 8, 2 accumulated; learning rate 0.001"),
+    ],
+)  # fmt: skip
+def test_a_line_says_what_an_update_is(command, capfd, options, line):
+    arguments = [
+        arg for arg in command("--trainer.max_epochs=1") if "enable_progress_bar" not in arg and "batch_size" not in arg
+    ]
+    run([*arguments, *options, "--model.optim.warmup_epochs=0"])
+    assert f"{line}\n" in capfd.readouterr().out
 
 
 def test_the_output_says_where_a_run_goes_on_and_what_its_folder_stands_for(command, tmp_path, stop, capfd):
@@ -136,19 +114,7 @@ def test_several_training_sizes_are_recorded_and_shown(command, tmp_path, capfd)
     [args] = printed_commands(said)
     assert args.protocols is None and {(24, 24), (40, 32)} < {*args.size}
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"
-    assert load_checkpoint(checkpoint).train_sizes == ((24, 24), (40, 32)) and summary(tmp_path)["train_sizes"] == [
-        "24x24",
-        "40x32",
-    ]
-
-
-def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
-    monkeypatch.setattr("vitrel.train.running.summary.Summary.on_exception", lambda *_: None)
-    stop(RuntimeError("as if killed"))
-    with pytest.raises(RuntimeError):
-        run(command())
-    found = summary(tmp_path)
-    assert (found["status"], found["epochs"], found["updates"]) == ("running", 1, 2) and found["best"]["epoch"] == 1
+    assert load_checkpoint(checkpoint).train_sizes == ((24, 24), (40, 32))
 
 
 def test_epochs_join_rows_of_text_and_of_numbers():
@@ -214,5 +180,3 @@ def test_an_added_encoding_that_does_nothing_is_said_to(command, tmp_path, rate,
         run([arg for arg in arguments if "max_epochs" not in arg] + ["--trainer.max_epochs=2"])
     said = [str(one.message) for one in caught if "does nothing" in str(one.message)]
     assert len(said) == warned and all("table" in text and "--fit" in text for text in said)
-    share = json.loads((tmp_path / "summary.json").read_text())["position_share"]
-    assert (share < 0.01) == warned
