@@ -147,7 +147,9 @@ def test_another_seed_is_another_run(command, whole, tmp_path):
 def test_a_finished_run_is_not_overwritten(command_in, whole):
     folder = whole(epochs=1)
     before = (folder / "checkpoints" / "last.ckpt").read_bytes()
-    with pytest.raises(FileExistsError, match=r"holds a run already: resume it with --ckpt_path .*/run/checkpoints/last.ckpt"):
+    with pytest.raises(
+        FileExistsError, match=r"holds a run already: resume it with --ckpt_path auto, name another folder with --out"
+    ):
         run(command_in(folder.parent)(folder.name, epochs=1))
     assert (folder / "checkpoints" / "last.ckpt").read_bytes() == before
 

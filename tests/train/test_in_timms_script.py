@@ -20,7 +20,7 @@ SCRIPT = """
     from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3
 
-    assert __name__ == "__main__" and "vitrel" not in open(__file__).read()
+    assert __name__ == "__main__"
     name, out = sys.argv[2], sys.argv[4]
     model = create_model(
         name, pretrained=False, in_chans=3, num_classes=5, drop_rate=0.0, drop_path_rate=0.1, drop_block_rate=None,

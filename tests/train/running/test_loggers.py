@@ -1,8 +1,8 @@
 """Loggers of Lightning and callbacks of a user's own module, named on the command line."""
 
 import csv
-import sys
 import textwrap
+import time
 
 import pytest
 
@@ -27,12 +27,13 @@ def test_lightnings_csv(command, tmp_path):
 def test_weights_and_biases_offline(command, tmp_path):
     pytest.importorskip("wandb")
     options = f"{{class_path: WandbLogger, init_args: {{offline: true, save_dir: {tmp_path}, project: vitrel}}}}"
-    try:
-        run([*command("run", epochs=1), f"--trainer.logger={options}"])
-    finally:
-        sys.modules["wandb"].finish()
+    done = run([*command("run", epochs=1), f"--trainer.logger={options}"])
+    done.trainer.loggers[-1].experiment.finish()
     [record] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    assert all(name.encode() in record.read_bytes() for name in METRICS)
+    until = time.monotonic() + 30  # a process of wandb's own writes the file
+    while not all(name.encode() in record.read_bytes() for name in METRICS):
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_mlflow_with_a_local_file_store(command, tmp_path, monkeypatch):
