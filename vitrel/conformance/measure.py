@@ -68,8 +68,8 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
     """Steps [H, 2, P] of the queries of an attention by pairs that are known, of a model in low precision."""
-    turned = _pairs(maps(found, found.query.float()), pairs)
-    return torch.stack([_step(turned, axis)[0] for axis in (2, 3)], 1)
+    turned = as_pairs(maps(found, found.query.float()), pairs)
+    return torch.stack([phase_step(turned, axis)[0] for axis in (2, 3)], 1)
 
 
 def apart(a: Tensor, b: Tensor) -> float:

@@ -206,10 +206,10 @@ class _Plain(nn.Module):
 
     def __init__(self, subject: Subject, model: nn.Module):
         super().__init__()
-        self.model, self._extra = model, subject._extra
+        self.model, self.extra = model, subject.extra
 
     def forward(self, images: Tensor) -> Tensor:
-        return first_tensor(self.model(images, **self._extra))
+        return first_tensor(self.model(images, **self.extra))
 
 
 OF_RUNS = {
