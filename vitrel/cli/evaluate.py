@@ -1,13 +1,12 @@
-"""Evaluate models at many image sizes: advice for each model, tables, plots, a report.
+"""Evaluate models at many image sizes: which one to take at which size, tables, plots, a report.
 
-    vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
+    vitrel evaluate runs/a --data shapes
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
     vitrel evaluate runs/a --data photographs --size 100t 196t --protocol scale native
 
-Writes results.csv, predictions.npz, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html
-into --out. The training sizes are always evaluated too. Existing rows in --out are reused: the same command resumes an
-interrupted evaluation, and a command with other sizes or models adds its rows. A folder with rows of other weights, images or
-settings is an error, unless --replace moves its files into a folder replaced-N. --dry-run prints the rows with their costs.
+Writes settings.json, rows.jsonl, images.npz, results.csv, table.md, plots/ and report.html into --out, which holds one
+evaluation: the same command goes on where it was stopped, and one with other sizes, models, protocols or policies adds rows.
+The training sizes are always evaluated too. --dry-run prints the rows with their costs, and how long they take.
 
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
@@ -16,6 +15,7 @@ Several processes share the images, one GPU each where there are GPUs; the resul
 
 import argparse
 import os
+import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -28,31 +28,33 @@ from vitrel.common.extras import require
 
 if TYPE_CHECKING:
     from vitrel.evaluate.checkpoint import TrainedModel
-    from vitrel.evaluate.sweep import Sweep
 
-GO_ON = "the same command resumes from here"
-OF_SWEEP = (  # options that are arguments of `Sweep` as they are
-    "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "val_fraction",
-    "log_n", "crop_pct", "translations", "attention_n", "border_leak", "compile", "margin",
-    "report", "photographs",
+GO_ON = "the same command starts again"
+SETTINGS = (  # options that are fields of `vitrel.evaluate.sweep.Settings`
+    "protocols", "policies", "log_n", "crop_pct", "translations", "n", "data_seed", "val_fraction", "follow_links",
+    "on_bad_image", "attention_n", "border_leak", "dtype", "device", "compile", "batch_size", "workers", "margin", "report",
+    "photographs",
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel evaluate`."""
     add_models(parser, many=True)
-    add_sizes(parser, "the sizes to evaluate at", required=True, budgets=True)
+    what = "the sizes to evaluate at, by default a half, once, one and a half and twice the training size"
+    add_sizes(parser, what, budgets=True)
     add = parser.add_argument
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
-    kept = "output folder; default %(default)s; existing rows are kept"
-    add("--out", "-o", type=Path, default=Path("runs/evaluate"), help=kept)
-    add("--protocol", nargs="+", dest="protocols",
+    add("--out", "-o", type=Path, default=Path("runs/evaluate"), help="output folder; default %(default)s")
+    add("--overwrite", action="store_true", help="start anew where --out holds another evaluation")
+    add("--dry-run", action="store_true", help="only print every row with its cost, and how long they take")
+    add("--protocol", nargs="+", dest="protocols", default=[],
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
-        "ratios, with at most the patch tokens of a size); default scale canvas, native if trained so")  # fmt: skip
-    add("--policy", nargs="+", dest="policies",
-        help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")  # fmt: skip
+        "ratios, with at most the patch tokens of a size), sliding (windows of the training size; segmentation); default "
+        "scale, native if trained so")  # fmt: skip
+    add("--policy", nargs="+", dest="policies", default=[],
+        help="policies of windows (fixed, divisor, rescale) and of encodings, or all; default the model's own")  # fmt: skip
     add("--log-n", action="store_true", help="evaluate an attention temperature of log N too, beside each policy")
-    add("--crop-pct", type=float, nargs="+",
+    add("--crop-pct", type=float, nargs="+", default=[],
         help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],
         help="numbers of pixels by which the content is translated at the training size, each evaluated")  # fmt: skip
@@ -69,11 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
     add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")
     add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
-    add("--replace", action="store_true",
-        help="if --out has rows of other evaluations, first move its files into a folder replaced-N in it")  # fmt: skip
-    add("--dry-run", action="store_true", help="only print every row with its cost and the values resampled")
     add_margin(parser)
-    add("--no-report", dest="report", action="store_false", help="write no report.html")
+    add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures")
     add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
     add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three are for all models")
     add("--std", type=float, nargs="+", help="standard deviation of the pixels")
@@ -85,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate as the options say, in this process or as one of several."""
-    require("pandas", "vl_convert")
+    require("pandas", "matplotlib")
     check_data(args.data)
     check_models(args)
     check_files(args.class_indices)
@@ -99,48 +98,44 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.common.processes import rank_and_world
-    from vitrel.evaluate.sweep import DEFAULT_PROTOCOLS, Sweep
+    from vitrel.evaluate.sweep import Settings, at_sizes, dry_run
 
-    sizes, protocols = tuple(args.size), tuple(args.protocols or DEFAULT_PROTOCOLS)
-    policies = tuple(args.policies) if args.policies else None
-    sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})  # checks them
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
+    models = _models(args)
+    _check_effect(args, models)
+    if args.dry_run:
+        text = dry_run(models, args.data, args.size or (), args.out, **settings)
+        print(text if os.environ.get("RANK", "0") == "0" else "", end="")
+        return
+    command = shlex.join(["vitrel", *sys.argv[1:]])
+    at_sizes(models, args.data, args.size or (), out=args.out, overwrite=args.overwrite, command=command, **settings)
+
+
+def _models(args: argparse.Namespace) -> list["TrainedModel"]:
+    """The models with unique labels: the path is added to equal ones, since only `vitrel compare` knows seeds of one run."""
     from vitrel.evaluate.checkpoint import read_class_indices
-    from vitrel.evaluate.results.table import left_out_note
-    from vitrel.evaluate.run import describe_trials, evaluate_rows, run_sweep
-    from vitrel.evaluate.trials import default_protocols
 
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
-    models = _labeled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
-    if args.protocols is None:
-        sweep = replace(sweep, protocols=default_protocols(models))
-    _check_effect(args, models, sweep)
-    if args.dry_run:
-        text = describe_trials(models, sweep, args.out, args.replace)
-        print(text if rank_and_world()[0] == 0 else "", end="")
-        return
-    if rank_and_world()[0] > 0:
-        for _ in evaluate_rows(models, sweep):
-            pass  # process 0 prints and writes
-        return
-    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, replace=args.replace)
-    files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
-    print(f"{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
-    if args.report:
-        print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")
+    models = open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict)
+    times = Counter(trained.label for trained in models)
+    return [
+        replace(model, label=f"{model.label} ({model.path})", seed=None) if times[model.label] > 1 else model for model in models
+    ]
 
 
-def _check_effect(args: argparse.Namespace, models: list["TrainedModel"], sweep: "Sweep") -> None:
+def _check_effect(args: argparse.Namespace, models: list["TrainedModel"]) -> None:
     """Raise ValueError for an option that is given and would change nothing."""
     from vitrel.data import SHAPES
-    from vitrel.evaluate.checkpoint import backbone_of
+    from vitrel.models.backbone import backbone_of
+    from vitrel.tasks import task_named
 
     drawn = f"{args.data} are drawn for every size, not read from files"
     whole, native = "segmentation evaluates whole images", "the native protocol does not crop"
     same = f"all images of {args.data} are evaluated, without --n"
-    is_drawn, is_whole = args.data in SHAPES, models[0].task == "segmentation"
+    is_drawn, is_whole = args.data in SHAPES, task_named(models[0].task).dense
     for option, given, without_effect, why in (
         ("--interpolation", args.interpolation, is_drawn, drawn),
         ("--crop-mode", args.crop_mode, is_drawn, drawn),
@@ -148,18 +143,9 @@ def _check_effect(args: argparse.Namespace, models: list["TrainedModel"], sweep:
         ("--follow-links", args.follow_links, is_drawn, drawn),
         ("--val-fraction", args.val_fraction, is_drawn, drawn),
         ("--crop-mode", args.crop_mode, is_whole, whole),
-        ("--crop-mode", args.crop_mode, sweep.protocols == ("native",), native),
+        ("--crop-mode", args.crop_mode, args.protocols == ["native"], native),
         ("--data-seed", args.data_seed, args.n is None and not is_drawn, same),
         ("--log-n", args.log_n, not any(map(backbone_of, (one.model for one in models))), "no model here is one of vitrel"),
     ):
         if given and without_effect:
             raise ValueError(f"{option} would change nothing: {why}; leave {option} out")
-
-
-def _labeled(models: list["TrainedModel"]) -> list["TrainedModel"]:
-    """The models with unique labels: the path is added to equal ones, since only `vitrel compare` knows seeds of one run."""
-    times = Counter(trained.label for trained in models)
-    models = [replace(model, label=f"{model.label} ({model.path})") if times[model.label] > 1 else model for model in models]
-    if twice := [label for label, n in Counter(model.label for model in models).items() if n > 1]:
-        raise ValueError(f"{twice[0]} is given twice: its rows would be taken for two seeds")
-    return models

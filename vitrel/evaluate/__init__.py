@@ -2,29 +2,31 @@
 
 `vitrel.evaluate.at_sizes` does it in one call. An evaluation is a pipe, and a stage a module that imports only those before it:
 
-    sweep         the options
     checkpoint    path or model -> TrainedModel (model, preprocessing, classes)
-    tasks         what is predicted and scored: classification, segmentation (a file each); which output stands for which class
-    prepare       data, preprocessing, size -> batches of images and targets; vitrel.data.Prepare does what a protocol says
+    classes       which output stands for which class
+    images        data, and what a protocol shows of them at a size -> batches of images and targets
     policies      model, size -> the model for that size, and what is resampled for it
-    predict       model, batches -> logits, time, memory, attention
-    trials        models, sweep -> the list of rows to make
-    measure       trial -> row, through prepare, predict and the task's score
-    results       rows <-> the files of a folder (table); estimates over seeds and images (statistics); verdicts, and at most
-                  three sentences a model (advice); Markdown (text)
-    page          rows -> report.html
-
-`run` is a whole evaluation.
+    predict       model, batches -> what is kept of every image, by the task (`vitrel.tasks`); speed, memory, attention
+    folder        rows <-> the files of one evaluation
+    statistics    scores of images -> estimates and intervals
+    verdicts      rows, scores -> which model is better, which size is safe; sentences say it in words
+    pictures      inputs, predictions and attention, as figures
+    report        all of it -> table.md, plots, report.html
+    sweep         settings -> trials -> rows, through the stages above
 """
 
 from typing import Any
 
-__all__ = ["at_sizes"]
+__all__ = ["at_sizes", "trained_model"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "at_sizes":  # not at import: it brings pandas
-        from vitrel.evaluate.run import at_sizes
+        from vitrel.evaluate.sweep import at_sizes
 
         return at_sizes
+    if name == "trained_model":
+        from vitrel.evaluate.checkpoint import trained_model
+
+        return trained_model
     raise AttributeError(f"module 'vitrel.evaluate' has no attribute {name!r}")

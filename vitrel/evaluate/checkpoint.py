@@ -15,7 +15,7 @@ from vitrel.common.sizes import Budget, Size, native_size, nearest_size, parse_s
 from vitrel.convert.from_timm import timm_model
 from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.inspect.any_model import model_name, trained_size
-from vitrel.models.backbone import Backbone
+from vitrel.models.backbone import backbone_of
 from vitrel.models.config import TRUNKS, preprocessing_of
 from vitrel.models.create import check_model_name, create_sized
 from vitrel.models.segmenter import Segmenter
@@ -44,7 +44,7 @@ class TrainedModel:
         outputs: {class of the data: index of the output}, None for the same order.
         restrict: compare only the logits of the data's classes.
         model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
-        task: what it predicts, one of `vitrel.evaluate.tasks.base.TASKS`.
+        task: what it predicts, one of `vitrel.tasks.TASKS`.
         train_sizes: all training sizes, (h, w) in pixels, or budgets of patch tokens if it was trained at native shape; by
             default img_size.
     """
@@ -83,6 +83,10 @@ class TrainedModel:
     def train_pixels(self) -> tuple[Size, ...]:
         """Its training sizes in pixels, `img_size` first; for a budget, the largest square of whole patches within it."""
         return tuple(dict.fromkeys((self.img_size, *map(self.size_of, self.train_sizes))))
+
+    def is_training(self, size: Size, budget: int | None = None) -> bool:
+        """Whether the model was trained at this size: in pixels, or at this budget of patch tokens if at native shape."""
+        return Budget(budget) in self.train_sizes if self.is_native and budget is not None else size in self.train_sizes
 
     @property
     def patch(self) -> Size | None:
@@ -284,12 +288,6 @@ def _checked(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
             above = " above 0" if key == "std" else ""
             raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
     return known
-
-
-def backbone_of(model: nn.Module) -> Backbone | None:
-    """Return a model of vitrel, or the one that a model with a head on it has as `backbone`; None for other models."""
-    inner = model if isinstance(model, Backbone) else getattr(model, "backbone", None)
-    return inner if isinstance(inner, Backbone) else None
 
 
 def encoding_of(model: nn.Module) -> str:

@@ -28,16 +28,15 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrel.common.sizes import Size, token_count
-from vitrel.evaluate.checkpoint import backbone_of
-from vitrel.evaluate.sweep import Row
-from vitrel.grid import Grid
+from vitrel.grid import Grid, unseen_share
 from vitrel.inspect.any_model import StageWindows, at_size, model_at_size, own_windows, stage_windows
 from vitrel.inspect.leaks import border_leak
 from vitrel.layers import Attention
-from vitrel.models.backbone import LARGE, Backbone, parts_with_policies
+from vitrel.models.backbone import LARGE, Backbone, backbone_of, parts_with_policies
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
+from vitrel.tasks import Row
 
 CPU = torch.device("cpu")
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
@@ -200,44 +199,69 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
     return ModelWithPolicy(changed, backbone.resampled(size), *shares, grid.h * grid.w, stages)
 
 
-def static_columns(
+def costs_at(
     model: nn.Module,
     size: Size,
     policy: str,
-    leak: bool = False,
+    shapes: Counter[Size] | None = None,
+    patch: Size | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Row:
-    """Return the columns of results.csv that need no images: tokens, windows, resampling, backend, gflops, border_leak.
+    """Return the columns of results.csv that need no images: tokens, windows, resampling, attention backend, multiply-adds.
+
+    For images of several shapes, tokens is the mean over all of them. Other columns use `sample_shapes` alone: gflops and
+    pad_fraction are means over their images, resampled names all policies, and resampled_values, unseen and saturated are the
+    largest values.
 
     Args:
-        leak: run the border-leak test (else NaN).
+        size: (h, w) in pixels.
+        policy: one of `policies_at(model, size)`.
+        shapes: number of images of each size in the native protocol, None in others.
+        patch: (h, w) in pixels, with shapes.
         device: that the attention backend is chosen for.
         dtype: in which attention computes, that of autocast if it is on.
+
+    Raises:
+        ValueError: the model does not take the size.
     """
     ready = at_size_with(model, size, policy)
-    windows = any(stage.window is not None for stage in ready.stages)
-    leaked = border_leak(backbone_of(ready.model) or ready.model, size) if leak and windows else None
-    share = float("nan") if leaked is None else round(leaked, 4)
     backbone = backbone_of(ready.model)
     backend = _timm_backend(ready.model) if backbone is None else _vitrel_backend(backbone, size, device, dtype)
-    return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
+    columns = _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4)}
+    return columns if shapes is None or patch is None else columns | _native_columns(model, policy, shapes, patch)
 
 
-def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
-    """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
+def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
+    """Return the column border_leak at `size` (h, w) pixels; None for a model without windows, or where it is not known."""
+    ready = at_size_with(model, size, policy)
+    if all(stage.window is None for stage in ready.stages):
+        return None
+    leaked = border_leak(backbone_of(ready.model) or ready.model, size)
+    return None if leaked is None else round(leaked, 4)
 
-    The column tokens is the mean over all images. The other columns use `sample_shapes` only: gflops and pad_fraction are means
-    over the images of these shapes, resampled names all policies, and resampled_values, unseen and saturated are the largest
-    values.
 
-    Args:
-        shapes: number of images of each size (h, w) in pixels.
-        patch: (h, w) in pixels.
+def unseen_after(model: nn.Module, sizes: Iterable[Size], size: Size) -> float:
+    """Return the share of offsets at `size` (h, w) pixels that no training size had; 1 where that is not known.
+
+    `Backbone.unseen` counts for the grid that a model was built for, which is all of its training but for global attention at
+    several sizes or at native shape.
     """
+    backbone = backbone_of(model)
+    if backbone is None or has_windows(backbone):
+        return 1.0
+    grid = backbone.token_grid(size)
+    return min(unseen_share(backbone.token_grid(trained), grid) for trained in sizes)
+
+
+def _native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
+    """The columns of `costs_at` that depend on the images' shapes."""
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
-        ready = at_size_with(model, size, policy)
+        try:
+            ready = at_size_with(model, size, policy)
+        except ValueError as error:
+            raise ValueError(f"{error}; the native protocol has images of many shapes: give --protocol scale") from error
         columns.append(_geometry(ready) | {"policies": ready.resampled})
         costs.append(gflops(ready.model, size) * shapes[size])
     count = sum(shapes[size] for size in sampled)

@@ -1,4 +1,4 @@
-"""From batches to predictions: forward passes on a device, with their time and memory, and attention statistics.
+"""From batches to what is kept of every image: forward passes on a device, their speed and memory, and attention statistics.
 
 Passes that run out of memory are repeated with smaller batches. No other stage runs a model.
 """
@@ -8,8 +8,10 @@ import ctypes
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,26 +19,19 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.functional import center_crop
 
-from vitrel.common.extras import optional_import
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Size
 from vitrel.data import BadImage
-from vitrel.evaluate.checkpoint import backbone_of
+from vitrel.evaluate.images import Batch, halved
 from vitrel.evaluate.policies import with_policy
-from vitrel.evaluate.prepare import halved, window_places
-from vitrel.evaluate.results.statistics import TAIL
-from vitrel.evaluate.sweep import Row
 from vitrel.inspect.attention import attention_statistics_of, position_shares
+from vitrel.models.backbone import backbone_of
+from vitrel.tasks import Kept, Row
 from vitrel.weights.record import state_hash
 
-with optional_import():
-    from scipy.special import stdtrit
-
-
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
-
-
 MIB = 2**20
+ROUNDS = 3  # timed passes of each model, in turn
 
 
 class AtSizes:
@@ -100,53 +95,39 @@ class SlidingWindow(nn.Module):
         return (total / times)[..., top : top + height, left : left + width]
 
 
+def window_places(size: Size, window: Size) -> list[tuple[int, int]]:
+    """Return the upper left corners of windows of `window` (h, w) over an image of `size`, half overlapping, row by row.
+
+    Along an axis on which the image is not larger than the window there is one, at 0.
+    """
+    starts = [
+        [*range(0, side - own, max(1, own // 2)), max(0, side - own)] for side, own in zip(size, window, strict=True)
+    ]  # the last one ends with the image
+    return [(top, left) for top in starts[0] for left in starts[1]]
+
+
 class Runner:
     """Forward passes on batches of any length, in chunks of at most `batch_size`, which is halved when memory runs out.
 
-    Attributes: `oom` counts the halvings; `passes` has (images, seconds) of every successful forward pass, without a first
-    warm-up pass.
+    Attributes: `oom` counts the halvings.
 
     Args:
         model: a model for one size, or `AtSizes`, which prepares it for the size of each batch.
         compile: run through torch.compile; short batches are then padded, because another batch size would be compiled again.
-        prepare: a function applied to the pixels of each chunk.
     """
 
     def __init__(
-        self,
-        model: nn.Module | AtSizes,
-        device: torch.device,
-        batch_size: int,
-        dtype: str = "float32",
-        compile: bool = False,
-        prepare: Callable[[Tensor], Tensor] | None = None,
+        self, model: nn.Module | AtSizes, device: torch.device, batch_size: int, dtype: str = "float32", compile: bool = False
     ) -> None:
         if compile:
             torch.compiler.reset()  # otherwise a model runs uncompiled, without notice, after 8 sizes
         self.model: Any = torch.compile(model) if compile else model
         self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
-        self.prepare = prepare
         self._compiled_batch = 0
         self.oom = 0
-        self.passes: list[tuple[int, float]] = []
-        self._warm = False
-
-    @property
-    def seen(self) -> int:
-        """Number of images in `passes`."""
-        return sum(n for n, _ in self.passes)
-
-    @property
-    def seconds(self) -> float:
-        """Time of `passes`."""
-        return sum(seconds for _, seconds in self.passes)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] -> logits [B, K], float32 on the CPU. MemoryError when a single image does not fit in memory."""
-        if not self._warm:
-            self._warm = True
-            self(pixels[: self.batch_size if self.device.type == "cuda" or self.compile else 1])
-            self.passes.clear()
         outputs: list[Tensor] = []
         start = 0
         while start < len(pixels):
@@ -168,18 +149,13 @@ class Runner:
     @torch.inference_mode()
     def _forward(self, chunk: Tensor) -> Tensor:
         n = len(chunk)
-        if self.prepare is not None:
-            chunk = self.prepare(chunk)
         if self.compile:
             self._compiled_batch = min(max(self._compiled_batch, n), self.batch_size)
             chunk = torch.cat((chunk, chunk[:1].expand(self._compiled_batch - n, -1, -1, -1)))
         model = self.model((chunk.shape[-2], chunk.shape[-1])) if isinstance(self.model, AtSizes) else self.model
-        start = time.perf_counter()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             logits = model(chunk.to(self.device, non_blocking=True))
-        logits = logits[:n].float().cpu()  # synchronizes with the GPU
-        self.passes.append((n, time.perf_counter() - start))
-        return logits
+        return logits[:n].float().cpu()  # synchronizes with the GPU
 
     def _halve(self, failed: int) -> None:
         self.batch_size = halved(min(failed, self.batch_size), "use a smaller size, or another device")
@@ -188,27 +164,79 @@ class Runner:
             torch.cuda.empty_cache()
 
 
-def predictions(runner: Runner, batches: Iterable[tuple[Tensor, list[Any]]]) -> Iterator[tuple[list[Any], list[bool], Tensor]]:
-    """Yield, for every batch of (pixels, targets), the targets of the images that could be read, whether each of the batch
-    could, and the logits of those that could. Targets of images that could not be read are None.
+def predict(
+    runner: Runner,
+    batches: Iterable[Batch],
+    order: Sequence[int],
+    keep: Callable[[Tensor, list[Any]], Mapping[str, Any]],
+    advance: Callable[[int], None],
+) -> Kept:
+    """Run a model over batches, and return what is kept of each image, in the order of their indices.
+
+    Args:
+        order: index of each image in the data, in the order of the batches.
+        keep: from logits and targets of a batch to what is kept of its images, [B, ...] each.
+        advance: called after every batch with its number of images.
     """
+    read: list[bool] = []
+    found: dict[str, list[np.ndarray]] = defaultdict(list)
     for pixels, targets in batches:
-        read = [target is not None for target in targets]
-        pixels = pixels if all(read) else pixels[torch.tensor(read)]  # indexing would copy
-        yield [target for target in targets if target is not None], read, runner(pixels) if len(pixels) else pixels
+        flags = [target is not None for target in targets]
+        read += flags
+        if any(flags):
+            pixels = pixels if all(flags) else pixels[torch.tensor(flags)]  # indexing would copy
+            for name, values in keep(runner(pixels), [target for target in targets if target is not None]).items():
+                found[name].append(np.asarray(values))
+        advance(len(flags))
+    at, seen = np.asarray(order).argsort(), np.asarray(read, bool)
+    return Kept({name: _spread(np.concatenate(values), seen)[at] for name, values in found.items()}, seen[at])
 
 
-def half_of_rate(passes: Sequence[tuple[int, float]]) -> float:
-    """Return half of the 95 % interval of images per second, over passes of (images, seconds); NaN with fewer than two.
+def _spread(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Values of the images that were read, among zeros for those that were not."""
+    whole = np.zeros((len(seen), *values.shape[1:]), values.dtype)
+    whole[seen] = values
+    return whole
 
-    The rate is a ratio of sums, so its variance is that of the ratio estimator (Cochran 1977, section 6.4).
+
+def joined(parts: Sequence[Kept]) -> Kept:
+    """Join what several processes kept, by rank: rank r of w has the images r, r + w, r + 2 w, ..."""
+    world, seen = len(parts), np.zeros(sum(len(part.seen) for part in parts), bool)
+    known = next((part.arrays for part in parts if part.arrays), {})  # a process may have read none of its images
+    whole = {name: np.zeros((len(seen), *values.shape[1:]), values.dtype) for name, values in known.items()}
+    for rank, part in enumerate(parts):
+        seen[rank::world] = part.seen
+        for name, values in part.arrays.items():
+            whole[name][rank::world] = values
+    return Kept(whole, seen)
+
+
+@torch.inference_mode()
+def speeds(models: Mapping[Hashable, nn.Module], pixels: Tensor, device: torch.device, dtype: str) -> dict[Hashable, float]:
+    """Return the images per second of models of one size: the median of ROUNDS passes of one batch, after one to warm up.
+
+    The models take turns, so that what else the machine does meets all of them. NaN where memory does not suffice.
+
+    Args:
+        models: on the device, ready for the size.
+        pixels: the batch, [B, 3, H, W].
     """
-    if len(passes) < 2:
-        return float("nan")
-    images, seconds = np.array(passes).T
-    rate, k = images.sum() / seconds.sum(), len(passes)
-    error = (k / (k - 1) * ((images - rate * seconds) ** 2).sum()) ** 0.5 / seconds.sum()
-    return float(stdtrit(k - 1, 1 - TAIL) * error)
+    seconds: dict[Hashable, list[float]] = {name: [] for name in models}
+    pixels = pixels.to(device)
+    for _ in range(ROUNDS + 1):
+        for name, model in models.items():
+            try:
+                start = time.perf_counter()
+                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                    model(pixels)[:1].float().cpu()  # waits for the GPU
+                seconds[name].append(time.perf_counter() - start)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+    return {
+        name: round(len(pixels) / median(found[1:]), 2) if len(found) > ROUNDS else float("nan")
+        for name, found in seconds.items()
+    }
 
 
 def reset_peak(device: torch.device) -> None:
@@ -233,13 +261,6 @@ def peak_mb(device: torch.device) -> tuple[float, str]:
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB, "process resident since start"
-
-
-def translate(pixels: Tensor, by: int) -> Tensor:
-    """Translate images [B, C, H, W] by `by` pixels down and right; the upper and left edge pixels are repeated."""
-    height, width = pixels.shape[-2:]
-    down, right = (torch.arange(side, device=pixels.device).sub(by).clamp(min=0) for side in (height, width))
-    return pixels[..., down[:, None], right]
 
 
 def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.device) -> Row:

@@ -276,3 +276,9 @@ def parts_with_policies(model: Backbone, size: tuple[int, int]) -> Iterator[tupl
         for part in encoding.modules():
             if isinstance(part, PositionEncoding) and part.policies:
                 yield part, grid
+
+
+def backbone_of(model: nn.Module) -> Backbone | None:
+    """Return a model of vitrel, or the one that a model with a head on it has as `backbone`; None for other models."""
+    inner = model if isinstance(model, Backbone) else getattr(model, "backbone", None)
+    return inner if isinstance(inner, Backbone) else None

@@ -10,26 +10,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric
 
 from vitrel.common.files import atomic_write
-
-
-class ImageMean(Metric):
-    """Mean of a value per image. Images are left out by a weight of 0, since an index by a mask waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("images", torch.zeros(()), dist_reduce_fx="sum")
-
-    def update(self, values: Tensor, counted: Tensor) -> None:
-        """Add values [B] of the images for which counted [B] is True."""
-        self.total += torch.where(counted, values, 0).sum()
-        self.images += counted.sum()
-
-    def compute(self) -> Tensor:
-        return self.total / self.images
 
 
 class EpochMeans(nn.ModuleDict):

@@ -45,6 +45,7 @@ from vitrel.data import normalize
 from vitrel.data.readers.classes import order_note
 from vitrel.models.config import preprocessing_of
 from vitrel.models.segmenter import Segmenter
+from vitrel.tasks import task_named
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.metrics import EpochMeans
@@ -52,7 +53,6 @@ from vitrel.train.objective import Erasing, Mixing, Objective
 from vitrel.train.optim import Optimization, check_clipping, create_optimizer
 from vitrel.train.running.execution import Execution, ResourceAdvice, ShardedStrategy, check_strategy, shard
 from vitrel.train.running.resume_check import check_same_run
-from vitrel.train.tasks import task_named
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record
 
@@ -74,7 +74,7 @@ class Classifier(LightningModule):
         tuning: fine-tuning: the weights to start from, and the parameters that are trained.
         ema: exponential moving average of the weights; null for none.
         execution: settings of memory and speed.
-        task: "classification" of images, or "segmentation", the classification of pixels.
+        task: "classification" of images, or "segmentation", the classification of pixels (`vitrel.tasks`).
         head: of segmentation: "linear", "fpn" or "upernet" (`vitrel.models.segmenter`).
 
     Raises:
@@ -95,7 +95,7 @@ class Classifier(LightningModule):
         tuning: Tuning = Tuning(),
         ema: Ema | None = None,
         execution: Execution = Execution(),
-        task: Literal["classification", "segmentation"] = "classification",
+        task: str = "classification",
         head: Literal["linear", "fpn", "upernet"] = "linear",
     ) -> None:
         super().__init__()
@@ -106,7 +106,8 @@ class Classifier(LightningModule):
         self.tuning, self.ema, self.execution = tuning, ema, execution
         self.teacher = self._teacher(num_classes)
         self.num_classes = num_classes if self.teacher is None else self.teacher.num_classes
-        self.task, self.head = task_named(task, self.num_classes, objective, label_smoothing), head
+        self.task, self.head = task_named(task), head
+        self.learning = self.task.learning(self.num_classes, objective, label_smoothing)
         outputs = self.task.head_classes(self.num_classes)
         backbone, self.start_classes = tuning.build(model, outputs, self.img_size, self.model_args)
         # before a strategy wraps the modules, which would hide their classes
@@ -316,13 +317,13 @@ class Classifier(LightningModule):
             images, labels = self.mixup(images, torch.zeros_like(labels) if self.ignores_labels else labels)
         if self.teacher is None:
             logits = self(images).float()
-            loss = self.task.loss(logits, labels)
+            loss = self.learning.loss(logits, labels)
         else:
             answers = self.teacher(images)
             labels = answers.argmax(-1) if self.ignores_labels else labels
             logits = self(self.teacher.settings.student_view(images, batch_idx)).float()
-            loss = self.teacher.loss(logits, answers, self.task.loss(logits, labels))
-        right = self.task.right(logits.detach(), labels)
+            loss = self.teacher.loss(logits, answers, self.learning.loss(logits, labels))
+        right = self.learning.right(logits.detach(), labels)
         values = {"train/loss": loss.detach().expand(len(images)), f"train/{self.task.learned}": right}
         self.means.add(self.current_epoch, values)
         self.log_dict({f"{name}_step": value.mean() for name, value in values.items()}, on_step=True, prog_bar=True)
@@ -342,8 +343,8 @@ class Classifier(LightningModule):
             labels = torch.where(labels < 0, labels, self.teacher(images).argmax(-1))  # type: ignore[misc]
         with self.eager():
             logits = self(images).float()
-        self.task.update(logits, labels)
-        self.log_dict(dict(self.task.values), on_step=False, on_epoch=True, prog_bar=True)
+        self.learning.update(logits, labels)
+        self.log_dict(dict(self.learning.values), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring).

@@ -7,7 +7,7 @@ they stay the same (that is the agreement of `vitrel.inspect.features`).
 k-NN is that of DINO and DINOv2 (arXiv 2104.14294, 2304.07193, after 1805.01978): features of length 1, the 20 nearest training
 images by cosine, each with a vote of exp(cosine / 0.07). The linear probe is logistic regression on standardized features by
 L-BFGS, with the weight decay that is best on every fifth training image; DINOv2 tunes SGD on the evaluation images instead.
-Intervals are those of the evaluation (`vitrel.evaluate.results.statistics`).
+Intervals are those of the evaluation (`vitrel.evaluate.statistics`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from vitrel.common.sizes import Size, format_size
 from vitrel.data import create_dataset
 from vitrel.data.readers.splits import Split
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.results.statistics import estimate
+from vitrel.evaluate.statistics import estimate
 from vitrel.inspect.any_model import at_size
 
 NEIGHBORS, TEMPERATURE = 20, 0.07

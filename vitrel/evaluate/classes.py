@@ -4,15 +4,11 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
-from torch import Tensor
 
 from vitrel.common.warn import warn_once
 from vitrel.data.readers.classes import order_note
 from vitrel.evaluate.checkpoint import TrainedModel
-
-NO_CLASS = -2  # the predicted output stands for none of the data's classes
 
 
 def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
@@ -92,15 +88,3 @@ def _by_name(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
-
-
-def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
-    """Return the class that each output in `best` [B] stands for, NO_CLASS for outputs without a class.
-
-    Args:
-        outputs: the output of each class, [classes]. Where several classes share an output, it counts as the label [B] if that
-            is among them.
-    """
-    classes = torch.full((int(torch.cat((best.flatten(), outputs)).max()) + 1,), NO_CLASS)
-    classes[outputs] = torch.arange(len(outputs))
-    return torch.where(best == outputs[labels], labels, classes[best])

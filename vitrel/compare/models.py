@@ -1,0 +1,76 @@
+"""The models of a comparison: before they are trained, to see that they can be, and afterwards, to evaluate them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import get_model_args
+from torch import nn
+
+from vitrel.compare.config import Comparison, Run, merged
+from vitrel.data import class_names
+from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoint, trained_model
+from vitrel.evaluate.sweep import at_sizes
+from vitrel.models.segmenter import Segmenter
+from vitrel.tasks import task_named
+from vitrel.train.tuning import Tuning
+
+
+def trained_models(comparison: Comparison) -> list[TrainedModel]:
+    """Load every model to evaluate from the checkpoint of its run; ValueError where borrowed weights do not fit."""
+    models = []
+    for run in comparison.runs:
+        trained = load_checkpoint(run.checkpoint, run.label, run.seed)
+        if run.options is not None:
+            model = _with_options(trained.model, trained.name, run.options, run.label).eval()
+            arguments = json.dumps(run.options, sort_keys=True)
+            trained = replace(trained, model=model, encoding=encoding_of(model), model_args=arguments)
+        models.append(trained)
+    return models
+
+
+def evaluate(comparison: Comparison, how: Mapping[str, Any]) -> None:
+    """Evaluate all models in the comparison's folder, in this process or as one of several; `how`: see `at_sizes`."""
+    settings = {"out": comparison.folder, "title": comparison.name, **comparison.settings, **how}
+    at_sizes(trained_models(comparison), comparison.evaluated, **settings)
+
+
+def untrained_models(comparison: Comparison) -> list[TrainedModel]:
+    """Build every model of the comparison's first seed as its training will; ValueError or OSError where that is not possible.
+
+    A model that is tuned from another run is built with the weights that it has without them.
+    """
+    models = []
+    for run in {run.label: run for run in reversed(comparison.runs)}.values():
+        settings, size = run.training["model"], run.training["data"]["size"]
+        task = task_named(settings.get("task", "classification"))
+        classes = class_names(comparison.data, task="segmentation" if task.dense else "classification")
+        start = {"init_from": None} if run.tuned else {}
+        try:
+            tuning = Tuning(**{**(settings.get("tuning") or {}), **start, "reset_head": None})
+            size = (size, size) if isinstance(size, int) else tuple(size)
+            backbone, _ = tuning.build(settings["model"], task.head_classes(len(classes)), size, settings["model_args"])
+            model = task.with_head(backbone, len(classes), settings.get("head", "linear"))
+            tuning.freeze(model)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{run.label} cannot be built: {error}") from error
+        if run.options is not None:
+            model = _with_options(model, settings["model"], run.options, run.label)
+        trained = trained_model(model.eval(), settings["model"], label=run.label, img_size=size, task=task.name)
+        models.append(replace(trained, classes=tuple(classes)))
+    return models[::-1]
+
+
+def _with_options(source: nn.Module, name: str, options: Mapping[str, Any], label: str) -> nn.Module:
+    """Build a model with other arguments than `source`, nested ones such as position_args too, and the same weights."""
+    backbone = source.backbone if isinstance(source, Segmenter) else source
+    try:
+        model = timm.create_model(name, **merged(get_model_args(backbone), options))
+        model = Segmenter(model, source.num_classes, source.head_name) if isinstance(source, Segmenter) else model
+        model.load_state_dict(source.state_dict())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{label} cannot have the weights that it names: {error}") from error
+    return model

@@ -1,0 +1,424 @@
+"""The images of an evaluation: what a protocol shows of them at a size, and batches that models share.
+
+No other file of this room knows where images come from. A protocol is one function here, from a model and a size to a `View`.
+"""
+
+import gc
+import hashlib
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vitrel.common.files import shown
+from vitrel.common.resources import check_workers, loading_failed, out_of_memory
+from vitrel.common.sizes import Budget, Size, format_size, native_size
+from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
+from vitrel.data.readers.base import subset
+from vitrel.evaluate.checkpoint import TrainedModel
+from vitrel.tasks import task_named
+from vitrel.tasks.segmentation import Mask
+
+CACHE_BYTES = 2 << 30
+MASK_PIXELS = 1 << 21
+Batch = tuple[Tensor, list[Any]]  # pixels [B, 3, H, W], and targets; None for images left out as unreadable
+Data = str | Dataset | Callable[[Size], Dataset]
+
+
+class View(NamedTuple):
+    """What a model sees of the images: one view is prepared once, for all models that share it.
+
+    Args:
+        size: (h, w) in pixels.
+        mode: of `vitrel.data.Prepare`, as the next six: "scale", "canvas" or "native".
+        crop_pct: share of the resized image that the crop keeps.
+        crop_mode: "center", "squash" or "border".
+        base_size: training size (h, w) in pixels.
+        mean: per channel.
+        std: per channel.
+        interpolation: "bicubic" or "bilinear".
+        masks: images come with masks instead of labels.
+        budget: maximum number of patch tokens of an image, which keeps its aspect ratio; None: all images have `size`.
+        patch: (h, w) of a patch in pixels, with a budget.
+        window: (h, w) in pixels of the windows in which a model sees an image, None: as a whole.
+        translation: pixels by which the content is moved down and right; the upper and left edge are repeated.
+    """
+
+    size: Size
+    mode: str
+    crop_pct: float
+    crop_mode: str
+    base_size: Size
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    masks: bool = False
+    budget: int | None = None
+    patch: Size | None = None
+    window: Size | None = None
+    translation: int = 0
+
+    @property
+    def of_files(self) -> "View":
+        """The view that is read from files: what is done to a whole batch later is left out."""
+        return self._replace(window=None, translation=0)
+
+    def shape_of(self, file: Size) -> Size:
+        """Return the size (h, w) that the model gets of an image of size `file`, in pixels."""
+        return self.size if self.budget is None or self.patch is None else native_size(*file, self.budget, self.patch)
+
+
+def scale(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+    """The same field of view at every size: objects grow with the image."""
+    how = trained.size_of(size), "scale", crop_pct, trained.crop_mode, trained.img_size
+    whole = View(*how, trained.mean, trained.std, trained.interpolation)
+    dense = task_named(trained.task).dense  # whole images: their masks are not cropped
+    return whole._replace(crop_pct=1.0, crop_mode="squash", masks=True) if dense else whole
+
+
+def canvas(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+    """Objects keep their size in pixels: a larger image shows more content or padding, a smaller one a center crop."""
+    return scale(trained, size, crop_pct)._replace(mode="canvas")
+
+
+def native(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+    """The whole image at its own aspect ratio, with at most the patch tokens of the size."""
+    whole = scale(trained, size, 1.0)._replace(mode="native", crop_mode="center")
+    return whole._replace(budget=trained.budget_of(size), patch=trained.patch)
+
+
+def sliding(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+    """The images of canvas in windows of the training size, half overlapping, whose logits are averaged (masks only)."""
+    if not task_named(trained.task).dense:
+        raise ValueError("the sliding protocol joins the outputs of windows pixel by pixel: it is for segmentation")
+    return canvas(trained, size, crop_pct)._replace(window=trained.img_size)
+
+
+PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget, float], View]] = {
+    protocol.__name__: protocol for protocol in (scale, canvas, native, sliding)
+}
+
+
+class Images:
+    """The images of an evaluation in any view, with a cache of the views of one size and mode that models share.
+
+    Images that exceed CACHE_BYTES together are decoded again for each model. When loading a batch runs out of memory,
+    `batch_size` is halved and nothing more is cached until the size or mode changes; `halvings` counts this.
+
+    Attributes:
+        classes: names by label; None where the data set has none.
+        names: of the images, relative to the data folder, in its order; numbers where the data set has none.
+        total: number of images that the data have, of which `n` may choose some.
+        prepared: the data set resizes its images itself.
+        source: name of the data.
+        decoder: what reads and resizes files.
+
+    Args:
+        data: a name or folder that `create_dataset` takes; a data set of (uint8 [3, h, w] or PIL image, label or mask); or a
+            function from (H, W) to a data set of (normalized float32 [3, H, W], label).
+        view: any view, to open the data with.
+        n: number of images, drawn with `seed`; None: all.
+        seed: of generated or sampled images.
+        batch_size: number of images in a batch.
+        workers: processes that decode images.
+        reading: of files.
+
+    Raises:
+        ValueError, OSError: the data cannot be read.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        view: View,
+        *,
+        n: int | None = None,
+        seed: int = 0,
+        batch_size: int = 128,
+        workers: int = 0,
+        reading: Reading = Reading(),
+    ) -> None:
+        check_workers(workers)
+        self.data, self.n, self.seed, self.workers, self.reading = data, n, seed, workers, reading
+        self.asked, self.batch_size, self.halvings = batch_size, batch_size, 0
+        self._current: tuple | None = None  # size, mode, crop and budget of the cached images
+        self._datasets: dict[View, Dataset] = {}
+        self._decoded: dict[View, list[Batch]] = {}
+        self._growing: list[Batch] | None = None  # an entry of `_decoded` while its batches are read
+        self._caches = True
+        self._file_sizes: list[Size] = []
+        dataset = self.dataset(view)
+        self.classes: list[str] | None = [*map(shown, getattr(dataset, "classes", None) or ())] or None
+        has_names = isinstance(dataset, ImageSet)
+        names = dataset.names() if has_names else map(getattr(dataset, "name", str), range(len(dataset)))
+        self.names, self.total = [*map(shown, names)], getattr(dataset, "total", len(dataset))
+        self.prepared = not isinstance(data, str | Dataset)
+        self.source = data if isinstance(data, str) else type(data).__name__
+        of_files = "drawn" if self.source in SHAPES else f"Pillow {version('Pillow')}"
+        self.decoder = of_files if isinstance(data, str) else "the data set's own"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def dataset(self, view: View) -> Dataset:
+        """Return the data set of a view; items are (normalized float32 [3, H, W], target), with a budget indexed by a `Draw`.
+
+        With another size, mode, crop or budget than in the call before, the cache is emptied and `batch_size` is set back;
+        other methods call this one.
+        """
+        view = view.of_files
+        current = view.size, view.mode, view.crop_pct, view.budget
+        if self._current != current:
+            self._current = current
+            self._datasets.clear()
+            self._decoded.clear()
+            self.batch_size, self._caches = self.asked, True
+        if view not in self._datasets:
+            self._datasets[view] = self._opened(view)
+        return self._datasets[view]
+
+    def _opened(self, view: View) -> Dataset:
+        data, names = self.data, ("crop_pct", "crop_mode", "base_size", "mean", "std", "interpolation")
+        how: dict[str, Any] = {name: getattr(view, name) for name in names} | {"protocol": view.mode}
+        if isinstance(data, str):
+            task = "segmentation" if view.masks else "classification"
+            return create_dataset(data, "val", view.size, task=task, n=self.n, seed=self.seed, reading=self.reading, **how)
+        if isinstance(data, Dataset):
+            return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
+        return data(view.size)
+
+    def check(self, views: Iterable[View]) -> None:
+        """Raise ValueError where generated images cannot be drawn in one of the views; files are resized to any."""
+        for view in views if self.source in SHAPES else ():
+            try:
+                self.dataset(view)
+            except ValueError as error:
+                raise ValueError(f"evaluation at {format_size(view.size)}, {view.mode} protocol: {error}") from error
+
+    def digest(self) -> str:
+        """Return a hash that changes with the names of the images, their labels and the contents of their files.
+
+        For generated images and a data set that the user passed, the hash is only of data, seed, number of images and classes.
+        """
+        dataset = next(iter(self._datasets.values()))
+        if isinstance(dataset, ImageSet):
+            return dataset.digest()
+        return hashlib.sha256(json.dumps((self.source, self.seed, len(self), self.classes)).encode()).hexdigest()
+
+    def batches(self, view: View, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Yield batches of this process's images, in the order of `order`; all images of a batch have one size.
+
+        MemoryError where a single image does not fit in memory.
+        """
+        for pixels, targets in self._read(view.of_files, rank, world):
+            yield moved(pixels, view.translation), targets
+
+    def _read(self, view: View, rank: int, world: int) -> Iterator[Batch]:
+        self.dataset(view)  # may empty the cache
+        if view in self._decoded:
+            yield from self._decoded[view]
+            return
+        groups = self._groups(view, rank, world)
+        fits = sum(map(len, groups)) * 3 * math.prod(view.size) * 4 <= CACHE_BYTES
+        self._growing = [] if fits and self._caches else None
+        for batch in self._loaded(view, groups):
+            if self._growing is not None:
+                self._growing.append(batch)
+            yield batch
+        if self._growing is not None:
+            self._decoded[view], self._growing = self._growing, None
+
+    def batch_of(self, view: View) -> int:
+        """Return the number of images in a batch; with masks, whose logits are as large as images, at most MASK_PIXELS."""
+        return min(self.batch_size, max(1, MASK_PIXELS // math.prod(view.size))) if view.masks else self.batch_size
+
+    def order(self, view: View, rank: int = 0, world: int = 1) -> list[int]:
+        """Return the indices of this process's images, every world-th, in the order of `batches`: with a budget by size."""
+        groups = self._groups(view, rank, world)
+        return [item.index if isinstance(item, Draw) else item for group in groups for item in group]
+
+    def shapes(self, view: View) -> Counter[Size]:
+        """Count all images by the size (h, w) in pixels that the model gets; files with unreadable headers count as square."""
+        return Counter({view.size: len(self)} if view.budget is None else map(view.shape_of, self._sizes(view)))
+
+    def _sizes(self, view: View) -> list[Size]:
+        """The size (h, w) of every file in pixels, read once, because all views have the same images."""
+        if not self._file_sizes:
+            dataset = self.dataset(view)
+            generated = not hasattr(dataset, "image_sizes")
+            with _how_to_go_on():
+                self._file_sizes = [(1, 1)] * len(self) if generated else dataset.image_sizes()
+        return self._file_sizes
+
+    def _groups(self, view: View, rank: int, world: int) -> list[Sequence[int | Draw]]:
+        """The images of this process, grouped by the size that the model gets."""
+        share = range(rank, len(self), world)
+        if view.budget is None:
+            return [share]
+        files, groups = self._sizes(view), defaultdict[Size, list[int | Draw]](list)
+        for index in share:
+            size = view.shape_of(files[index])
+            groups[size].append(Draw(index, size))
+        return [groups[size] for size in sorted(groups)]
+
+    def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
+        """Batches of the groups' images; the batch size is halved when loading runs out of memory."""
+        dataset = self.dataset(view)
+        start, total = 0, sum(map(len, groups))
+        collate = partial(_batch, view=view, drawn=_is_drawn(dataset))
+        while start < total:
+            try:
+                batches = _batches(groups, start, self.batch_of(view))
+                with _how_to_go_on():
+                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate):
+                        start += len(batch[1])
+                        yield batch
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not (out_of_memory(error) or loading_failed(error)):
+                    raise
+            # outside the handler, whose traceback would keep the batch alive; dropping the cache frees memory too
+            self._growing, self._caches = None, False
+            self._decoded.clear()
+            # The error holds the failed loader in a cycle. A process of the next loader that collected it would wait for ever.
+            gc.collect()
+            failed = f"loading image {start + 1} of {total} failed; use fewer --workers"
+            self.batch_size = halved(min(self.batch_size, max(map(len, batches))), failed)
+            self.halvings += 1
+
+    def bad(self, view: View) -> list[str]:
+        """Return the names of the images that this process could not read so far; [] for data without names of files."""
+        dataset = self.dataset(view)
+        return [*map(dataset.name, dataset.bad_indices())] if isinstance(dataset, ImageSet) else []
+
+    def items(self, view: View, indices: Iterable[int]) -> Iterator[tuple[int, Tensor, Any]]:
+        """Yield (index, image [3, H, W], target) of these images, unreadable ones left out; the same in every process."""
+        dataset, files = self.dataset(view), None if view.budget is None else self._sizes(view)
+        for index in indices:
+            image, target = dataset[index if files is None else Draw(index, view.shape_of(files[index]))]
+            target = _target(image, target, view, _is_drawn(dataset))
+            if target is not None:
+                yield index, moved(image[None], view.translation)[0], target
+
+
+def _batch(items: Sequence[tuple[Tensor, Any]], view: View, drawn: bool) -> Batch:
+    """Items of a data set as a batch.
+
+    Args:
+        drawn: the masks are of the input itself, not of an image that is resized for it.
+    """
+    images = torch.stack([image for image, _ in items])
+    return images, [_target(image, target, view, drawn) for image, target in items]
+
+
+def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
+    """The target of an image, None where it could not be read: its label is then below 0, or its mask and pixels are empty."""
+    if not view.masks:
+        return None if isinstance(target, (int, np.integer)) and target < 0 else target
+    labels = np.asarray(target)
+    if not drawn and (labels == IGNORED).all() and not image.any():
+        return None
+    labels = labels.astype(np.uint8 if labels.max(initial=0) <= IGNORED else np.int32)
+    size = image.shape[-2:]
+    return Mask(labels, *((0, 0, *size) if drawn else place_of(size, view)))
+
+
+def _is_drawn(dataset: Dataset) -> bool:
+    """Whether a data set makes images and masks for the size, instead of resizing images."""
+    return not isinstance(dataset, ImageSet | PreparedImages)
+
+
+def place_of(size: Sequence[int], view: View) -> tuple[float, float, float, float]:
+    """Return where an input of `size` (h, w) shows the whole image: (top, left, height, width) in pixels of the input.
+
+    All of the input but on a canvas, where the image has the training size; it is then in the middle of a larger input, and a
+    smaller one shows its middle.
+    """
+    if view.mode != "canvas":
+        return 0, 0, size[0], size[1]
+    starts: list[int] = []
+    for side, own in zip(size, view.base_size, strict=True):  # as torchvision's center_crop rounds
+        starts.append((side - own) // 2 if side > own else -round((own - side) / 2))
+    return starts[0], starts[1], *view.base_size
+
+
+def moved(pixels: Tensor, by: int) -> Tensor:
+    """Move images [B, C, H, W] by `by` pixels down and right; the upper and left edge pixels are repeated."""
+    if not by:
+        return pixels
+    height, width = pixels.shape[-2:]
+    down, right = (torch.arange(side, device=pixels.device).sub(by).clamp(min=0) for side in (height, width))
+    return pixels[..., down[:, None], right]
+
+
+@contextmanager
+def _how_to_go_on() -> Iterator[None]:
+    """Context that adds to the error of an unreadable image how to evaluate without it."""
+    try:
+        yield
+    except BadImage as error:
+        error.add_note("with --on-bad-image count, unreadable images are left out and all of them listed")
+        raise
+
+
+def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[list[int | Draw]]:
+    """The images from number `start` on in batches of at most `size`, each of images of one group."""
+    batches = []
+    for group in groups:
+        batches += [list(group[first : first + size]) for first in range(start, len(group), size)]
+        start = max(0, start - len(group))
+    return batches
+
+
+class PreparedImages(Dataset):
+    """A user's data set of (uint8 [3, h, w] or PIL image, label or mask [h, w]) with the preprocessing of an evaluation.
+
+    Masks keep their own resolution. It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and
+    are (normalized float32 [3, H, W], label).
+    """
+
+    def __init__(self, images: Dataset, prepare: Prepare, n: int | None, seed: int) -> None:
+        self.images, self.prepare, self.total = images, prepare, len(images)
+        self.chosen = subset(self.total, n, seed, type(images).__name__)
+        self.classes = getattr(images, "classes", None)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int | Draw) -> tuple[Tensor, int]:
+        draw = index if isinstance(index, Draw) else Draw(index)
+        image, target = self._image(draw.index)
+        return (self.prepare if draw.size is None else self.prepare.at(draw.size))(image), target
+
+    def image_sizes(self) -> list[Size]:
+        """Return (height, width) of every image in pixels; reads all images."""
+        return [(image.shape[-2], image.shape[-1]) for image, _ in map(self._image, range(len(self)))]
+
+    def _image(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.images[self.chosen[index]]
+        if isinstance(image, Image.Image):
+            image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        if not isinstance(image, Tensor) or image.dtype != torch.uint8:
+            kind = image.dtype if isinstance(image, Tensor) else type(image).__name__
+            raise ValueError(
+                f"the data set has images of {kind}: give uint8 [3, h, w] or PIL images; for images that are preprocessed "
+                "already, give a function from (H, W) to the data set of that size"
+            )
+        return image, label
+
+
+def halved(batch_size: int, hint: str) -> int:
+    """Return half the batch size that ran out of memory; MemoryError with the hint where that was a single image."""
+    if batch_size == 1:
+        raise MemoryError(f"one image does not fit in memory: {hint}")
+    return batch_size // 2

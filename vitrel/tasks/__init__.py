@@ -1,0 +1,163 @@
+"""What a model predicts: its head, its loss, what is measured while it trains, and the scores of an evaluation.
+
+`vitrel.train` and `vitrel.evaluate` both take a `Task` from here and know nothing else of classes and pixels. A new task is a
+file in this folder with a subclass of `Task` and an instance of it, TASK; `task_named` finds it by the file's name.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+TASKS = tuple(sorted(module.name for module in iter_modules(__path__)))
+Row = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+
+
+class Kept(NamedTuple):
+    """What is kept of every image of one row of an evaluation, in the order of the data.
+
+    Args:
+        arrays: what `Task.keep` returned, [n, ...] each; zeros for an image that could not be read.
+        seen: bool [n], whether the image could be read.
+    """
+
+    arrays: Arrays
+    seen: np.ndarray
+
+    def of_seen(self) -> Arrays:
+        """The arrays of the images that could be read."""
+        return {name: values[self.seen] for name, values in self.arrays.items()}
+
+
+class Losses(Protocol):
+    """The settings of a loss that a task may use (`vitrel.train.Objective`)."""
+
+    loss: str
+    dice: float
+    class_weights: list[float] | None
+    distillation: Any
+
+    def build(self, label_smoothing: float) -> Any: ...
+
+
+class ImageMean(Metric):
+    """Mean of a value per image. Images are left out by a weight of 0, since an index by a mask waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("images", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, counted: Tensor) -> None:
+        """Add values [B] of the images for which counted [B] is True."""
+        self.total += torch.where(counted, values, 0).sum()
+        self.images += counted.sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.images
+
+
+class Learning(nn.Module, ABC):
+    """A task while it is learned: the loss of a batch, and the metrics of the evaluation set.
+
+    Attributes:
+        values: {name in the log: metric of the evaluation set}, summed over ranks.
+    """
+
+    values: dict[str, Metric]
+
+    @abstractmethod
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a batch, a scalar."""
+
+    @abstractmethod
+    def right(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the share of each image's labels that the logits predict, [B]."""
+
+    @abstractmethod
+    def update(self, logits: Tensor, target: Any) -> None:
+        """Add a batch of the evaluation set to `values`; images of label -1, which fill the batches of ranks, do not count."""
+
+
+class Task(ABC):
+    """A kind of prediction.
+
+    Attributes:
+        name: in checkpoints, settings and tables: the name of its file.
+        metric: the column by which models are compared, in percent; as "val/<metric>" it chooses the best checkpoint.
+        title: that metric in words.
+        learned: name of the share of training labels that are predicted, in the log after "train/".
+        dense: whether images come with masks instead of labels, and whole.
+        columns: {column of results.csv: what it is}, of this task alone.
+        means: those that are averaged over seeds.
+        metrics: columns that have a score of every image, `metric` first.
+        stored: names of what `keep` returns that `scores` and `by_class` need.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+    title: ClassVar[str]
+    learned: ClassVar[str]
+    dense: ClassVar[bool] = False
+    columns: ClassVar[Mapping[str, str]]
+    means: ClassVar[tuple[str, ...]]
+    metrics: ClassVar[tuple[str, ...]]
+    stored: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def head_classes(self, num_classes: int) -> int:
+        """Return the number of outputs of the backbone's own classifier."""
+
+    @abstractmethod
+    def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
+        """Return the model that is trained: the backbone, with a head on it where the task has one of its own."""
+
+    @abstractmethod
+    def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
+        """Return loss and metrics for training; ValueError for settings that the task does not have."""
+
+    @abstractmethod
+    def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
+        """Return what is kept of every image of a batch, [B, ...] each; FloatingPointError where the output is not finite.
+
+        Args:
+            logits: [B, K, ...] of the model.
+            targets: of the images.
+            outputs: the model's output for each class of the data.
+            restrict: only these outputs are compared.
+        """
+
+    @abstractmethod
+    def score(self, kept: Kept) -> Row:
+        """Return `columns`, and majority: the metric of always predicting the most frequent class, in percent."""
+
+    @abstractmethod
+    def scores(self, kept: Kept, metric: str) -> np.ndarray:
+        """Return a score of each image, [n], whose mean times 100 is the metric; NaN for images that could not be read."""
+
+    @abstractmethod
+    def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return two arrays [n, classes] or [classes], the ratio of whose sums is the score of a class."""
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Return the logits; FloatingPointError where one is NaN or infinite."""
+    if not torch.isfinite(logits).all():
+        raise FloatingPointError("the logits hold NaN or infinity")
+    return logits
+
+
+@cache
+def task_named(name: str) -> Task:
+    """Return the task of this name; ValueError for an unknown one."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}: choose from {', '.join(TASKS)}")
+    return import_module(f"vitrel.tasks.{name}").TASK

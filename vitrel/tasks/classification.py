@@ -1,0 +1,124 @@
+"""Classification: an image has one class, and the highest logit is the prediction."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrel.tasks import ImageMean, Kept, Learning, Losses, Row, Task, finite
+
+ECE_BINS = 15
+
+
+class LearningClasses(Learning):
+    """Cross-entropy or what the objective says instead; top-1, and top-5 with more than 5 classes."""
+
+    def __init__(self, num_classes: int, objective: Losses, label_smoothing: float) -> None:
+        super().__init__()
+        if objective.dice or objective.class_weights:
+            raise ValueError(
+                "model.objective.dice and class_weights are of segmentation: leave them out, or set --task segmentation"
+            )
+        self.criterion = objective.build(label_smoothing)
+        self.top_k = [k for k in (1, 5) if k < max(num_classes, 2)]
+        self.means = nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
+        self.values = dict(self.means)  # type: ignore[arg-type]
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.criterion(logits, target)
+
+    def right(self, logits: Tensor, target: Tensor) -> Tensor:
+        hard = target if target.ndim == 1 else target.argmax(-1)  # with mixed labels, the one with the larger share counts
+        return (logits.argmax(-1) == hard).float()
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        values = {"val/loss": F.cross_entropy(logits, target, ignore_index=-1, reduction="none")}
+        for k in self.top_k:
+            values[f"val/top{k}"] = (logits.topk(k).indices == target[:, None]).any(-1).float()
+        for name, mean in self.means.items():
+            mean.update(values[name], target >= 0)
+
+
+class Classification(Task):
+    """One class an image: top-1, top-5, calibration.
+
+    Of an image are kept: its label; right, whether the highest logit is the label's; among, the same among the outputs of the
+    data's classes; top5, whether the label is among the 5 highest; confidence, the highest probability; nll; others, whether
+    the model has other outputs too.
+    """
+
+    name, metric, title, learned = "classification", "top1", "top-1", "top1"
+    columns: ClassVar[Mapping[str, str]] = {
+        "top1": "top-1 accuracy, percent",
+        "top1_err": "100 - top1",
+        "top1_among": "top-1 accuracy among the data's classes only, percent; empty where the model has no others "
+        "or is restricted to them",
+        "top5": "top-5 accuracy, label among the 5 highest logits, percent (100 with 5 classes or fewer)",
+        "top5_err": "100 - top5",
+        "nll": "mean negative log-likelihood, nats",
+        "ece": "expected calibration error, percent, 15 equal bins of the confidence",
+    }
+    means = ("top1", "top1_among", "top5", "nll", "ece")
+    metrics = ("top1", "top1_among")
+    stored = ("labels", "right", "among")
+
+    def head_classes(self, num_classes: int) -> int:
+        return num_classes
+
+    def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
+        return backbone
+
+    def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
+        return LearningClasses(num_classes, objective, label_smoothing)
+
+    def keep(self, logits: Tensor, targets: Sequence[int], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
+        logits, labels, of_class = finite(logits.double()), torch.tensor([*map(int, targets)]), torch.tensor(outputs)
+        others = len(outputs) < logits.shape[-1] and not restrict
+        if restrict:
+            logits, of_class = logits[:, of_class], torch.arange(len(outputs))
+        expected = of_class[labels]
+        right = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == expected[:, None]  # [B, min(5, K)]
+        among = of_class[logits[:, of_class].argmax(-1)] == expected if others else right[:, 0]
+        return {
+            "labels": labels.int(),
+            "right": right[:, 0],
+            "among": among,
+            "top5": right.any(1),
+            "confidence": logits.softmax(-1).amax(-1),
+            "nll": F.cross_entropy(logits, expected, reduction="none"),
+            "others": torch.full_like(labels, others, dtype=torch.bool),
+        }
+
+    def score(self, kept: Kept) -> Row:
+        """With fewer than 5 classes top-5 is 100 %, as in timm. ece: arXiv 1706.04599, eq. 3."""
+        of, n = kept.of_seen(), int(kept.seen.sum())
+        top1, top5 = 100 * int(of["right"].sum()) / n, 100 * int(of["top5"].sum()) / n
+        bins = np.ceil(of["confidence"] * ECE_BINS).astype(int) - 1  # (0, 1/15], (1/15, 2/15], ...
+        gaps = np.bincount(bins, of["right"].astype(float) - of["confidence"], ECE_BINS)
+        return {
+            "top1": round(top1, 4),
+            "top1_err": round(100 - top1, 4),
+            "top1_among": round(100 * int(of["among"].sum()) / n, 4) if of["others"].any() else math.nan,
+            "top5": round(top5, 4),
+            "top5_err": round(100 - top5, 4),
+            "nll": round(float(of["nll"].sum()) / n, 6),
+            "ece": round(100 * float(np.abs(gaps).sum()) / n, 4),
+            "majority": round(100 * int(np.bincount(of["labels"]).max()) / n, 4),
+        }
+
+    def scores(self, kept: Kept, metric: str) -> np.ndarray:
+        """1 where the image is classified correctly, with "top1_among" among the data's classes, else 0."""
+        return np.where(kept.seen, kept.arrays["among" if metric == "top1_among" else "right"], np.nan)
+
+    def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Images of each class that were read, and how many are classified correctly."""
+        labels, right = kept.arrays["labels"], kept.arrays["right"].astype(bool)
+        n, hits = (np.bincount(labels[mask], minlength=classes) for mask in (kept.seen, right & kept.seen))
+        return n, hits
+
+
+TASK = Classification()
