@@ -1,4 +1,4 @@
-"""Coverage, power and false alarms of `vitrel.evaluate.results.statistics`, simulated for docs/concepts/statistics.md.
+"""Coverage, power and false alarms of `vitrel.evaluate.statistics`, simulated for docs/concepts/statistics.md.
 
     python -m tools.study.coverage      # prints the tables: eight minutes on one core
 
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from vitrel.evaluate.results.statistics import TAIL, estimate, holm, p_values, pooled
-from vitrel.evaluate.results.text import markdown
+from vitrel.evaluate.report import markdown
+from vitrel.evaluate.statistics import TAIL, estimate, holm, p_values, pooled
 
 IMAGES, SEEDS = 500, (1, 2, 3, 5, 10)
 DIFFICULTY, NOISE = 1.0, 0.7  # standard deviations

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.results.aggregate import curves
-from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.verdicts import curves
+from vitrel.tasks import Row
 
 Curve = tuple[str, str]  # label and policy, "none" for a model without policies
 MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for color blindness

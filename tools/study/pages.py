@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tools.study.curves import Curve
-from vitrel.evaluate.results.aggregate import curves
-from vitrel.evaluate.sweep import Row
+from vitrel.evaluate.report import markdown
+from vitrel.evaluate.verdicts import by_area, curves, main_metric, task_of
+from vitrel.tasks import Row
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +52,7 @@ def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], comma
 
 
 class Curves:
-    """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.results.aggregate.curves`)."""
+    """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.verdicts.curves`)."""
 
     def __init__(self, table: Sequence[Row], name: str) -> None:
         """Arrange rows of single seeds, or aggregated rows; `name` says in errors whose they are."""
@@ -67,6 +68,23 @@ class Curves:
         if (curve, size, protocol) not in self._rows:
             raise ValueError(f"{self.name} has no row of {'/'.join(curve)} at {size} in the {protocol} protocol")
         return self._rows[curve, size, protocol]
+
+
+def accuracy_tables(table: Sequence[Row]) -> str:
+    """Return a Markdown table per protocol: the accuracy of every model and policy by size, ± half its 95 % interval.
+
+    Args:
+        table: aggregated rows.
+    """
+    sizes, parts = sorted({row["img_size"] for row in table}, key=by_area), []
+    for protocol in dict.fromkeys(row["protocol"] for row in table):
+        lines = []
+        for label, policy, rows in curves([row for row in table if row["protocol"] == protocol]):
+            cells = {row["img_size"]: f"{main_metric(row):.1f} ±{(row['high'] - row['low']) / 2:.1f}" for row in rows}
+            lines.append([label, policy, *(cells.get(size, "-") for size in sizes)])
+        head = ["model", "policy", *map(side_of, sizes)]
+        parts.append(f"{task_of(table[0]).title} in percent, {protocol} protocol:\n\n{markdown(head, lines)}")
+    return "\n".join(parts)
 
 
 def side_of(size: str) -> str:

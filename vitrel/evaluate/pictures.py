@@ -1,9 +1,281 @@
-"""Pictures of single images and layers for the report."""
+"""Pictures of a few images and layers for the report, made by running the models: what they see, predict and attend to."""
 
+import base64
+import colorsys
+import io
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrel.common.exits import one_line
+from vitrel.common.files import shown
+from vitrel.common.sizes import Size, format_size
+from vitrel.data import IGNORED
+from vitrel.evaluate.checkpoint import backbone_of
+from vitrel.evaluate.images import Images
+from vitrel.evaluate.predict import AtSizes
+from vitrel.evaluate.verdicts import by_area
+from vitrel.inspect.attention import Layer, for_each_layer
+from vitrel.inspect.plot import attention, offset_maps, similarity
+from vitrel.tasks import Kept
+from vitrel.tasks.segmentation import NO_CLASS, predicted_classes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitrel.evaluate.sweep import Trial
+
+SIDE = 150  # pixels of the longer side of an image
+DPI = 80  # of a figure
+HEADS = 4  # heads of a layer that are drawn
+LARGEST = 2500  # number of tokens above which attention is not drawn
+BYTES = 1_200_000  # of all pictures, as text in the page
+NOTHING = (255, 255, 255)  # color of pixels without a class, or that the model's input does not show
+
+
+class Picture(NamedTuple):
+    """A picture of the page: a data URL, its size in CSS pixels, what it shows, and a caption."""
+
+    uri: str
+    width: int
+    height: int
+    alt: str
+    caption: str
+
+
+@dataclass
+class Section:
+    """A section of the page: {name of a table: {name of a line: its pictures}}, and colors that are explained below."""
+
+    title: str
+    text: str
+    tables: dict[str, dict[str, list[Picture | None]]] = field(default_factory=dict)
+    colors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Pictures:
-    sections: list = field(default_factory=list)
-    left_out: list = field(default_factory=list)
+    """The sections of pictures of a page, and what was left out, with the reason."""
+
+    sections: list[Section] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def collect(trials: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> Pictures:
+    """Return the pictures of an evaluation.
+
+    These are the first image as the input of the first model in every protocol at every size; for segmentation its mask and
+    what every model predicts; and of every model, in its first protocol at its first and its largest size, where the patch in
+    the middle attends in the first and the last layer, and what position adds there. A picture that cannot be made is left out
+    with a warning: the rows, which took the time, must not be lost for it.
+
+    Args:
+        photographs: whether images of the data may be shown.
+    """
+    pictures = Pictures()
+    firsts = {trial.trained.label: trial.trained for trial in reversed(trials)}
+    plan = [one for one in trials if one.trained is firsts[one.trained.label] and not one.view.translation]
+    plan = [*{(one.trained.label, one.protocol, one.size): one for one in reversed(plan)}.values()][::-1]  # the first policy
+    if plan[0].view.masks:
+        with _optional("predictions", pictures):
+            pictures.sections.append(_predictions(plan, images, device, photographs))
+    elif photographs:
+        with _optional("the input at every size", pictures):
+            pictures.sections.append(_inputs([one for one in plan if one.trained is plan[0].trained], images))
+    heading = "Where a patch attends", "Position in attention"
+    attends, adds = Section(heading[0], _ATTENDS), Section(heading[1], _ADDS)
+    for label in dict.fromkeys(one.trained.label for one in plan):
+        own = [one for one in plan if one.trained.label == label and one.protocol == _first(plan, label).protocol]
+        for trial in dict.fromkeys([own[0], max(own, key=lambda one: by_area(format_size(one.size)))]):
+            with _optional(f"attention of {trial.name}", pictures):
+                _attention(trial, images, device, photographs, attends, adds)
+    pictures.sections += [section for section in (attends, adds) if section.tables]
+    return _within(BYTES, pictures)
+
+
+_ATTENDS = (
+    "Attention of the outlined patch to all patches of an image, mean over heads: with position, without it, and the "
+    "difference."
+)
+_ADDS = (
+    "What position adds to the logits of attention at every offset between query and key, in patches: red adds, blue takes "
+    "away. Of a model that adds an embedding to its tokens: how similar the embedding of the outlined patch is to all others."
+)
+
+
+@contextmanager
+def _optional(what: str, pictures: Pictures) -> Iterator[None]:
+    """Context for a picture: where it cannot be made, for whatever reason, a warning says so and the run goes on."""
+    try:
+        yield
+    except Exception as error:
+        pictures.left_out.append(f"{what}: {one_line(error) or type(error).__name__}")
+        warnings.warn(f"left out of the report: {pictures.left_out[-1]}", stacklevel=3)
+
+
+def _first(plan: Sequence["Trial"], label: str) -> "Trial":
+    return next(one for one in plan if one.trained.label == label)
+
+
+def _inputs(plan: Sequence["Trial"], images: Images) -> Section:
+    """The first image as every protocol shows it at every size."""
+    section = Section("Inputs", f"One image as {shown(plan[0].trained.label)} gets it, drawn in proportion to its size.")
+    largest = max(max(one.size) for one in plan)
+    lines: dict[str, dict[str, Picture]] = defaultdict(dict)
+    for trial in plan:
+        _, pixels, _ = next(images.items(trial.view, range(len(images))))
+        size, side = format_size(trial.size), max(24, round(SIDE * max(pixels.shape[-2:]) / largest))
+        alt = f"the image at {size}, {trial.protocol} protocol"
+        lines[trial.protocol][size] = _picture(_photograph(trial, pixels), alt, f"{_short(trial.size)} px", side)
+    section.tables[""] = _aligned(lines)
+    return section
+
+
+@torch.inference_mode()
+def _predictions(plan: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> Section:
+    """The first image, its mask, and what every model predicts at every size, at the image's own resolution."""
+    text = (
+        "One image, its mask, and what each model predicts at each size, with the mIoU of this image. White: no class, or not "
+    )
+    section = Section("Predictions", f"{text}in the model's input.")
+    tables: dict[str, dict[str, dict[str, Picture]]] = defaultdict(lambda: defaultdict(dict))
+    for trial in plan:
+        _, pixels, target = next(images.items(trial.view, range(len(images))))
+        with AtSizes(trial.trained.model, trial.policy, device, window=trial.view.window) as at:
+            size = pixels.shape[-2], pixels.shape[-1]
+            logits = at(size)(pixels[None].to(device)).float().cpu()
+        best, visible = predicted_classes(logits[0], target, torch.tensor(trial.outputs))
+        kept = trial.task.keep(logits, [target], trial.outputs, trial.trained.restrict)
+        arrays = {name: np.asarray(values) for name, values in kept.items()}
+        iou = trial.task.score(Kept(arrays, np.ones(1, bool)))[trial.task.metric]
+        name, where = format_size(trial.size), f"at {format_size(trial.size)}, {trial.protocol} protocol"
+        lines, label = tables[f"{trial.protocol} protocol"], shown(trial.trained.label)
+        if photographs:
+            lines["image"].setdefault(
+                name, _picture(_photograph(trial, pixels), f"the image {where}", f"{_short(trial.size)} px")
+            )
+        truth = np.where(target.labels == IGNORED, NO_CLASS, target.labels.astype(int))
+        lines["truth"].setdefault(
+            name, _picture(_colored(truth), f"the mask {where}", "" if photographs else f"{_short(trial.size)} px")
+        )
+        found = np.where(visible.numpy(), best.numpy(), NO_CLASS)
+        lines[label][name] = _picture(_colored(found), f"prediction of {label} {where}", f"{iou:.0f} %")
+    section.tables = {protocol: _aligned(lines) for protocol, lines in tables.items()}
+    section.colors = {name: "rgb({}, {}, {})".format(*_color(at)) for at, name in enumerate(images.classes or ())}
+    return section
+
+
+def _attention(
+    trial: "Trial", images: Images, device: torch.device, photographs: bool, attends: Section, adds: Section
+) -> None:
+    """Add the figures of the first and the last layer of a trial's model to the two sections."""
+    _, pixels, _ = next(images.items(trial.view, range(len(images))))
+    layers: list[Layer] = []
+    label, size = shown(trial.trained.label), (pixels.shape[-2], pixels.shape[-1])
+
+    def use(layer: Layer) -> None:
+        if layer.grid.tokens > LARGEST:
+            raise ValueError(f"more than {LARGEST:,} tokens")
+        layers[1:] = [layer.cpu()] if layers else []
+        layers[:1] = layers[:1] or [layer.cpu()]
+
+    with AtSizes(trial.trained.model, trial.policy, device) as at:
+        model = at(size)
+        figures: list[Figure] = []
+        for_each_layer(model, pixels[None].to(device), use)
+        picture = torch.from_numpy(_photograph(trial, pixels).copy()).permute(2, 0, 1) / 255
+        background = picture if photographs else torch.full_like(picture, 0.85)
+        for at_layer, layer in enumerate(layers):
+            query = layer.grid.h // 2, layer.grid.w // 2
+            figures.append(attention(layers, pixels, query, at_layer, shown=background))
+        lines = attends.tables.setdefault(label, {})
+        for figure, which in zip(figures, ("first", "last"), strict=False):
+            alt = f"attention of {label} at {_short(size)} px in the {which} layer"
+            lines[f"{_short(size)} px, {which} layer"] = [_drawn(figure, alt)]
+        lines = adds.tables.setdefault(label, {})
+        if any(layer.position is not None and bool(layer.position.any()) for layer in layers):
+            figure = offset_maps(layers, heads=[*range(min(HEADS, layers[0].weights.shape[2]))])
+            lines[f"{_short(size)} px"] = [_drawn(figure, f"what position adds in {label} at {format_size(size)}")]
+        else:
+            figure = similarity((backbone_of(model) or model).cpu(), size)
+            lines[f"{_short(size)} px"] = [_drawn(figure, f"similarity of the embeddings of {label}")]
+
+
+def _short(size: Size) -> str:
+    """A size as text, a square by its side: "64", "64x96"."""
+    return str(size[0]) if size[0] == size[1] else format_size(size)
+
+
+def _aligned(lines: dict[str, dict[str, Picture]]) -> dict[str, list[Picture | None]]:
+    """Lines {size: picture} as lists with the same sizes, by area."""
+    sizes = sorted({size for cells in lines.values() for size in cells}, key=by_area)
+    return {name: [*map(cells.get, sizes)] for name, cells in lines.items()}
+
+
+def _photograph(trial: "Trial", pixels: Tensor) -> np.ndarray:
+    """Normalized pixels [3, H, W] as uint8 [H, W, 3]."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (trial.view.mean, trial.view.std))
+    return (255 * (pixels * std + mean).clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
+
+
+def _colored(classes: np.ndarray) -> np.ndarray:
+    """Classes [h, w] as uint8 [h, w, 3]; NO_CLASS has the color NOTHING."""
+    table = np.array([_color(index) for index in range(max(int(classes.max()) + 1, 1))] + [NOTHING], np.uint8)
+    return table[np.where(classes < 0, len(table) - 1, classes)]
+
+
+def _color(index: int) -> tuple[int, int, int]:
+    """The color of a class: gray for the first, then hues far from each other, in alternating lightness."""
+    if index == 0:
+        return 150, 150, 150
+    hue = (0.58 + 0.618034 * (index - 1)) % 1.0  # the golden ratio
+    red, green, blue = colorsys.hls_to_rgb(hue, (0.42, 0.62, 0.3)[index % 3], 0.65)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _picture(pixels: np.ndarray, alt: str, caption: str, side: int = SIDE) -> Picture:
+    """uint8 [h, w, 3] as a picture of at most `side` pixels; one of few colors, such as a mask, keeps them."""
+    picture = Image.fromarray(pixels)
+    drawn = len(picture.getcolors(256) or ()) > 0
+    factor = side / max(picture.size)
+    width, height = (max(1, round(length * factor)) for length in picture.size)
+    if factor < 1:
+        picture = picture.resize((width, height), Image.Resampling.NEAREST if drawn else Image.Resampling.BILINEAR)
+    file = io.BytesIO()
+    picture.save(file, "WEBP", lossless=drawn, quality=78, method=4)
+    return Picture(_uri(file), width, height, alt, caption)
+
+
+def _drawn(figure: "Figure", alt: str) -> Picture:
+    """A figure as a picture."""
+    file = io.BytesIO()
+    figure.savefig(file, format="webp", dpi=DPI, pil_kwargs={"quality": 82})
+    width, height = Image.open(file).size
+    return Picture(_uri(file), width, height, alt, "")
+
+
+def _uri(file: io.BytesIO) -> str:
+    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _within(most: int, pictures: Pictures) -> Pictures:
+    """The pictures without those, from the last on, that exceed `most` bytes together."""
+    left = most
+    for section in pictures.sections:
+        for name, lines in [*section.tables.items()]:
+            size = sum(len(picture.uri) for cells in lines.values() for picture in cells if picture)
+            if size > left:
+                del section.tables[name]
+                pictures.left_out.append(f"{section.title}{name and f' of {name}'}, to limit the size of the page")
+            else:
+                left -= size
+    pictures.sections = [section for section in pictures.sections if section.tables]
+    return pictures

@@ -46,14 +46,10 @@ def notes(judged: Judged) -> list[str]:
     open_rows = [row for row in rows if row["verdict"] == UNKNOWN]
     if judged.unused and (open_rows or any(model.level for model in judged.models.values())):
         found.append(f"{_counted(judged.unused, 'image')} of the data were not used: give a larger --n, or none, to tell more.")
-    elif open_rows:
-        images, seeds = (max((row[name] or 0 for row in open_rows), default=0) for name in ("more_images", "more_seeds"))
-        complete = all(row["more_images"] is not None for row in open_rows)
-        parts = [f"{_rounded(images):,} more images"] if complete and images <= MOST_MORE * rows[0]["n"] else []
-        parts += [_counted(seeds, "more seed")] if all(row["more_seeds"] for row in open_rows) else []
-        if parts:
-            where = f'where the table says "{UNKNOWN}", if the differences stay as they are'
-            found.append(f"About {' or '.join(parts)} would decide {where}.")
+    elif open_rows and all(row["more"] and row["more"] <= MOST_MORE * row["n"] for row in open_rows):
+        more = _rounded(max(row["more"] for row in open_rows))
+        where = f'where the table says "{UNKNOWN}", if the differences stay as they are'
+        found.append(f"About {_counted(more, 'more image')} would decide {where}.")
     return found
 
 
@@ -96,8 +92,8 @@ def _of_model(model: Model, judged: Judged) -> str:
     majority = anchor["majority"] if known_number(anchor.get("majority")) else -1.0
     if not anchor["low"] > majority:
         return (
-            f"Train {model.label} first: its {judged.task.title} of {main_metric(anchor):.1f} % at {_at([anchor])} is not shown "
-            f"to be above the {majority:.1f} % of always predicting the most frequent class."
+            f"Train {model.label} first: its {judged.task.title} of {main_metric(anchor):.1f} % at {_at([anchor])} is not "
+            f"shown to be above the {majority:.1f} % of always predicting the most frequent class."
         )
     found = [text for text in (_comparison(model),) if text]
     found.append(_sizes(model, judged, "it" if found else model.label))
@@ -203,13 +199,10 @@ def _at(rows: Sequence[Row]) -> str:
 def _protocol(name: str, rows: Sequence[Row]) -> str:
     """A protocol in a few words, at the sizes of the rows."""
     if name.startswith("canvas"):
-        smaller = all(math.prod(parse_size(row["img_size"])) < _trained_area(row) for row in rows)
+        areas = [max(math.prod(size) if isinstance(size, tuple) else math.inf for size in train_sizes_of(row)) for row in rows]
+        smaller = all(math.prod(parse_size(row["img_size"])) < area for row, area in zip(rows, areas, strict=True))
         return "a center crop instead of a smaller image" if smaller else "objects keep their size in pixels"
     return {"scale": "the image resized", "sliding": "windows of the training size"}.get(name.split(",")[0], "whole images")
-
-
-def _trained_area(row: Row) -> float:
-    return max(math.prod(size) if isinstance(size, tuple) else math.inf for size in train_sizes_of(row))
 
 
 def _evidence(used: dict[str, Row]) -> str:

@@ -1,4 +1,4 @@
-"""Means and differences of per-image scores over seeds and images: intervals, tests, and how much data would decide.
+"""Means and differences of per-image scores over seeds and images: intervals, tests, and how many images would decide.
 
 One method for every comparison, the analysis of seeds × images that studies with several readers use for readers × cases
 (Obuchowski and Rockette 1995): seeds and images are both random, every seed scores the same images. For a difference of two
@@ -18,6 +18,7 @@ a proportion, Bonett and Price 2012 for a difference): no interval then has a wi
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -223,21 +224,16 @@ def pooled(estimates: Sequence[Estimate], models: int) -> list[Estimate]:
     return [replace(one, between=max(float(one.between), together), freedom=freedom) for one in estimates]
 
 
-def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 1_000_000) -> tuple[int | None, int | None]:
-    """Return how many (images, seeds) are needed for an end at most `distance` points from the center, each with the present
-    number of the other; None where no number up to `most` images, or 100 seeds, is enough, and for seeds where there is one,
-    which does not tell how seeds vary.
-    """
+def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 1_000_000) -> int | None:
+    """Return how many images are needed for an end at most `distance` points from the center, None for more than `most`."""
     known = max(0.0, estimate.between - estimate.noise)
 
-    def reaches(images: float, seeds: int) -> bool:
+    def reaches(images: int) -> bool:
         fewer = estimate.images / images
-        own, shared = (known + estimate.noise * fewer) / seeds, estimate.shared * fewer
-        return bool(_critical(seeds, own / (own + shared), tail) * math.sqrt(own + shared) <= distance)
+        own, shared = (known + estimate.noise * fewer) / estimate.seeds, estimate.shared * fewer
+        return bool(_critical(estimate.seeds, own / (own + shared), tail) * math.sqrt(own + shared) <= distance)
 
-    images = _first(lambda n: reaches(n, estimate.seeds), estimate.images, most)
-    seeds = _first(lambda n: reaches(estimate.images, n), estimate.seeds, 100) if estimate.seeds > 1 else None
-    return images, seeds
+    return bisect_left(range(most + 1), True, estimate.images, key=reaches) if reaches(most) else None
 
 
 def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = None) -> Number:
@@ -248,14 +244,3 @@ def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = No
     """
     normal = -ndtri(tail)
     return normal if seeds == 1 else normal + weight * (-stdtrit(freedom or seeds - 1, tail) - normal)
-
-
-def _first(holds: Any, start: int, most: int) -> int | None:
-    """The smallest number from `start` on for which `holds`, which is monotone; None above `most`."""
-    if not holds(most):
-        return None
-    low, high = start - 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high

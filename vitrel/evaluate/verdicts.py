@@ -138,8 +138,8 @@ def is_training(row: Row) -> bool:
 def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
     """Return the function that names the protocol of a row in a table.
 
-    The names have the crop if any model has several crops in one protocol ("scale, crop 0.875"), and the token budget if any has
-    several at one size ("native, 200 tokens").
+    The names have the crop if any model has several crops in one protocol ("scale, crop 0.875"), and the token budget if any
+    has several at one size ("native, 200 tokens").
     """
 
     def several(column: str, *same: str) -> bool:
@@ -163,15 +163,15 @@ def groups_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Group rows over seeds: (protocol as of `protocol_names`, rows) per label, protocol, policy and size, in their order."""
     name, groups = protocol_names(rows), defaultdict[tuple, list[Row]](list)
     for row in rows:
-        groups[row["label"], name(row), row["policy"], row["img_size"]].append(row)
+        groups[row["label"], name(row), row["policy"], row["img_size"], row.get("translation")].append(row)
     return [(key[1], group) for key, group in groups.items()]
 
 
 def merged(protocol: str, group: Sequence[Row], scores: Scores | None = None) -> Row:
-    """Return the row of one group of `groups_of`: means over seeds of numbers that differ, and the columns seeds, keys, low and high.
+    """Return the row of one group of `groups_of`: means over seeds of numbers that differ, of memory the largest.
 
-    keys are those of the seeds; low and high are the 95 % interval of the task's metric over seeds and images, of one seed Wilson's. peak_memory_mb is the
-    largest of the seeds. Other columns are those of the first seed.
+    Its new columns are seeds (their number), keys (of their rows), low and high: the 95 % interval of the task's metric over
+    seeds and images, of one seed Wilson's. Other columns are those of the first seed.
     """
     row = group[0] | {"protocol": protocol, "seeds": len(group), "keys": [one.get("key") for one in group]}
     for name in row:
@@ -259,7 +259,7 @@ def with_curves(rows: Sequence[Row]) -> list[Row]:
 
 
 def curve_summary(curve: Sequence[Row]) -> Row:
-    """Return {best_size, <metric>_area} of a curve: the smallest size with the highest metric, and its mean over log2 sqrt(h w).
+    """Return {best_size, <metric>_area} of a curve: the smallest size with the highest metric, its mean over log2 sqrt(h w).
 
     The mean is the area by trapezoids divided by the width. Sizes of equal area count once, with their mean; NaN where all
     sizes have the same area.
@@ -314,12 +314,13 @@ class Judged:
 
     Args:
         rows: aggregated rows, with the columns difference, difference_low, difference_high (to the training size, points),
-            verdict, more_images and more_seeds (how many would decide, if the difference stays the same; None: unknown), and
-            used (whether the size is judged under this policy).
+            verdict, more (how many more images would decide, if the difference stays the same; None: not known), and used
+            (whether the size is judged under this policy).
         models: by label.
         margin: in points.
         task: of the rows.
         unused: number of images of the data that were left out by the limit on their number.
+        moved: aggregated rows of translated content.
     """
 
     rows: list[Row]
@@ -327,6 +328,7 @@ class Judged:
     margin: float
     task: Task
     unused: int = 0
+    moved: list[Row] = field(default_factory=list)
 
 
 class Place(NamedTuple):
@@ -345,7 +347,7 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
     """Return every aggregated row with its verdict, and what is shown of every model.
 
     Args:
-        rows: of an evaluation; those of translated content are left out.
+        rows: of an evaluation.
         scores: of single images, whose mean is the metric / 100, by the rows' keys.
         margin: the loss that does not matter, in points.
         unused: see `Judged`.
@@ -353,7 +355,7 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
     Raises:
         ValueError: there are no rows, or the margin is not above 0.
     """
-    rows = [row for row in rows if not row.get("translation")]
+    moved, rows = ([row for row in rows if bool(row.get("translation")) == is_moved] for is_moved in (True, False))
     if not rows:
         raise ValueError("there are no rows to judge: evaluate first")
     if not margin > 0:
@@ -377,7 +379,7 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
         models[label].elsewhere |= _elsewhere(own, {name: at for name, at in of_label.items() if name != protocol})
     _compare(models, {label: used[label][model.protocol] for label, model in models.items()})
     judged = [place.row for sizes in places.values() for policies in sizes.values() for place in policies.values()]
-    return Judged(_in_order(judged), models, margin, task_of(rows[0]), unused)
+    return Judged(_in_order(judged), models, margin, task_of(rows[0]), unused, aggregate(moved, scores))
 
 
 def _places(rows: Sequence[Row], scores: Scores | None) -> dict[tuple[str, str], Sizes]:
@@ -416,7 +418,7 @@ def _preferred(place: Place) -> tuple[bool, float]:
 
 
 def _add_verdicts(models: Mapping[tuple[str, str], Sizes], margin: float) -> set[int]:
-    """Add the columns difference to more_seeds to the rows of every model in a protocol; a family each.
+    """Add the columns difference to more to the rows of every model in a protocol; a family each.
 
     Return the ids of the rows that are shown to be better than their reference.
     """
@@ -425,8 +427,9 @@ def _add_verdicts(models: Mapping[tuple[str, str], Sizes], margin: float) -> set
     for sizes in models.values():
         every = [place for policies in sizes.values() for place in policies.values()]
         for place in every:
-            place.row.update(dict.fromkeys(("difference", "difference_low", "difference_high"), math.nan), verdict="")
-            place.row.update(more_images=None, more_seeds=None)
+            place.row.update(
+                dict.fromkeys(("difference", "difference_low", "difference_high"), math.nan), verdict="", more=None
+            )
         firsts = {parse_size(size): next(iter(policies.values())) for size, policies in sizes.items()}
         references = {size: place for size, place in firsts.items() if is_training(place.row)}
         if references:
@@ -441,9 +444,8 @@ def _add_verdicts(models: Mapping[tuple[str, str], Sizes], margin: float) -> set
         for place, one, *levels in zip(places, estimates, holm(safe), holm(loses), strict=True):
             low, high = float(one.low(levels[0])), float(one.high(levels[1]))
             verdict = SAFE if low > -margin else LOSES if high < 0 else UNKNOWN
-            place.row.update(difference=float(one.mean), difference_low=low, difference_high=high, verdict=verdict)
-            if verdict == UNKNOWN:
-                place.row.update(zip(("more_images", "more_seeds"), _more(one, margin, *levels), strict=True))
+            more = _more(one, margin, *levels) if verdict == UNKNOWN else None
+            place.row.update(difference=float(one.mean), difference_low=low, difference_high=high, verdict=verdict, more=more)
     return better
 
 
@@ -453,13 +455,12 @@ def _by_family(families: Sequence[Sequence[Estimate]], value: float = 0.0, above
     return np.split(p, np.cumsum([len(family) for family in families])[:-1]) if families else []
 
 
-def _more(one: Estimate, margin: float, safe_level: float, loses_level: float) -> tuple[int | None, int | None]:
-    """The number of images, and of seeds, that would tell in addition, with the same difference."""
+def _more(one: Estimate, margin: float, safe_level: float, loses_level: float) -> int | None:
+    """The number of images that would tell in addition, with the same difference."""
     loss = -float(one.center)
     # the interval has to exclude the margin, or 0: whichever is farther from the loss
-    distance, level = max((margin - loss, safe_level), (loss, loses_level))
-    images, seeds = needed(one, distance, level)
-    return images and max(1, images - one.images), seeds and seeds - one.seeds
+    images = needed(one, *max((margin - loss, safe_level), (loss, loses_level)))
+    return None if images is None else max(1, images - one.images)
 
 
 def _elsewhere(own: Used, others: Mapping[str, Used]) -> dict[str, dict[str, float]]:
@@ -523,7 +524,7 @@ def _comparable(ours: Place, theirs: Place) -> bool:
 
 
 def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
-    """Estimates of pairs (size, a, b) of models, those of one size with the variance over seeds that its models have together."""
+    """Estimates of pairs (size, a, b) of models, at each size with the variance over seeds that its models have together."""
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for at, ((size, *_), one) in enumerate(zip(pairs, found, strict=True)):
         groups[size, one.seeds].append(at)
