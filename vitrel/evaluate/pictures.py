@@ -6,8 +6,8 @@ import io
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -98,12 +98,12 @@ def collect(trials: Sequence["Trial"], images: Images, device: torch.device, pho
             with _optional(f"attention of {trial.name}", pictures):
                 _attention(trial, images, device, photographs, attends, adds)
     pictures.sections += [section for section in (attends, adds) if section.tables]
-    return _within(BYTES, pictures)
+    return limited(pictures, BYTES)
 
 
 _ATTENDS = (
     "Attention of the outlined patch to all patches of an image, mean over heads: with position, without it, and the "
-    "difference."
+    "difference. An embedding that is added to the tokens is not taken away."
 )
 _ADDS = (
     "What position adds to the logits of attention at every offset between query and key, in patches: red adds, blue takes "
@@ -135,7 +135,7 @@ def _inputs(plan: Sequence["Trial"], images: Images) -> Section:
         size, side = format_size(trial.size), max(24, round(SIDE * max(pixels.shape[-2:]) / largest))
         alt = f"the image at {size}, {trial.protocol} protocol"
         lines[trial.protocol][size] = _picture(_photograph(trial, pixels), alt, f"{_short(trial.size)} px", side)
-    section.tables[""] = _aligned(lines)
+    section.tables["every protocol and size"] = _aligned(lines)
     return section
 
 
@@ -200,13 +200,14 @@ def _attention(
         for figure, which in zip(figures, ("first", "last"), strict=False):
             alt = f"attention of {label} at {_short(size)} px in the {which} layer"
             lines[f"{_short(size)} px, {which} layer"] = [_drawn(figure, alt)]
-        lines = adds.tables.setdefault(label, {})
-        if any(layer.position is not None and bool(layer.position.any()) for layer in layers):
-            figure = offset_maps(layers, heads=[*range(min(HEADS, layers[0].weights.shape[2]))])
-            lines[f"{_short(size)} px"] = [_drawn(figure, f"what position adds in {label} at {format_size(size)}")]
-        else:
-            figure = similarity((backbone_of(model) or model).cpu(), size)
-            lines[f"{_short(size)} px"] = [_drawn(figure, f"similarity of the embeddings of {label}")]
+        with suppress(ValueError):  # a model without position
+            backbone = backbone_of(model)
+            if any(layer.position is not None and bool(layer.position.any()) for layer in layers):
+                figure = offset_maps(layers, heads=[*range(min(HEADS, layers[0].weights.shape[2]))])
+            else:
+                figure = similarity(model.cpu() if backbone is None else backbone.cpu(), None if backbone is None else size)
+            alt = f"what position adds in {label} at {_short(size)} px"
+            adds.tables.setdefault(label, {})[f"{_short(size)} px"] = [_drawn(figure, alt)]
 
 
 def _short(size: Size) -> str:
@@ -266,16 +267,16 @@ def _uri(file: io.BytesIO) -> str:
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _within(most: int, pictures: Pictures) -> Pictures:
-    """The pictures without those, from the last on, that exceed `most` bytes together."""
-    left = most
+def limited(pictures: Pictures, most: int) -> Pictures:
+    """Return the pictures without the tables that do not fit into `most` bytes after those before them; they are named."""
+    left, kept, left_out = most, [], [*pictures.left_out]
     for section in pictures.sections:
-        for name, lines in [*section.tables.items()]:
+        fitting = {}
+        for name, lines in section.tables.items():
             size = sum(len(picture.uri) for cells in lines.values() for picture in cells if picture)
-            if size > left:
-                del section.tables[name]
-                pictures.left_out.append(f"{section.title}{name and f' of {name}'}, to limit the size of the page")
+            if size <= left:
+                fitting[name], left = lines, left - size
             else:
-                left -= size
-    pictures.sections = [section for section in pictures.sections if section.tables]
-    return pictures
+                left_out.append(f"{section.title}, {name}: left out to limit the size of the page")
+        kept += [replace(section, tables=fitting)] if fitting else []
+    return Pictures(kept, left_out)

@@ -54,7 +54,7 @@ def against_size(judged: Judged, protocol: str) -> "Figure | None":
 
 
 def against_cost(judged: Judged) -> "Figure | None":
-    """Return the accuracy by multiply-adds, a line a model from its smallest size to its largest, which are named.
+    """Return the accuracy by multiply-adds, lines and points as in `against_size`; the cheapest and the dearest are named.
 
     None where the costs are not known or all the same.
     """
@@ -64,7 +64,9 @@ def against_cost(judged: Judged) -> "Figure | None":
     figure, axes = _axes("accuracy and cost", judged)
     for number, label in enumerate(judged.models):
         own = sorted((row for row in used if row["label"] == label), key=lambda row: row["gflops"])
-        _draw(axes, number, label, [row["gflops"] for row in own], own)
+        for of_shape in (True, False):
+            drawn = [row for row in own if _has_training_shape(row) == of_shape]
+            _draw(axes, number, label, [row["gflops"] for row in drawn], drawn, hollow=not of_shape)
         for row in own[:: max(1, len(own) - 1)]:
             place = row["gflops"], main_metric(row)
             axes.annotate(size_name(row), place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7)
@@ -72,7 +74,7 @@ def against_cost(judged: Judged) -> "Figure | None":
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, at: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("multiply-adds of an image ($10^9$)")
+    axes.set_xlabel("multiply-adds of an image (10⁹)")
     _name_models(figure, axes)
     return figure
 
@@ -81,7 +83,7 @@ def svg_of(figure: "Figure", name: str) -> str:
     """Return a figure as an SVG element whose text is text, as wide as its box up to its own width."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = file.getvalue()
     size = re.compile(r'<svg ([^>]*?)width="([\d.]+)pt" height="[\d.]+pt"')
     return size.sub(rf'<svg role="img" aria-label="{name}" \1style="max-width: \2pt"', text[text.index("<svg") :], count=1)

@@ -290,8 +290,16 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """The settings as text, without empty and long ones and those with a place of their own."""
     flat = {name: value for name, value in settings.items() if name not in _PLACED and not isinstance(value, Mapping)}
     flat |= {name: value for group in settings.values() if isinstance(group, Mapping) for name, value in group.items()}
-    texts = {name: shown(_as_text(value)) for name, value in flat.items() if value is not None}
+    texts = {_setting(name): shown(_as_text(value)) for name, value in flat.items() if value is not None}
     return {name: text for name, text in texts.items() if 0 < len(text) < 400}
+
+
+def _setting(name: str) -> str:
+    """The name of a setting in words; "label|seed" is that of a model."""
+    label, is_model, seed = name.partition("|")
+    if not is_model:
+        return name.replace("_", " ")
+    return label if seed == "None" else f"{label}, seed {seed}"
 
 
 _PLACED = ("title", "classes", "command", "margin", "unused")

@@ -1,4 +1,4 @@
-"""Estimates over seeds and images: against plain loops, at their limits, and what would decide."""
+"""Estimates over seeds and images: against plain loops, at their limits, and how many images would decide."""
 
 import math
 from itertools import combinations
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vitrel.evaluate.results.statistics import (
+from vitrel.evaluate.statistics import (
     ROUNDING,
     TAIL,
     Estimate,
@@ -15,7 +15,6 @@ from vitrel.evaluate.results.statistics import (
     estimate_of_means,
     holm,
     needed,
-    over_seeds,
     p_values,
     pooled,
     wilson,
@@ -146,22 +145,15 @@ def test_holm_is_its_plain_loop():
 def test_as_many_as_are_needed_and_not_one_fewer(seeds, distance):
     a, b = scores(seeds, 200, models=2, seed=1)
     found = estimate([a], [b])
-    images, more_seeds = needed(found, distance)
-    assert more_seeds is None or seeds > 1
-    known = max(0.0, found.between - found.noise)
+    images, known = needed(found, distance), max(0.0, found.between - found.noise)
 
-    def half(n, s):
-        part = 200 / n
-        return Estimate(0.0, 0.0, s, n, known + found.noise * part, found.shared * part).half()
+    def half(n):
+        return Estimate(0.0, 0.0, seeds, n, known + found.noise * 200 / n, found.shared * 200 / n).half()
 
     if images is None:
-        assert half(1_000_000, seeds) > distance
+        assert half(1_000_000) > distance
     else:
-        assert half(images, seeds) <= distance < half(images - 1, seeds)
-    if more_seeds is None:
-        assert seeds == 1 or half(200, 100) > distance
-    else:
-        assert half(200, more_seeds) <= distance < half(200, more_seeds - 1)
+        assert half(images) <= distance < half(images - 1)
 
 
 def test_means_alone_are_wider_than_scores_and_take_seeds_as_they_are():
@@ -197,13 +189,6 @@ def test_many_estimates_at_once_are_those_of_one_by_one():
     together, single = estimate([a], [b]), [estimate([x], [y]) for x, y in zip(a, b, strict=True)]
     assert together.low().tolist() == pytest.approx([one.low() for one in single])
     assert together.p_above(1.0).tolist() == pytest.approx([float(one.p_above(1.0)) for one in single])
-
-
-def test_over_seeds_alone_it_is_students_interval():
-    # 3 values, mean 2, standard deviation 1: half width 4.3027 / sqrt(3)
-    assert over_seeds([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
-    with pytest.raises(ValueError, match="at least 2 values, got 1"):
-        over_seeds([1.0])
 
 
 def test_pooled_seeds_have_the_mean_square_of_models_and_seeds():

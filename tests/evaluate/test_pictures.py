@@ -1,0 +1,118 @@
+"""The pictures of a report: which there are, what they hold, and that none of them can end a run."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import timm
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from vitrel.evaluate import pictures as module
+from vitrel.evaluate.checkpoint import trained_model
+from vitrel.evaluate.pictures import Picture, Pictures, Section, collect, limited
+from vitrel.evaluate.sweep import Settings, opened
+from vitrel.tasks import task_named
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def brief_figures(monkeypatch):
+    """Figures of attention and position are empty: they take most of the time."""
+    for name in ("attention", "offset_maps", "similarity"):
+        monkeypatch.setattr(module, name, lambda *given, **how: Figure(figsize=(0.5, 0.5)))
+
+
+def made(models, data="noise", photographs=True, **settings):
+    images, plan = opened(models, data, Settings(device="cpu", n=4, **settings))
+    return collect(plan, images, CPU, photographs)
+
+
+def opened_picture(picture):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture.uri.partition(",")[2]))).convert("RGB"))
+
+
+def segmenter(key="table"):
+    backbone = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=6, img_size=(32, 32))
+    model = task_named("segmentation").with_head(backbone, 6, "linear").eval()
+    return trained_model(model, key, img_size=(32, 32), task="segmentation")
+
+
+@pytest.mark.usefixtures("brief_figures")
+def test_the_input_is_shown_in_every_protocol_at_every_size(noise, trained):
+    found = made(
+        [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_absolute")], sizes=(48, "32x64"), protocols=("scale", "canvas")
+    )
+    inputs, *_ = found.sections
+    [lines] = inputs.tables.values()
+    assert [*lines] == ["scale", "canvas"] and [picture.caption for picture in lines["scale"]] == ["32 px", "32x64 px", "48 px"]
+    small, wide, large = lines["scale"]
+    assert small.width < large.width and wide.width == 2 * wide.height  # in proportion
+    assert opened_picture(wide).shape[1] == 2 * opened_picture(wide).shape[0]
+
+
+@pytest.mark.slow(seconds=10)
+def test_attention_and_position_are_shown_of_every_model_at_its_first_and_largest_size(noise, trained):
+    models = [
+        trained("vitrel_vit_n8_table"),
+        trained("vitrel_vit_n8_absolute"),
+        trained("vitrel_vit_n8_none"),
+        trained("vitrel_swin_n"),
+    ]
+    _, attends, adds = made(models, sizes=(48, 64)).sections
+    assert [*attends.tables] == [model.label for model in models]
+    names = ["32 px, first layer", "32 px, last layer", "64 px, first layer", "64 px, last layer"]
+    assert all([*lines] == names for lines in attends.tables.values())
+    assert [*adds.tables] == ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_swin_n"]  # one has no position
+    assert all([*lines] == ["32 px", "64 px"] for lines in adds.tables.values())
+
+
+@pytest.mark.slow(seconds=5)
+def test_without_photographs_there_is_no_image_of_the_data(noise, trained):
+    shown, hidden = (made([trained("vitrel_vit_n8_table")], photographs=allowed, sizes=(32,)) for allowed in (True, False))
+    assert [section.title for section in hidden.sections] == ["Where a patch attends", "Position in attention"]
+    first, second = (
+        sections[-2].tables["vitrel_vit_n8_table"]["32 px, first layer"][0] for sections in (shown.sections, hidden.sections)
+    )
+    panel = np.s_[60:120, 30:130]
+    assert opened_picture(first)[panel].std() > 3 * opened_picture(second)[panel].std()
+
+
+@pytest.mark.usefixtures("brief_figures")
+def test_predictions_of_every_model_at_every_size_with_all_classes():
+    found = made([segmenter(), segmenter("shaw")], "shapes-dense", sizes=(48,), protocols=("scale", "canvas"))
+    section = found.sections[0]
+    assert section.title == "Predictions" and [*section.tables] == ["scale protocol", "canvas protocol"]
+    lines = section.tables["scale protocol"]
+    assert [*lines] == ["image", "truth", "table", "shaw"] and all(len(cells) == 2 for cells in lines.values())
+    assert all(picture.caption.endswith(" %") for picture in lines["shaw"])
+    assert len(section.colors) == 6 and len({*section.colors.values()}) == 6  # the legend is whole
+    colors = {tuple(color) for color in opened_picture(lines["truth"][0]).reshape(-1, 3)}
+    assert colors <= {tuple(map(int, text[4:-1].split(","))) for text in section.colors.values()} | {module.NOTHING}
+    hidden = made([segmenter()], "shapes-dense", photographs=False).sections[0].tables["scale protocol"]
+    assert [*hidden] == ["truth", "table"]
+
+
+def test_a_picture_that_cannot_be_made_is_named_and_the_others_stay(noise, trained, monkeypatch):
+    monkeypatch.setattr(module, "attention", lambda *given, **how: 1 / 0)
+    with pytest.warns(
+        UserWarning, match="left out of the report: attention of vitrel_vit_n8_table at 32x32 .*division by zero"
+    ):
+        found = made([trained("vitrel_vit_n8_table")])
+    assert [section.title for section in found.sections] == ["Inputs"] and len(found.left_out) == 2
+
+
+def test_pictures_that_exceed_the_size_of_the_page_are_left_out():
+    def lines(size):
+        return {"line": [Picture("x" * size, 1, 1, "", ""), None]}
+
+    whole = Pictures(
+        [Section("A", "", {"one": lines(50), "two": lines(60)}), Section("B", "", {"three": lines(40)})], ["before"]
+    )
+    found = limited(whole, 100)
+    assert [(section.title, [*section.tables]) for section in found.sections] == [("A", ["one"]), ("B", ["three"])]
+    assert found.left_out == ["before", "A, two: left out to limit the size of the page"]
+    assert limited(whole, 1000).sections == whole.sections
