@@ -27,25 +27,22 @@ def _seeded():
 
 @pytest.fixture
 def whole_evaluations():
-    """Used by tests of plots or costs in modules that use `brief_evaluations`."""
+    """Used by tests of reports or costs in modules that use `brief_evaluations`."""
 
 
 @pytest.fixture
 def brief_evaluations(request):
-    """Evaluations leave out what takes most of a small one: plots are empty files, and a forward pass costs 1 GFLOP."""
+    """Evaluations leave out what takes most of a small one: the report is an empty file, and a forward pass costs 1 GFLOP."""
     if "whole_evaluations" in request.fixturenames:
         yield
         return
 
-    def empty(table, folder, title=""):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / "accuracy.png", folder / "throughput.png"]
-        for path in paths:
-            path.touch()
-        return paths
+    def empty(folder, *given):
+        (folder / "report.html").touch()
+        return folder / "report.html"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrel.evaluate.page.plot_all", empty)
+        patch.setattr("vitrel.evaluate.sweep.write", empty)
         patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
         yield
 

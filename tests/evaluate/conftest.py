@@ -7,14 +7,12 @@ import torch
 from torch.utils.data import Dataset
 
 from vitrel.common import processes
-from vitrel.evaluate import measure, prepare, run
+from vitrel.evaluate import images, sweep
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of
-from vitrel.evaluate.results import table
-from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.sweep import at_sizes
 
 CLASSES = ["left", "right", "above"]
-ROWS = []  # made once: they are the same for every test
+FAST = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 5, "report": False}
 
 
 class Noise(Dataset):
@@ -45,36 +43,21 @@ def noise(monkeypatch):
         requested.append({"data": data, "split": split, "size": size, **how})
         return Noise(size, how["n"])
 
-    monkeypatch.setattr(prepare, "create_dataset", create)
+    monkeypatch.setattr(images, "create_dataset", create)
     monkeypatch.setattr(Noise, "decoded", 0)
     Noise.requested = requested
     return Noise
 
 
 @pytest.fixture
-def rows_of():
-    """rows_of(models, sweep, ...): the rows of `evaluate_rows`, without their lines."""
-    return lambda *given, **how: [one.row for one in evaluate_rows(*given, **how)]
+def rows_of(noise):
+    """rows_of(models, sizes, ...): the rows of `at_sizes` on Noise, with the settings FAST and those given."""
 
+    def rows_of(models, sizes=(), data="noise", **settings):
+        rows = at_sizes(models, data, sizes, **FAST | settings).to_dict("records")
+        return [{name: None if value != value else value for name, value in row.items()} for row in rows]
 
-@pytest.fixture
-def rows(trained, noise, rows_of):
-    """The rows of two models at three sizes besides that of training."""
-    if not ROWS:
-        models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "absolute")]
-        ROWS.extend(rows_of(models, Sweep("noise", ((24, 24), (48, 48), (32, 48)), device="cpu", attention_n=0)))
-    return [dict(row) for row in ROWS]
-
-
-@pytest.fixture
-def windowed(rows):
-    """One model with windows, at sizes where policies differ and where the trained window divides the grid."""
-    at = {
-        "32x32": ["none"],
-        "40x40": ["fixed", "divisor+keep", "rescale+keep"],
-        "64x64": ["fixed", "rescale+keep", "rescale+renormalize"],
-    }
-    return [dict(rows[0], img_size=size, policy=policy, top1=10.0 * i) for size in at for i, policy in enumerate(at[size])]
+    return rows_of
 
 
 @pytest.fixture
@@ -126,15 +109,16 @@ def pretend_world(monkeypatch):
         def on_all(work):
             found = []
             for rank in range(world):
-                for part in (processes, measure, table):
+                for part in (processes, sweep):
                     monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
                 found.append(work())
+            for part in (processes, sweep):
+                monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
             return found
 
-        monkeypatch.setattr(run, "on_all", on_all)
-        monkeypatch.setattr(measure, "on_all", on_all)
-        monkeypatch.setattr(prepare, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
-        for part in (processes, measure, table):
+        monkeypatch.setattr(sweep, "on_all", on_all)
+        monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
+        for part in (processes, sweep):
             monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
 
     return pretend

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitrel.evaluate.policies import at_size_with
-from vitrel.evaluate.predict import state_hash
+from vitrel.weights.record import state_hash
 from vitrel.inspect.any_model import StageWindows, at_size, trace
 from vitrel.ops.window import windows
 

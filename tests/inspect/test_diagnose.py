@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrel
-from vitrel.evaluate.predict import state_hash
+from vitrel.weights.record import state_hash
 from vitrel.inspect.any_model import at_size
 from vitrel.inspect.leaks import border_leak
 

@@ -101,7 +101,7 @@ def test_of_equal_top1_the_lower_loss_is_the_best(command, tmp_path, monkeypatch
     losses = {0: 3.0, 1: 1.0, 2: 1.0, 3: 2.0}
 
     def step(self, batch, batch_idx):
-        loss, every = self.task.means["val/loss"], torch.ones(len(batch[0]), dtype=torch.bool)
+        loss, every = self.learning.means["val/loss"], torch.ones(len(batch[0]), dtype=torch.bool)
         loss.update(every * (losses[self.current_epoch] + (self.global_step % 6 == 0)), every)
         self.log_dict({"val/top1": 0.5, "val/loss": loss}, on_step=False, on_epoch=True)
 

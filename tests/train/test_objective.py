@@ -16,13 +16,13 @@ LABELS = torch.tensor([0, 3])
 
 def targets(recipe, monkeypatch, epochs):
     """What the loss is given, step by step."""
-    seen, original = [], recipe.task.loss
+    seen, original = [], recipe.learning.loss
 
     def loss(logits, target):
         seen.append(target)
         return original(logits, target)
 
-    monkeypatch.setattr(recipe.task, "loss", loss)
+    monkeypatch.setattr(recipe.learning, "loss", loss)
     fit(recipe, Tensors(batches=2), max_epochs=epochs)
     return seen
 
@@ -98,7 +98,7 @@ def test_mixing_ends_at_off_epoch_and_the_loss_smooths_from_there(monkeypatch):
     assert [target.ndim for target in seen] == [2, 2, 1, 1]
     torch.testing.assert_close(seen[0].sum(-1), torch.ones(4))
     assert float(seen[0].min()) == pytest.approx(0.025)  # smoothed, once
-    torch.testing.assert_close(recipe.task.loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+    torch.testing.assert_close(recipe.learning.loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
 
 
 def test_a_run_minimizes_the_binary_loss():

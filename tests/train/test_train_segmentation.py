@@ -13,7 +13,7 @@ from vitrel.data import create_dataset
 from vitrel.models.segmenter import Segmenter
 from vitrel.train import run
 from vitrel.train.objective import Objective
-from vitrel.train.tasks import Segmentation, task_named
+from vitrel.tasks import task_named
 
 IGNORED = 255
 CLASSES = ("field", "house", "lake")
@@ -31,7 +31,7 @@ def segment(command, town):
 
 
 def task(**options):
-    return Segmentation(3, Objective(**options), 0.0)
+    return task_named("segmentation").learning(3, Objective(**options), 0.0)
 
 
 def test_loss_is_the_mean_over_pixels_that_have_a_class():
@@ -96,9 +96,9 @@ def test_settings_of_classification_are_refused():
     with pytest.raises(ValueError, match="segmentation learns by cross-entropy"):
         task(loss="bce")
     with pytest.raises(ValueError, match="dice and class_weights are of segmentation"):
-        task_named("classification", 3, Objective(dice=1.0), 0.0)
-    with pytest.raises(ValueError, match=r"task must be one of classification, segmentation, not 'boxes'"):
-        task_named("boxes", 3, Objective(), 0.0)
+        task_named("classification").learning(3, Objective(dice=1.0), 0.0)
+    with pytest.raises(ValueError, match=r"unknown task 'boxes': choose from classification, segmentation"):
+        task_named("boxes")
 
 
 def test_mixup_is_refused(segment):

@@ -23,7 +23,7 @@ PACKAGES = (
     "vitrel.inspect.explain",
     "vitrel.inspect.features",
     "vitrel.inspect.plot",
-    "vitrel.evaluate.run",
+    "vitrel.evaluate.sweep",
     "vitrel.data",
     "vitrel.train",
 )
@@ -57,7 +57,7 @@ def configurations() -> str:
 
 def columns() -> str:
     """Return a Markdown table of the columns of results.csv and their content."""
-    from vitrel.evaluate.results.table import COLUMNS
+    from vitrel.evaluate.folder import COLUMNS
 
     lines = ["| column | holds |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', '/')} |" for name, what in COLUMNS.items())])

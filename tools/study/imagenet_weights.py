@@ -3,7 +3,7 @@
     python -m tools.study.imagenet_weights prepare --imagenette imagenette224 --flowers flowers256 \
         --ilsvrc ilsvrc-val-nette224 --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
     vitrel compare study_imagenet --jobs 2
-    python -m tools.study.imagenet_weights flowers runs/study_imagenet --jobs 2
+    python -m tools.study.imagenet_weights flowers runs
     python -m tools.study.imagenet_weights pages
 
 `prepare` writes the folder study_imagenet: links to the photographs, to the images of the evaluation and to the weights, and
@@ -12,7 +12,7 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 
 `flowers` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
-native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
+native shape as `vitrel evaluate` does. It writes an evaluation into runs/study_imagenet_flowers.
 
 `pages` writes the tables and pictures of docs/studies/imagenet_weights.md from folders of results/study: imagenet
 and imagenet_flowers, which hold these files of both folders, and imagenet_untrained, an evaluation of the initial weights (its
@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import timm
 import torch
@@ -35,20 +36,19 @@ from torch.nn import functional as F
 import vitrel
 from tools.study.curves import Curve, draw_protocols
 from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
+from tools.study.results import read_rows, read_scores
 from vitrel.cli.options import packaged
 from vitrel.common.exits import reported, terminable
 from vitrel.common.files import atomic_write
-from vitrel.common.processes import shared_with
 from vitrel.common.sizes import format_size
-from vitrel.compare.config import load_comparison, trained_models
+from vitrel.compare.config import load_comparison
+from vitrel.compare.models import trained_models
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import ImageSet, create_dataset
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.results.aggregate import Sample, Scores, aggregate, contrast, read_scores, sample_of
-from vitrel.evaluate.results.table import read_csv, read_predictions
-from vitrel.evaluate.results.text import markdown
-from vitrel.evaluate.run import evaluate_rows, run_sweep
-from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.report import markdown
+from vitrel.evaluate.sweep import at_sizes
+from vitrel.evaluate.verdicts import Sample, aggregate, contrast, sample_of
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
@@ -96,11 +96,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--weights", type=Path, required=True, help="the ViT-Tiny/16, of timm's names")
     add("--out", type=Path, default=Path("study_imagenet"))
     add = commands.add_parser("flowers", help="evaluate linear classifiers of flowers on the students' features").add_argument
-    add("runs", type=Path, help="folder of the comparison, e.g. runs/study_imagenet")
+    add("runs", type=Path, help="folder in which the comparison's folder is, e.g. runs")
     add("--config", type=Path, default=packaged()["study_imagenet"])
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
     add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
-    add("--jobs", type=int, default=1, help="processes that share the images")
     pages = commands.add_parser("pages", help="write the study's page from the results")
     add_page_arguments(pages, ROOT / "results" / "study")
     args = parser.parse_args(argv)
@@ -110,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         elif args.command == "pages":
             write_pages(args.results, args.root, args.check)
         else:
-            evaluate_flowers(args.config, args.runs, args.flowers, args.out, args.jobs)
+            evaluate_flowers(args.config, args.runs, args.flowers, args.out)
 
 
 def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: Path) -> None:
@@ -151,25 +150,19 @@ def _photographs(out: Path) -> torch.Tensor:
     return torch.stack([data[i][0] for i in chosen.tolist()])
 
 
-def evaluate_flowers(config: Path, runs: Path, flowers: Path, out: Path, jobs: int) -> None:
+def evaluate_flowers(config: Path, runs: Path, flowers: Path, out: Path) -> None:
     """Evaluate the flower classifiers of all students of a comparison, and write the results into `out`."""
-    sweep = Sweep(str(flowers), FLOWER_SIZES, ("scale", "native"), batch_size=50, attention_n=0, border_leak=False)
-    models = flower_models(config, runs, flowers)
-    with shared_with(jobs - 1, evaluate_share, config, runs, flowers, sweep):
-        run_sweep(models, sweep, out, "Flowers, linear classifiers", replace=True)
-
-
-def evaluate_share(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> None:
-    """Evaluate the share of a process with rank 1 or higher."""
-    for _ in evaluate_rows(flower_models(config, runs, flowers), sweep):
-        pass  # process 0 writes the rows
+    how: dict[str, Any] = {"batch_size": 50, "attention_n": 0, "border_leak": False}
+    models, protocols = flower_models(config, runs, flowers), ("scale", "native")
+    title = "Flowers, linear classifiers"
+    at_sizes(models, str(flowers), FLOWER_SIZES, out=out, title=title, protocols=protocols, policies="all", **how)
 
 
 def flower_models(config: Path, runs: Path, flowers: Path) -> list[TrainedModel]:
     """Return every student that was trained with a classifier of the flowers, which is stored in its run's folder."""
     data = create_dataset(str(flowers), "train", (224, 224), mean=HALF, std=HALF)
     labels, models = torch.tensor(data.labels()), []
-    for trained in trained_models(load_comparison(config)[0], runs):
+    for trained in trained_models(load_comparison(config, runs)[0]):
         if not any(trained.label == label for label, _ in FIXED | SEVERAL):
             continue  # an option of another student's weights
         stored = trained.path.parent / "flowers.pt"
@@ -223,15 +216,13 @@ class Evaluated:
     """The rows and predictions of an evaluation's folder."""
 
     def __init__(self, folder: Path) -> None:
-        rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
-        if not rows or predictions is None:
-            raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
-        self.curves, self.scores = Curves(rows, folder.name), Scores(predictions.rows)
-        self.trained = rows[0]["train_size"]
+        rows = read_rows(folder / "results.csv")
+        self.curves, self.trained = Curves(rows, folder.name), rows[0]["train_size"]
+        self.scores = {metric: read_scores(folder, rows, metric) for metric in ("top1", "top1_among")}
 
     def sample(self, curve: Curve, size: str, protocol: str, column: str) -> Sample:
         """Return the sample of a curve, of top1 or top1_among; ValueError if there is none."""
-        return sample_of(self.curves.at(curve, size, protocol), self.scores, column)
+        return sample_of(self.curves.at(curve, size, protocol), self.scores[column], column)
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""
@@ -309,7 +300,8 @@ def write_pages(results: Path, root: Path, check: bool = False) -> None:
     fill_pages(root, pages, "python -m tools.study.imagenet_weights pages", check)
     if check:
         return
-    table = aggregate(read_csv(results / "imagenet" / "results.csv"), read_scores(results / "imagenet"))
+    rows = read_rows(results / "imagenet" / "results.csv")
+    table = aggregate(rows, read_scores(results / "imagenet", rows, "top1"))
     several = [row | {"label": row["label"].removesuffix("-sizes")} for row in table if row["label"].endswith("-sizes")]
     recipes = {
         "trained at 224 px": [row for row in table if not row["label"].endswith("-sizes")],

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.study.curves import Curve, draw_protocols
-from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
-from vitrel.evaluate.results.aggregate import aggregate, contrast, sample_of
-from vitrel.evaluate.results.table import read_csv
-from vitrel.evaluate.results.text import accuracy_tables, markdown
-from vitrel.evaluate.sweep import Row
+from tools.study.pages import ROOT, Curves, accuracy_tables, add_page_arguments, fill_pages, side_of
+from tools.study.results import read_rows
+from vitrel.evaluate.report import markdown
+from vitrel.evaluate.verdicts import aggregate, contrast, sample_of
+from vitrel.tasks import Row
 
 DATA = ("imagenette224", "flowers256")
 CURVES = {  # of the headline; the tables have all
@@ -72,7 +72,7 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
     head = ["", *(f"{name}: {side_of(size)}, {protocol}" for name in names for size, protocol in places)]
     lines = [[shown[curve]] for curve in others]
     for name in names:
-        found = Curves(read_csv(folder / name / "results.csv"), name)
+        found = Curves(read_rows(folder / name / "results.csv"), name)
         for size, protocol in places:
             here, at_training = _ends(found, first, size, protocol)
             for line, curve in zip(lines, others, strict=True):
@@ -84,10 +84,7 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
 
 
 def _table(folder: Path) -> list[Row]:
-    rows = read_csv(folder / "results.csv")
-    if not rows:
-        raise FileNotFoundError(f"no results.csv in {folder}: run the evaluation first")
-    return aggregate(rows)
+    return aggregate(read_rows(folder / "results.csv"))
 
 
 def _ends(found: Curves, curve: Curve, size: str, protocol: str) -> tuple[list[Row], list[Row]]:

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
@@ -21,10 +22,10 @@ from tools.benchmark.tables import markdown, milliseconds, ratio
 from tools.benchmark.worker import timed
 from tools.study.curves import draw_protocols
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
-from vitrel.common.files import atomic_write
-from vitrel.evaluate.results.aggregate import aggregate
-from vitrel.evaluate.results.table import environment, read_csv
-from vitrel.evaluate.sweep import Row
+from tools.study.results import read_rows
+from vitrel.common.files import atomic_write, commit
+from vitrel.evaluate.verdicts import aggregate
+from vitrel.tasks import Row
 from vitrel.position import POSITIONS
 
 TRAINED, LARGER = 224, 448  # pixels
@@ -126,7 +127,7 @@ def evidence_table(results: Path, size: str = "128x128") -> str:
 
     results: path of results.csv. ValueError if it has no rows at `size`.
     """
-    table = aggregate(read_csv(results))
+    table = aggregate(read_rows(results))
     if size not in (sizes := {row["img_size"] for row in table}):
         raise ValueError(f"{results} has no rows at {size}; it has {', '.join(sorted(sizes))}")
     trained: dict[str, list[float]] = defaultdict(list)
@@ -175,14 +176,14 @@ def _write(args: argparse.Namespace) -> None:
     if args.measure:
         costs.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(costs) as part:
-            ran_on = {name: value for name, value in environment("shapes").items() if name not in ("decoder", "resize_backend")}
-            ran_on["device"] = f"cpu {platform.machine()}, 1 thread"
+            ran_on = {name: version(name) for name in ("torch", "torchvision", "timm", "vitrel")}
+            ran_on |= {"python": platform.python_version(), "commit": commit(), "device": f"cpu {platform.machine()}, 1 thread"}
             pd.DataFrame(measure_costs()).assign(**ran_on).to_csv(part, index=False)
     study = args.results / "study_shapes/shapes/results.csv"
     pages = {COSTS: [("costs", cost_table(read_costs(costs)))], EVIDENCE: [("evidence", evidence_table(study))]}
     fill_pages(args.root, pages, "python -m tools.study.which_encoding", args.check)
     if not args.check:
-        rows = {"built-in scenes": aggregate(read_csv(study))}
+        rows = {"built-in scenes": aggregate(read_rows(study))}
         title = "Nano models trained at 64 px, used at other sizes"
         draw_protocols(rows, DRAWN, title, args.root / "docs" / "images", "scenes")
 

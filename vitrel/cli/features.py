@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure one model after another and print the tables."""
     check_models(args, random=True)
     check_data(args.data)
-    from vitrel.evaluate.tasks.frozen import frozen_rows
+    from vitrel.evaluate.frozen import frozen_rows
     from vitrel.inspect.features import measure_features
 
     models, sizes = open_models(args, random=True), args.size or []
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.no_accuracy:
         numbers = args.train_images, args.val_images, args.batch_size
         rows = [
-            row.to_dict()
+            row
             for trained in models
             for row in frozen_rows(trained, args.data, list(dict.fromkeys([trained.img_size, *sizes])), *numbers)
         ]
@@ -80,7 +80,7 @@ def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int)
 
 def _write(rows: Sequence[dict[str, Any]], folder: Path | None, name: str) -> None:
     """Print the rows as a Markdown table, and write them as CSV into the folder, if one is given."""
-    from vitrel.evaluate.results.text import markdown
+    from vitrel.evaluate.report import markdown
 
     head = list(dict.fromkeys(column for row in rows for column in row))
     lines = [

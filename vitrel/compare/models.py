@@ -3,14 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import timm
 from timm.models import get_model_args
 from torch import nn
 
-from vitrel.compare.config import Comparison, Run, merged
+from vitrel.compare.config import Comparison, merged
 from vitrel.data import class_names
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoint, trained_model
 from vitrel.evaluate.sweep import at_sizes

@@ -108,7 +108,7 @@ class TrainedModel:
         if self.patch is None:
             raise ValueError(
                 f"{what} counts patch tokens, but {self.label} has no patch embedding with a patch_size: give sizes in pixels "
-                "and --protocol scale canvas"
+                "and --protocol scale"
             )
         return self.patch
 

@@ -127,7 +127,7 @@ class Folder:
         if not self.rows and (path / TABLE).exists():
             raise ValueError(f"another evaluation is in {path} ({TABLE} without {ROWS}): {ELSE}")
         if self.rows:
-            self.kept = _read_kept(path, [row["key"] for row in self.rows])
+            self.kept = read_kept(path, [row["key"] for row in self.rows])
             self._continue(read_settings(path))
         if (path / ROWS).exists():
             os.truncate(path / ROWS, end)  # what a killed process left of a line
@@ -206,7 +206,7 @@ def read_folder(path: str | Path) -> Folder:
     """Return the evaluation in a folder, to look at; ValueError where there is none, or its files are damaged or edited."""
     found = Folder(None, read_settings(Path(path)))
     found.rows, _ = read_rows(Path(path))
-    found.kept = _read_kept(Path(path), [row["key"] for row in found.rows])
+    found.kept = read_kept(Path(path), [row["key"] for row in found.rows])
     return found
 
 
@@ -268,7 +268,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     raise ValueError(f"{path / SETTINGS} is missing or damaged, and without it the rows beside it are of nothing known: {ELSE}")
 
 
-def _read_kept(path: Path, keys: Sequence[str]) -> dict[str, Kept]:
+def read_kept(path: Path, keys: Sequence[str]) -> dict[str, Kept]:
     """What is kept of the images of every row; ValueError where it is missing or damaged."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for place in (path / IMAGES, *sorted((path / "images").glob("*.npz"))):

@@ -11,43 +11,34 @@ Intervals are those of the evaluation (`vitrel.evaluate.statistics`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
-from vitrel.data import create_dataset
-from vitrel.data.readers.splits import Split
 from vitrel.evaluate.checkpoint import TrainedModel
+from vitrel.evaluate.images import Images, View, scale
+from vitrel.evaluate.predict import AtSizes, Runner, predict
 from vitrel.evaluate.statistics import estimate
-from vitrel.inspect.any_model import at_size
+from vitrel.tasks import Row
 
 NEIGHBORS, TEMPERATURE = 20, 0.07
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0)  # weight decays of the linear probe
 STEPS = 100  # iterations of L-BFGS
 
 
-@dataclass(frozen=True)
-class FrozenRow:
-    """Top-1 of one method on frozen features of one model at one size, in percent, with its 95 % interval over images."""
+class Pooled(nn.Module):
+    """What the classifier of a model sees of an image."""
 
-    label: str
-    size: str
-    method: str  # "k-NN" | "linear"
-    top1: float
-    low: float
-    high: float
-    images: int  # of the evaluation
-    train_images: int
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as columns of a table."""
-        return asdict(self)
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return features [B, C] of images [B, 3, H, W]."""
+        return self.model.forward_head(self.model.forward_features(pixels), pre_logits=True)
 
 
 def frozen_rows(
@@ -57,8 +48,8 @@ def frozen_rows(
     train_images: int | None = None,
     val_images: int | None = None,
     batch_size: int = 32,
-) -> Iterator[FrozenRow]:
-    """Yield a row for each size and method as soon as it is measured.
+) -> Iterator[Row]:
+    """Yield a row for each size and method as soon as it is measured: top-1 in percent, with its 95 % interval over images.
 
     Args:
         trained: the model with its preprocessing; it is not changed.
@@ -70,29 +61,29 @@ def frozen_rows(
     Raises:
         ValueError: the data, or a size that the model does not take.
     """
-    names = ("crop_pct", "crop_mode", "interpolation")
-    view = {name: getattr(trained, name) for name in names} | {"mean": trained.mean, "std": trained.std}
+    view = scale(trained, trained.img_size, trained.crop_pct)
+    of_training = Images(data, view, n=train_images, batch_size=batch_size, split="train")
+    of_evaluation = Images(data, view, n=val_images, batch_size=batch_size)
+    classes = len(of_training.classes or ())
     for size in sizes:
-        model = at_size(trained.model, size, share_weights=True).model
-        splits: list[tuple[Split, int | None]] = [("train", train_images), ("val", val_images)]
-        loaded = [create_dataset(data, split, size, n=n, **view) for split, n in splits]
-        (bank, known), (queries, labels) = (pooled_features(model, DataLoader(part, batch_size)) for part in loaded)
-        classes = len(loaded[0].classes)  # type: ignore[attr-defined]  # every data set of create_dataset has them
-        for method, predict in (("k-NN", knn), ("linear", linear_probe)):
-            right = (predict(bank, known, queries, classes) == labels).double().numpy()
+        (bank, known), (queries, labels) = (features_of(trained, images, view._replace(size=size)) for images in (of_training, of_evaluation))
+        for method, answers in (("k-NN", knn), ("linear", linear_probe)):
+            right = (answers(bank, known, queries, classes) == labels).double().numpy()
             found = estimate([right[None]])
             top1, low, high = (round(float(value), 2) for value in (found.mean, found.low(), found.high()))
-            yield FrozenRow(trained.label, format_size(size), method, top1, low, high, len(labels), len(known))
+            about = {"label": trained.label, "size": format_size(size), "method": method, "top1": top1, "low": low, "high": high}
+            yield about | {"images": len(labels), "train_images": len(known)}
 
 
-def pooled_features(model: nn.Module, batches: DataLoader) -> tuple[Tensor, Tensor]:
-    """Features [n, C] before the classifier of all images, and their labels [n]."""
-    device, found, labels = next(model.parameters()).device, [], []
-    with evaluating(model), torch.no_grad():
-        for images, of_images in batches:
-            found.append(model.forward_head(model.forward_features(images.to(device)), pre_logits=True).float().cpu())
-            labels.append(torch.as_tensor(of_images))
-    return torch.cat(found), torch.cat(labels)
+def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:
+    """Return features [n, C] before the classifier of all images, and their labels [n]."""
+    device = next(trained.model.parameters()).device
+    with evaluating(trained.model), AtSizes(trained.model, "none", device) as at:
+        runner = Runner(Pooled(at(view.size)), device, images.batch_size)
+        kept = predict(
+            runner, images.batches(view), images.order(view), lambda found, labels: {"features": found, "labels": labels}
+        )
+    return torch.from_numpy(kept.arrays["features"]), torch.from_numpy(kept.arrays["labels"])
 
 
 def knn(

@@ -24,7 +24,7 @@ from vitrel.common.files import shown
 from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
-from vitrel.data.readers.base import subset
+from vitrel.data.readers.base import Split, subset
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.tasks import task_named
 from vitrel.tasks.segmentation import Mask
@@ -127,6 +127,7 @@ class Images:
         data: a name or folder that `create_dataset` takes; a data set of (uint8 [3, h, w] or PIL image, label or mask); or a
             function from (H, W) to a data set of (normalized float32 [3, H, W], label).
         view: any view, to open the data with.
+        split: of a folder's images, "val" or "train".
         n: number of images, drawn with `seed`; None: all.
         seed: of generated or sampled images.
         batch_size: number of images in a batch.
@@ -142,6 +143,7 @@ class Images:
         data: Data,
         view: View,
         *,
+        split: Split = "val",
         n: int | None = None,
         seed: int = 0,
         batch_size: int = 128,
@@ -149,6 +151,7 @@ class Images:
         reading: Reading = Reading(),
     ) -> None:
         check_workers(workers)
+        self.split = split
         self.data, self.n, self.seed, self.workers, self.reading = data, n, seed, workers, reading
         self.asked, self.batch_size, self.halvings = batch_size, batch_size, 0
         self._current: tuple | None = None  # size, mode, crop and budget of the cached images
@@ -192,7 +195,7 @@ class Images:
         how: dict[str, Any] = {name: getattr(view, name) for name in names} | {"protocol": view.mode}
         if isinstance(data, str):
             task = "segmentation" if view.masks else "classification"
-            return create_dataset(data, "val", view.size, task=task, n=self.n, seed=self.seed, reading=self.reading, **how)
+            return create_dataset(data, self.split, view.size, task=task, n=self.n, seed=self.seed, reading=self.reading, **how)
         if isinstance(data, Dataset):
             return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
         return data(view.size)

@@ -169,7 +169,7 @@ def predict(
     batches: Iterable[Batch],
     order: Sequence[int],
     keep: Callable[[Tensor, list[Any]], Mapping[str, Any]],
-    advance: Callable[[int], None],
+    advance: Callable[[int], None] = lambda n: None,
 ) -> Kept:
     """Run a model over batches, and return what is kept of each image, in the order of their indices.
 

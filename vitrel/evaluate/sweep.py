@@ -580,7 +580,11 @@ def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) ->
                 at = stack.enter_context(AtSizes(trial.trained.model, trial.policy, device, trial.view.window))
                 ready[about] = torch.compile(at(size)) if settings.compile else at(size)
         pixels = torch.randn(min(most, settings.batch_size), 3, *size, generator=torch.Generator().manual_seed(0))
-        return speeds(ready, pixels, device, settings.dtype)
+        found = speeds(ready, pixels, device, settings.dtype)
+        while len(pixels) > 1 and any(math.isnan(speed) for speed in found.values()):  # the same batch for all of them
+            pixels = pixels[: len(pixels) // 2]
+            found = speeds(ready, pixels, device, settings.dtype)
+        return found
 
 
 def _with_what_is_saved(error: BaseException, folder: Folder) -> BaseException:
@@ -622,7 +626,7 @@ def _progress(
 
 def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: Path) -> str:
     """The lines printed at the start: models, images and sizes, rows, and what should be known of them."""
-    models = dict.fromkeys(trial.trained for trial in plan)
+    models = {id(trial.trained): trial.trained for trial in plan}.values()
     texts = [f"{one.label} ({one.model.num_classes} classes, trained at {sizes_in_words(one.train_sizes)})" for one in models]
     sizes, protocols = (dict.fromkeys(map(of, plan)) for of in (lambda one: format_size(one.size), lambda one: one.protocol))
     return (

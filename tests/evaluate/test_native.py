@@ -13,20 +13,16 @@ from torch.utils.data import Dataset
 
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, measure, policies, prepare, run
+from vitrel.evaluate import at_sizes, images, policies, sweep
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.prepare import Images
-from vitrel.evaluate.results.aggregate import aggregate
-from vitrel.evaluate.results.table import read_csv
-from vitrel.evaluate.run import describe_trials, run_sweep
-from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.tasks.classification import TASK
-from vitrel.evaluate.trials import trials_of
+from vitrel.evaluate.images import Images, native
+from vitrel.evaluate.sweep import Settings, dry_run, trials
+from vitrel.tasks.classification import TASK
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (40, 41), (16, 80)]  # (h, w) in pixels
 BORDERS = {"above": (255, 0, 0), "below": (0, 255, 0), "left": (0, 0, 255), "right": (255, 255, 0)}
-HOW = {"device": "cpu", "attention_n": 0, "border_leak": False}
+HOW = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 3, "protocols": ("native",), "policies": ("all",)}
 
 
 def framed(height, width):
@@ -56,9 +52,13 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def sweep(folder, *sizes, **given):
-    how = {"sizes": sizes or (Budget(20),), "protocols": ("native",), "batch_size": 3} | HOW | given
-    return Sweep(data=str(folder), **how)
+def evaluate(models, folder, *sizes, **given):
+    """The rows of models on a folder at native shape, of (20 tokens)."""
+    return at_sizes(models, str(folder), sizes or ("20t",), **HOW | {"report": False} | given).to_dict("records")
+
+
+def plan(models, *sizes, **given):
+    return trials(models, [(0, 1, 2)] * len(models), Settings(sizes=sizes, **HOW | given))
 
 
 def by_hand(trained, folder, budget, patch):
@@ -77,9 +77,9 @@ def logits(monkeypatch):
     """All logits of an evaluation, in the order of its batches."""
     seen, keep = [], type(TASK).keep
 
-    def record(self, given, *rest):
+    def record(self, given, *rest, **how):
         seen.append(given)
-        return keep(self, given, *rest)
+        return keep(self, given, *rest, **how)
 
     monkeypatch.setattr(type(TASK), "keep", record)
     return lambda: torch.cat(seen)
@@ -107,32 +107,32 @@ MODELS = {
 def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
     model = MODELS[kind](trained)
     patch, budget = model.patch, 20 if model.patch == (8, 8) else 80
-    settings = sweep(folder, Budget(budget), model.img_size, skip=(f"{format_size(model.img_size)} native",))
-    trial = trials_of([model], settings)[-1]
-    [*_, one] = list(run.evaluate_rows([model], settings))
-    images = by_hand(model, folder, budget, patch)
-    order = Images(settings).order(trial.preprocessing)
+    skip = (f"{format_size(model.img_size)} native",)
+    [*_, trial] = plan([model], Budget(budget), model.img_size, skip=skip)
+    [*_, row] = evaluate([model], folder, Budget(budget), model.img_size, skip=skip)
+    shown = by_hand(model, folder, budget, patch)
+    order = Images(str(folder), trial.view).order(trial.view)
     assert sorted(order) == list(range(len(FILES)))
     with torch.no_grad():
         for index, found in zip(order, logits()[-len(FILES) :], strict=True):
-            ready = policies.at_size_with(model.model, tuple(images[index].shape[-2:]), trial.policy)
-            torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=1e-5, rtol=1e-5)
-    grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
-    assert one.row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
-    assert one.row["budget"] == budget and one.row["n"] == len(FILES) and one.row["crop_pct"] == 1.0
-    assert one.row["unchanged"] == (kind != "timm, set to a size")
-    assert next(model.model.parameters()).device.type == "cpu" and one.row["state_hash_before"]
+            ready = policies.at_size_with(model.model, tuple(shown[index].shape[-2:]), trial.policy)
+            torch.testing.assert_close(found, ready.model(shown[index][None])[0], atol=1e-5, rtol=1e-5)
+    grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in shown]
+    assert row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
+    assert row["budget"] == budget and row["n"] == len(FILES) and row["crop_pct"] == 1.0
+    assert row["unchanged"] == (kind != "timm, set to a size")
+    assert next(model.model.parameters()).device.type == "cpu" and row["state_hash_before"]
 
 
 def test_every_image_is_shown_whole_at_the_shape_nearest_to_its_own(trained, folder):
     model = trained("vitrel_vit_n8_none")
-    images = Images(sweep(folder))
-    trial = trials_of([model], sweep(folder))[-1]
-    order, shown = images.order(trial.preprocessing), []
-    for pixels, _ in images.batches(trial.preprocessing):
+    view = native(model, Budget(20), 1.0)
+    found = Images(str(folder), view, batch_size=3)
+    order, shown = found.order(view), []
+    for pixels, _ in found.batches(view):
         assert len(pixels) <= 3
         shown += [*pixels]
-    names = [images.dataset(trial.preprocessing).name(index) for index in order]
+    names = [found.names[index] for index in order]
     for name, image in zip(names, shown, strict=True):
         height, width = FILES[int(name.rpartition("/")[2][:-4])]
         h, w = (side // 8 for side in image.shape[-2:])
@@ -145,20 +145,20 @@ def test_every_image_is_shown_whole_at_the_shape_nearest_to_its_own(trained, fol
         assert (h, w) in near
         levels = (image * 0.5 + 0.5) * 255
         middle = [slice(side * 2 // 5, side * 3 // 5) for side in image.shape[-2:]]
-        found = {
+        borders = {
             "above": levels[:, 0, middle[1]], "below": levels[:, -1, middle[1]],
             "left": levels[:, middle[0], 0], "right": levels[:, middle[0], -1],
         }  # fmt: skip
         for place, color in BORDERS.items():
-            assert torch.allclose(found[place].mean(1), torch.tensor(color).float(), atol=25), (name, place)
-    assert images.shapes(trial.preprocessing) == Counter(tuple(image.shape[-2:]) for image in shown)
+            assert torch.allclose(borders[place].mean(1), torch.tensor(color).float(), atol=25), (name, place)
+    assert found.shapes(view) == Counter(tuple(image.shape[-2:]) for image in shown)
 
 
 def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
     models = [trained("vitrel_vit_n8_none"), trained("vitrel_swin_n")]  # patches of 8 and of 2
-    settings = sweep(folder, Budget(20), (24, 40), protocols=("scale", "native"))
     found = [
-        (trial.trained.patch, format_size(trial.size), trial.protocol, trial.budget) for trial in trials_of(models, settings)
+        (trial.trained.patch, format_size(trial.size), trial.protocol, trial.view.budget)
+        for trial in plan(models, Budget(20), (24, 40), protocols=("scale", "native"))
     ]
     assert [place[1:] for place in found if place[0] == (8, 8)] == [
         ("32x32", "scale", None), ("32x32", "native", 16), ("32x32", "native", 20),
@@ -167,15 +167,14 @@ def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
     assert [place[1:] for place in dict.fromkeys(found) if place[0] == (2, 2) and place[2] == "native"] == [
         ("32x32", "native", 256), ("8x8", "native", 20), ("24x40", "native", 240)
     ]  # fmt: skip
-    skipped = trials_of(models[:1], sweep(folder, Budget(20), protocols=("scale", "native"), skip=("20t native",)))
-    assert [(trial.protocol, trial.budget) for trial in skipped] == [("scale", None), ("native", 16)]
+    skipped = plan(models[:1], Budget(20), protocols=("scale", "native"), skip=("20t native",))
+    assert [(trial.protocol, trial.view.budget) for trial in skipped] == [("scale", None), ("native", 16)]
 
 
 def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     monkeypatch.setattr(policies, "gflops", lambda model, size: math.prod(size) / 1000)
     model = trained("vitrel_vit_n8_table")
-    settings = sweep(folder, Budget(30), translations=(2,), attention_n=3, policies=("geometric",))
-    training, other = [one.row for one in run.evaluate_rows([model], settings)]
+    training, other = evaluate([model], folder, Budget(30), attention_n=3, policies=("geometric",))
     in_order = sorted(range(len(FILES)), key=lambda index: index % 3)  # as the folders of the classes have them
     sizes = [native_size(*FILES[index], 30, (8, 8)) for index in in_order]
     assert other["img_size"] == "40x40" and training["img_size"] == "32x32" and training["budget"] == 16
@@ -191,24 +190,16 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     assert other["gflops"] == pytest.approx(mean, abs=1e-4)
 
 
-def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder, tmp_path, monkeypatch):
+def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder, tmp_path):
     model, out = trained("vitrel_vit_n8_none"), tmp_path / "out"
-    run_sweep([model], sweep(folder, Budget(20)), out)
-    assert "native, 20t" in (plan := describe_trials([model], sweep(folder, Budget(20)), out)) and "2 of them" in plan
-    measured = []
-    monkeypatch.setattr(run, "measure", lambda trial, *rest: measured.append(trial) or measure.measure(trial, *rest))
-    rows = run_sweep([model], sweep(folder, Budget(20), Budget(17), protocols=("scale", "native")), out)
-    assert [(trial.protocol, trial.budget) for trial in measured] == [("scale", None), ("native", 17)]
-    kept = {(row["protocol"], row["budget"]): row for row in read_csv(out / "results.csv") if row["protocol"] == "native"}
-    assert [budget for _, budget in sorted(kept)] == [16, 17, 20] and {row["img_size"] for row in kept.values()} == {"32x32"}
-    assert {row["protocol"] for row in aggregate(rows)} == {
-        "scale",
-        "native, 16 tokens",
-        "native, 17 tokens",
-        "native, 20 tokens",
-    }
-    few = aggregate([row for row in rows if row["budget"] in (None, 16)])
-    assert {row["protocol"] for row in few} <= {"scale", "native"}
+    evaluate([model], folder, out=out)
+    text = dry_run([model], str(folder), (Budget(20),), out, **HOW)
+    assert "native, 20t" in text and "2 of them in" in text
+    rows = evaluate([model], folder, "20t", "17t", protocols=("scale", "native"), out=out)
+    assert [(row["protocol"], row["budget"] == row["budget"] and int(row["budget"])) for row in rows] == [
+        ("native", 16), ("native", 20), ("scale", False), ("native", 17),
+    ]  # fmt: skip
+    assert {row["img_size"] for row in rows} == {"32x32"}
 
 
 def test_images_that_cannot_be_read_are_left_out(trained, folder):
@@ -216,9 +207,9 @@ def test_images_that_cannot_be_read_are_left_out(trained, folder):
     (folder / "val" / "c" / "wide.png").write_bytes((folder / "val" / "c" / "8.png").read_bytes()[:200])  # its header is whole
     model = trained("vitrel_vit_n8_none")
     with pytest.raises(ValueError, match=r"empty\.png"):
-        list(run.evaluate_rows([model], sweep(folder)))
-    for one in run.evaluate_rows([model], sweep(folder, on_bad_image="count")):
-        assert (one.row["n"], one.row["left_out"]) == (len(FILES), 2) and len(one.bad_images) == 2
+        evaluate([model], folder)
+    for row in evaluate([model], folder, on_bad_image="count"):
+        assert (row["n"], row["left_out"]) == (len(FILES), 2)
 
 
 class Pictures(Dataset):
@@ -236,7 +227,7 @@ class Pictures(Dataset):
 @pytest.mark.parametrize("workers", [2])
 def test_a_data_set_of_the_user_is_shown_so(trained, workers):
     model = trained("vitrel_vit_n8_absolute")
-    frame = at_sizes(model, Pictures(), ["20t"], protocols=["native"], batch_size=4, workers=workers, **HOW)
+    frame = at_sizes(model, Pictures(), ["20t"], workers=workers, **HOW)
     prepared = [
         Prepare(native_size(*size, 20, (8, 8)), model.mean, model.std, protocol="native")(
             torch.from_numpy(framed(*size)).permute(2, 0, 1)
@@ -249,20 +240,20 @@ def test_a_data_set_of_the_user_is_shown_so(trained, workers):
     assert frame["nll"].tolist()[-1] == pytest.approx(nll, abs=1e-5) and len(frame) == 2
 
 
-def test_processes_share_the_images_of_every_shape(trained, folder, pretend_world, rows_of):
-    model, settings = trained("vitrel_vit_n8_absolute"), sweep(folder, attention_n=1)
-    alone = rows_of([model], settings)
+def test_processes_share_the_images_of_every_shape(trained, folder, pretend_world):
+    model = trained("vitrel_vit_n8_absolute")
+    alone = evaluate([model], folder, attention_n=1)
     pretend_world(2)
-    for row, one in zip(rows_of([model], settings), alone, strict=True):
+    for row, one in zip(evaluate([model], folder, attention_n=1), alone, strict=True):
         assert row["nll"] == pytest.approx(one["nll"], abs=2e-6)
         same = ("n", "top1", "tokens", "gflops", "unseen", "attention_entropy", "unchanged", "budget")
         assert {name: row[name] for name in same} == {name: one[name] for name in same}
 
 
 def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder, monkeypatch):
-    model, settings = trained("vitrel_vit_n8_none"), sweep(folder, (32, 32), batch_size=8)
-    [alone] = run.evaluate_rows([model], settings)
-    batch, loaded = prepare._batch, []
+    model = trained("vitrel_vit_n8_none")
+    [alone] = evaluate([model], folder, (32, 32), batch_size=8)
+    batch, loaded = images._batch, []
 
     def collate(items, **how):
         loaded.append(len(items))
@@ -270,32 +261,23 @@ def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder
             raise MemoryError
         return batch(items, **how)
 
-    monkeypatch.setattr(prepare, "_batch", collate)
-    [one] = run.evaluate_rows([model], settings)
-    assert max(loaded) > 2 and one.row["oom"] >= 1 and one.row["n"] == len(FILES)
-    assert one.row["nll"] == pytest.approx(alone.row["nll"], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [({"compile": True}, "torch.compile"), ({"crop_pct": (0.9,)}, "does not crop"), ({"protocols": ("natvie",)}, "native")],
-)
-def test_settings_that_cannot_be(folder, how, text):
-    with pytest.raises(ValueError, match=text):
-        sweep(folder, **how)
+    monkeypatch.setattr(images, "_batch", collate)
+    [row] = evaluate([model], folder, (32, 32), batch_size=8)
+    assert max(loaded) > 2 and row["oom"] >= 1 and row["n"] == len(FILES)
+    assert row["nll"] == pytest.approx(alone["nll"], abs=1e-5)
 
 
 def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch):
-    monkeypatch.setattr(run, "measure", lambda *given: pytest.fail("it ran"))
+    monkeypatch.setattr(sweep, "_share", lambda *given: pytest.fail("it ran"))
     fixed = timm.models.MlpMixer(num_classes=3, img_size=32, patch_size=8, embed_dim=8, num_blocks=1).eval()
-    with pytest.raises(ValueError, match="--protocol scale canvas"):
-        at_sizes(fixed, str(folder), [32], protocols=["native"], **HOW)
+    with pytest.raises(ValueError, match="give --protocol scale"):
+        at_sizes(fixed, str(folder), [32], **HOW)
     convolutions = timm.create_model("resnet10t", num_classes=3).eval()
     for requested in ({"sizes": ["9t"], "protocols": ["scale"]}, {"sizes": [32], "protocols": ["native"]}):
         with pytest.raises(ValueError, match="patch_size"):
-            at_sizes(convolutions, str(folder), requested.pop("sizes"), **requested, **HOW)
+            at_sizes(convolutions, str(folder), requested.pop("sizes"), **HOW | requested)
     with pytest.raises(ValueError, match="scale"):
-        at_sizes(fixed, lambda size: Pictures(), [32], protocols=["native"], **HOW)
+        at_sizes(fixed, lambda size: Pictures(), [32], **HOW)
 
 
 def test_sizes_and_budgets_are_read():

@@ -9,29 +9,23 @@ import pytest
 from torch.utils.data import DataLoader
 
 from vitrel.data import Reading
-from vitrel.evaluate import prepare
-from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate import images
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
-SIZES = ((32, 32), (64, 64), (32, 48))
-
-
-def sweep(**given):
-    return Sweep(**{"data": "noise", "sizes": SIZES, "batch_size": 5, "device": "cpu", "attention_n": 0} | given)
 
 
 def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, monkeypatch, rows_of):
     models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none")]
-    settings = sweep(sizes=((64, 64),), protocols=("canvas",))
-    rows = rows_of(models, settings)
+    how = {"protocols": ("canvas",), "policies": "all"}
+    rows = rows_of(models, [64], **how)
     assert len(rows) == 2 + 4 and noise.decoded == 2 * 12
     assert noise.requested[-1] == {
         "data": "noise", "split": "val", "size": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0,
         "interpolation": "bicubic", "protocol": "canvas", "base_size": (32, 32), "crop_mode": "center", "n": None,
-        "seed": 0, "reading": Reading(),
+        "seed": 0, "reading": Reading(), "task": "classification",
     }  # fmt: skip
-    monkeypatch.setattr(prepare, "CACHE_BYTES", 0)
-    again = rows_of(models, settings)
+    monkeypatch.setattr(images, "CACHE_BYTES", 0)
+    again = rows_of(models, [64], **how)
     assert noise.decoded == 2 * 12 + 6 * 12
     assert [row["nll"] for row in again] == [row["nll"] for row in rows]
 
@@ -57,15 +51,15 @@ LACKS = [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:117] Defaul
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, noise, monkeypatch, rows_of, workers, error):
-    models, one = [trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], dict(sizes=((32, 32),), protocols=("scale",))
-    alone = rows_of(models, sweep(**one))
+    models, one = [trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], [32]
+    alone = rows_of(models, one)
     collated(monkeypatch, noise, 2, error)
-    rows = rows_of(models, sweep(**one, workers=workers))
+    rows = rows_of(models, one, workers=workers)
     assert [(row["batch_size"], row["oom"], row["n"]) for row in rows] == [(2, 1, 12), (2, 0, 12)]
     assert [row["top1"] for row in rows] == [row["top1"] for row in alone]
     assert [row["nll"] for row in rows] == pytest.approx([row["nll"] for row in alone], abs=1e-5)
     # other images may fit again
-    rows = rows_of(models[:1], sweep(sizes=((48, 48),), protocols=("scale",), batch_size=4))
+    rows = rows_of(models[:1], [48], batch_size=4)
     assert [(row["batch_size"], row["oom"]) for row in rows] == [(2, 1)] * 2
 
 
@@ -80,11 +74,11 @@ def test_a_loader_that_failed_is_gone_before_the_next_begins(trained, noise, mon
             failed.append(weakref.ref(loader))
             return loader
 
-    monkeypatch.setattr("vitrel.evaluate.prepare.DataLoader", Loader)
+    monkeypatch.setattr("vitrel.evaluate.images.DataLoader", Loader)
     collated(monkeypatch, noise, 2, MemoryError())
     gc.disable()
     try:
-        rows_of([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",), workers=1))
+        rows_of([trained("vitrel_vit_n8_none")], [32], workers=1)
     finally:
         gc.enable()
     assert len(failed) > 1
@@ -92,7 +86,7 @@ def test_a_loader_that_failed_is_gone_before_the_next_begins(trained, noise, mon
 
 def test_memory_for_images_that_are_kept_is_given_back_first(trained, noise, monkeypatch, rows_of):
     sizes = collated(monkeypatch, noise, 2, MemoryError())
-    rows_of([trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], sweep(sizes=((32, 32),), protocols=("scale",)))
+    rows_of([trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], [32])
     assert sizes == [5] + [2] * 6 + [2] * 6  # the second model's are loaded again
 
 
@@ -100,7 +94,7 @@ def test_memory_for_images_that_are_kept_is_given_back_first(trained, noise, mon
 def test_one_image_that_does_not_fit_is_told(trained, noise, monkeypatch, rows_of, workers):
     collated(monkeypatch, noise, 0, MemoryError())
     with pytest.raises(MemoryError, match=r"vitrel_vit_n8_none at 32x32 .*image 1 of 12.*--workers"):
-        rows_of([trained("vitrel_vit_n8_none")], sweep(workers=workers))
+        rows_of([trained("vitrel_vit_n8_none")], [32], workers=workers)
 
 
 def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise, monkeypatch, rows_of):
@@ -110,13 +104,5 @@ def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise,
         return [self[index] for index in indices]
 
     monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
-    [row] = rows_of([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",), workers=1))
+    [row] = rows_of([trained("vitrel_vit_n8_none")], [32], workers=1)
     assert (row["batch_size"], row["n"]) == (2, 12) and row["oom"] >= 1
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("n", [0, 1, 4, 7, 11])
-def test_every_image_is_in_one_share(n, world):
-    shares = [list(prepare.share_of(n, rank, world)) for rank in range(world)]
-    assert sorted(image for share in shares for image in share) == list(range(n))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1

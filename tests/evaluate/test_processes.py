@@ -4,7 +4,6 @@ import math
 import multiprocessing
 import os
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,18 +16,12 @@ from helpers.runs import status as status_of
 from vitrel import cli
 from vitrel.common import processes
 from vitrel.data import Reading
-from vitrel.evaluate import measure, run
-from vitrel.evaluate.results.table import columns_of, row_key
-from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.tasks.classification import TASK
+from vitrel.evaluate import sweep
+from vitrel.evaluate.folder import columns_of
+from vitrel.evaluate.sweep import Settings
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
-MEASURED = {"infer_samples_per_sec", "infer_samples_per_sec_half", "peak_memory_mb", "device"}  # what processes may change
-
-
-def sweep(**given):
-    return Sweep(**{"data": "noise", "sizes": ((32, 32), (48, 32)), "batch_size": 2, "device": "cpu", "attention_n": 2} | given)
+MEASURED = {"infer_samples_per_sec", "peak_memory_mb"}  # what processes may change
 
 
 def same_rows(rows, others):
@@ -60,54 +53,13 @@ def unreadable(noise, monkeypatch):
 @pytest.mark.parametrize(("world", "n"), [(2, 7), (5, 3)])
 def test_rows_are_those_of_one_process(trained, noise, pretend_world, world, n, rows_of):
     """Also where a process has no image at all (5 of them, 3 images); two are decoded again for the attention statistics."""
-    models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")]
-    alone = rows_of(models, sweep(n=n))
+    models, how = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")], {"n": n, "attention_n": 2, "batch_size": 2}
+    alone = rows_of(models, ("48x32",), **how)
     noise.decoded = 0
     pretend_world(world)
-    rows = rows_of(models, sweep(n=n))
+    rows = rows_of(models, ("48x32",), **how)
     same_rows(rows, alone)
     assert noise.decoded == len(rows) * (n + 2) and all(row["n"] == n for row in rows)
-    assert {row["device"] for row in rows} == {f"{world} x {alone[0]['device']}"}
-
-
-def test_rows_of_one_process_are_not_made_again_by_several(trained, noise, pretend_world):
-    model = trained("vitrel_vit_n8_none")
-    done = list(evaluate_rows([model], sweep()))
-    before = noise.decoded
-    pretend_world(2)
-    again = list(evaluate_rows([model], sweep(), done))
-    assert noise.decoded == before and [one.row["device"] for one in again] == [one.row["device"] for one in done]
-    row = done[0].row
-    assert row_key(row | {"device": "cpu x86_64, 1 thread"}) == row_key(row | {"device": "2 x cpu x86_64, 16 threads"})
-    assert row_key(row | {"device": "cpu x86_64, 1 thread"}) != row_key(row | {"device": "cpu aarch64, 1 thread"})
-    assert row_key(row | {"device": "2 x NVIDIA H100"}) == row_key(row | {"device": "NVIDIA H100"})
-
-
-def test_measurements_of_processes_are_combined(trained, noise, pretend_world, monkeypatch):
-    parts = iter([dict(speed=10.123, peak=5.0, batch=4, oom=0, label=1), dict(speed=30.123, peak=7.0, batch=2, oom=1, label=2)])
-
-    def share(*given):
-        part = next(parts)
-        kept = TASK.keep(torch.tensor([[1.0, 0.0, 0.0]] * 2), [0, part["label"]], range(3), SimpleNamespace(restrict=False))
-        columns = {
-            "left_out": 1, "state_hash_before": "a", "state_hash_after": "a", "unchanged": part["oom"] == 0,
-            "infer_samples_per_sec": part["speed"], "infer_samples_per_sec_half": part["speed"] / 10,
-            "peak_memory_mb": part["peak"], "memory_kind": "process resident",
-            "batch_size": part["batch"], "oom": part["oom"],
-        }  # fmt: skip
-        arrays = {name: np.asarray(values) for name, values in kept.items()}
-        return measure.Share(columns, measure.Kept(arrays, np.ones(2, bool)), {})
-
-    pretend_world(2)
-    monkeypatch.setattr(measure, "_measure_share", share)
-    [one] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",)))
-    row = one.row
-    assert one.predicted.arrays["labels"].tolist() == [0, 0, 1, 2]  # images 0 and 2, then 1 and 3
-    assert [counts.tolist() for counts in TASK.by_class(one.predicted)] == [[2, 1, 1], [2, 0, 0]]
-    assert (row["infer_samples_per_sec"], row["peak_memory_mb"], row["batch_size"], row["oom"]) == (40.25, 7.0, 2, 1)
-    assert (row["n"], row["top1"], row["left_out"], row["unchanged"]) == (4, 50.0, 2, False)
-    confidence = math.e / (math.e + 2)
-    assert row["ece"] == pytest.approx(100 * abs(0.5 - confidence), abs=1e-3)  # one bin over both processes
 
 
 def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, rows_of):
@@ -121,7 +73,7 @@ def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noi
 
     model.model.register_forward_pre_hook(fail)
     pretend_world(2)
-    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), batch_size=6))
+    [row] = rows_of([model], [32], batch_size=6)
     assert (row["batch_size"], row["oom"], row["n"]) == (1, 2, 12)  # 6, 3, 1
     assert (0, 6) in sizes and max(size for rank, size in sizes if rank == 1) <= 2
 
@@ -134,7 +86,7 @@ def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world,
     labels = torch.tensor(rest) % 3
     unreadable(bad)
     pretend_world(2)
-    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), on_bad_image="count"))
+    [row] = rows_of([model], [32], on_bad_image="count")
     assert (row["n"], row["left_out"]) == (8, 4) and set(row) == set(columns_of("classification"))
     assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)
     assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
@@ -143,33 +95,20 @@ def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world,
 def test_nothing_readable_is_an_error(trained, noise, unreadable, rows_of):
     unreadable(set(range(12)))
     with pytest.raises(ValueError, match="none of the 12 images of noise can be read"):
-        rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
+        rows_of([trained("vitrel_vit_n8_none")], [32], on_bad_image="count")
 
 
 def test_the_data_set_is_told_to_leave_them_out(trained, noise, rows_of):
-    [*_] = rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
+    [*_] = rows_of([trained("vitrel_vit_n8_none")], [32], on_bad_image="count")
     assert all(requested["reading"] == Reading(on_bad="leave_out") for requested in noise.requested)
     with pytest.raises(ValueError, match="on_bad_image is raise or count, got 'skip'"):
-        sweep(on_bad_image="skip")
+        Settings(on_bad_image="skip")
 
 
-def test_a_row_with_images_left_out_does_not_stand_for_all(trained, noise, unreadable):
-    """It is kept while they may be left out, and made again once an unreadable image is an error."""
-    model = trained("vitrel_vit_n8_none")
-    one = dict(sizes=((32, 32),), protocols=("scale",))
-    unreadable({5})
-    [done] = evaluate_rows([model], sweep(**one, on_bad_image="count"))
-    before = noise.decoded
-    [kept] = evaluate_rows([model], sweep(**one, on_bad_image="count"), [done])
-    assert row_key(kept.row) == row_key(done.row) and noise.decoded == before
-    [*_] = evaluate_rows([model], sweep(**one), [done])
-    assert noise.decoded > before
-
-
-def test_processes_with_other_weights_are_refused(trained, noise, monkeypatch, rows_of):
-    monkeypatch.setattr(run, "on_all", lambda work: [work(), ([], ["another hash"], work()[2])])
-    with pytest.raises(ValueError, match="the processes hold different weights: give all of them the same checkpoints"):
-        rows_of([trained("vitrel_vit_n8_none")], sweep())
+def test_processes_with_other_weights_are_refused(trained, monkeypatch, rows_of):
+    monkeypatch.setattr(sweep, "on_all", lambda work: [work(), {"models": "other weights"}])
+    with pytest.raises(ValueError, match="the processes hold different weights or images: give all of them the same models"):
+        rows_of([trained("vitrel_vit_n8_none")], [32])
 
 
 def gathered(monkeypatch, text):
@@ -218,8 +157,8 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
             assert requested == device
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match=r"no device cuda:3 .*2 GPUs.*start at most 2 processes"):
-            sweep(device=device)
-    assert sweep(device="cpu").torch_device.type == "cpu"
+            Settings(device=device)
+    Settings(device="cpu")
 
 
 @pytest.fixture
@@ -270,8 +209,7 @@ def test_two_processes_give_the_table_of_one(folder, tool):
     statuses, text, both = tool(2, "two")
     assert statuses == [0, 0], text
     same_rows(both, alone)
-    assert {row["n"] for row in both} == {5} and all(row["device"].startswith("2 x cpu") for row in both)
-    assert text.count("written to two") == text.count("evaluating vitrel_vit_n8_table") == 1
+    assert {row["n"] for row in both} == {5} and text.count("report.html in a browser") == text.count("evaluating vitrel_vit_n8_table") == 1
     stamps = [row["infer_samples_per_sec"] for row in both]
     statuses, text, again = tool(2, "two")
     assert statuses == [0, 0] and [row["infer_samples_per_sec"] for row in again] == stamps, text
@@ -291,13 +229,13 @@ def test_a_failure_ends_both_processes_with_its_message(folder, tool, failing):
     statuses, text, _ = tool(2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
     assert statuses == [1, 1] and message in text and time.monotonic() - start < 200
     assert "process 1 of 2: BadImage" in text or not failing.startswith("image")
-    assert "written to" not in text
+    assert "in a browser" not in text
     if failing.startswith("image"):
         statuses, text, rows = tool(2, "out", "--on-bad-image", "count")
         assert statuses == [0, 0], text
         assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
-        assert "left out, because they could not be read (column left_out): 1 images: data/val/left/0.png;" in text
-        assert "left/0.png" in (folder / "out" / "bad_images.csv").read_text()
+        assert "left out, because they could not be read: data/val/left/0.png; out/settings.json lists them" in text
+        assert "left/0.png" in (folder / "out" / "settings.json").read_text()
 
 
 class Exits:
@@ -322,7 +260,7 @@ def fail():
 def quick_to_start(monkeypatch):
     """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.run", "vitrel.cli", "torchmetrics"])
+    server.set_forkserver_preload(["vitrel.evaluate.sweep", "vitrel.cli", "torchmetrics"])
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
 
 

@@ -1,7 +1,6 @@
 """Trained models as an evaluation takes them: checkpoints of the trainer, timm's names with weights, classes and outputs."""
 
 import argparse
-import math
 import os
 import re
 import socket
@@ -18,10 +17,7 @@ from torch.utils.data import Dataset
 
 import vitrel
 from vitrel.evaluate.checkpoint import _label_of, load_checkpoint, load_model, read_class_indices, trained_model
-from vitrel.evaluate.run import evaluate_rows
-from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.tasks.classes import NO_CLASS, class_map, class_outputs
-from vitrel.evaluate.tasks.classification import TASK, right_of
+from vitrel.evaluate.classes import class_map, class_outputs
 
 
 def test_a_checkpoint_becomes_its_model_again(checkpoint):
@@ -203,7 +199,7 @@ class Few(Dataset):
 
 
 @pytest.mark.parametrize("restrict", [False, True])
-def test_a_model_of_more_classes_than_the_data_is_evaluated_at_the_outputs_of_these(trained, restrict):
+def test_a_model_of_more_classes_than_the_data_is_evaluated_at_the_outputs_of_these(trained, rows_of, restrict):
     model, few, outputs = trained("vitrel_vit_n8_none", restrict=restrict), Few(), torch.tensor([2, 0])
     with torch.no_grad():
         logits = model.model(torch.stack([few[i][0] for i in range(len(few))]))
@@ -211,13 +207,8 @@ def test_a_model_of_more_classes_than_the_data_is_evaluated_at_the_outputs_of_th
         logits = logits - logits.mean(0)
     best = outputs[logits[:, outputs].argmax(1)] if restrict else logits.argmax(1)
     right = best == outputs[torch.arange(len(few)) % 2]
-    sweep = Sweep("few", ((32, 32),), ("scale",), device="cpu", attention_n=0)
-    [one] = evaluate_rows([model], sweep, source=lambda size, **how: few)
-    assert 0 < right.sum() < len(few) and one.row["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
-    assert one.row["class_map"] == ("names, restricted" if restrict else "names")
-    predicted = [{2: 0, 0: 1}.get(output, NO_CLASS) for output in best.tolist()]
-    assert one.predicted.arrays["predicted"].tolist() == predicted and (NO_CLASS in predicted) != restrict
-    assert [counts.sum() for counts in TASK.by_class(one.predicted)] == [len(few), right.sum()]
+    [row] = rows_of([model], [32], data=lambda size: few)
+    assert 0 < right.sum() < len(few) and row["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
 
 
 def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):
@@ -409,18 +400,16 @@ def test_outputs_of_the_classes_of_the_data():
     assert class_outputs(imagenet, ["n01440764", "n02102040"], "here") == (0, 217)  # by WordNet's numbers
 
 
-def test_rows_say_how_classes_found_their_outputs(noise, monkeypatch):
+def test_settings_say_how_classes_found_their_outputs():
     head = timm.create_model("resnet10t").eval()  # of ImageNet's 1000 classes
     wordnet = ["n01440764", "n02102040", "n03000684"]
-    monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=3, classes=wordnet))
-    sweep = Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0)
-    [one] = evaluate_rows([trained_model(head, "resnet", img_size=(32, 32))], sweep)
-    assert one.row["class_map"] == "wordnet"
     small = trained_model(timm.create_model("resnet10t", num_classes=3).eval())
     for given, names, reported in [
+        (trained_model(head), wordnet, "wordnet"),
         (small, wordnet, "order"),
         (small, ["a", "b", "c"], "order"),
         (replace(small, restrict=True), ["a", "b", "c"], "order, restricted"),
+        (replace(small, classes=("c", "b", "a")), ["a", "b", "c"], "names"),
         (trained_model(head, restrict=True), wordnet, "wordnet, restricted"),
         (trained_model(head), ["n01440764", "n99999999"], "order"),
     ]:
@@ -429,41 +418,33 @@ def test_rows_say_how_classes_found_their_outputs(noise, monkeypatch):
     assert by_file[0] != by_file[1] and all(reported.startswith("file ") for reported in by_file)
 
 
-def test_classes_are_counted_at_their_outputs(noise):
+def test_classes_are_counted_at_their_outputs(rows_of):
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **SMALL).eval()
     model.head.bias.data = torch.tensor([0.0, 0.0, 50.0, 0.0, 0.0])  # always output 2, which is "right"
-    trained = trained_model(model, outputs={"left": 4, "right": 2, "above": 0})
-    [one] = evaluate_rows([trained], Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0))
-    assert one.row["top1"] == pytest.approx(100 / 3, abs=1e-3)
-    assert one.predicted.arrays["predicted"].tolist() == [1] * 12
-    assert [counts.tolist() for counts in TASK.by_class(one.predicted)] == [[4, 4, 4], [0, 4, 0]]
+    [row] = rows_of([trained_model(model, outputs={"left": 4, "right": 2, "above": 0})], [32])
+    assert row["top1"] == pytest.approx(100 / 3, abs=1e-3)
 
 
-def test_only_the_classes_of_the_data_compete_where_asked(noise):
+def test_only_the_classes_of_the_data_compete_where_asked(noise, rows_of):
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=9, **SMALL).eval()
     model.head.bias.data[8] = 100  # no class of the data
-    outputs, sweep = {"left": 5, "right": 0, "above": 7}, Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0)
+    outputs = {"left": 5, "right": 0, "above": 7}
     images = torch.stack([noise((32, 32))[i][0] for i in range(12)])
     with torch.no_grad():
         logits = model(images)
     rows = {}
     for restrict in (False, True):
-        [one] = evaluate_rows([trained_model(model, outputs=outputs, restrict=restrict)], sweep)
-        rows[restrict] = one.row
-        assert right_of(one.predicted).sum() == round(12 * one.row["top1"] / 100)
-        assert (one.predicted.arrays["predicted"] == NO_CLASS).all() != restrict
+        [rows[restrict]] = rows_of([trained_model(model, outputs=outputs, restrict=restrict)], [32])
     assert rows[False]["top1"] == 0
     hits = (logits[:, [5, 0, 7]].argmax(1) == torch.arange(12) % 3).double().mean()
     assert rows[True]["top1"] == pytest.approx(100 * hits.item(), abs=1e-3) and hits > 0
-    assert rows[True]["top1"] == rows[False]["top1_among"] and math.isnan(rows[True]["top1_among"])
-    assert rows[True]["class_map"] == f"{rows[False]['class_map']}, restricted"
+    assert rows[True]["top1"] == rows[False]["top1_among"] and rows[True]["top1_among"] is None
 
 
-def test_rows_of_a_timm_model_tell_what_timm_changed(noise):
+def test_rows_of_a_timm_model_tell_what_timm_changed(rows_of):
     torch.manual_seed(0)
-    sweep = Sweep("noise", ((48, 64),), ("scale",), device="cpu", attention_n=2)
     models = [
         trained_model(timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL).eval(), "fixed"),
         trained_model(
@@ -471,13 +452,13 @@ def test_rows_of_a_timm_model_tell_what_timm_changed(noise):
         ),
     ]
     before = {name: value.clone() for name, value in models[0].model.state_dict().items()}
-    rows = {(one.row["model"], one.row["img_size"]): one.row for one in evaluate_rows(models, sweep)}
+    rows = {(row["model"], row["img_size"]): row for row in rows_of(models, ["48x64"], attention_n=2)}
     for name in ("fixed", "dynamic"):
         at, new = rows[name, "32x32"], rows[name, "48x64"]
         assert (at["resampled"], at["unchanged"], at["policy"]) == ("nothing", True, "none")
         assert (new["resampled"], new["resampled_values"], new["tokens"]) == ("pos_embed bicubic", 16 * 48, 48)
         assert new["unchanged"] is (name == "dynamic")  # which resamples in forward
-        assert new["attention_entropy"] > 0 and new["unseen"] != new["unseen"]
+        assert new["attention_entropy"] > 0 and new["unseen"] is None
     assert all(torch.equal(value, before[name]) for name, value in models[0].model.state_dict().items())
 
 

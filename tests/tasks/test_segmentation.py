@@ -1,6 +1,5 @@
 """Segmentation as a task of an evaluation: metrics by hand, masks at their own resolution, protocols, rows, the page."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -18,20 +17,15 @@ from vitrel.data import create_dataset
 from vitrel.data.readers.decode import IGNORED
 from vitrel.evaluate import at_sizes
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.page.pictures import read_pictures
-from vitrel.evaluate.predict import SlidingWindow
-from vitrel.evaluate.prepare import Images, window_places
-from vitrel.evaluate.results.statistics import estimate
-from vitrel.evaluate.results.table import columns_of, read_csv, read_predictions
-from vitrel.evaluate.run import evaluate_rows, run_sweep
-from vitrel.evaluate.sweep import Sweep
-from vitrel.evaluate.tasks.base import ImageList, Predicted
-from vitrel.evaluate.tasks.segmentation import TASK, Mask, predicted_classes
-from vitrel.evaluate.trials import trials_of
+from vitrel.evaluate.folder import columns_of, read_folder
+from vitrel.evaluate.predict import SlidingWindow, window_places
+from vitrel.evaluate.statistics import estimate
+from vitrel.tasks import Kept
+from vitrel.tasks.segmentation import TASK, Mask, predicted_classes
 
 CLASSES = ["dark", "red", "green"]
 COLORS = np.array([(20, 20, 20), (220, 30, 30), (30, 220, 30)], np.uint8)
-HOW = {"device": "cpu", "attention_n": 0, "border_leak": False}
+HOW = {"device": "cpu", "attention_n": 0, "border_leak": False, "report": False}
 
 
 class ByColor(nn.Module):
@@ -85,34 +79,35 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def predicted_of(masks, guesses, count=3, **how):
+def kept_of(masks, guesses, count=3):
     """What is kept of masks and guessed classes of one size [h, w] each."""
     logits = torch.stack(
         [torch.nn.functional.one_hot(torch.tensor(guess), count).permute(2, 0, 1).float() for guess in guesses]
     )
     targets = [Mask(np.array(mask, np.uint8), 0, 0, *logits.shape[-2:]) for mask in masks]
-    arrays = {name: np.asarray(value) for name, value in TASK.keep(logits, targets, range(count), segmenter(**how)).items()}
-    return Predicted(ImageList([*map(str, range(len(masks)))], CLASSES), arrays, np.ones(len(masks), bool))
+    arrays = {name: np.asarray(value) for name, value in TASK.keep(logits, targets, range(count), False).items()}
+    return Kept(arrays, np.ones(len(masks), bool))
 
 
 def test_metrics_are_those_computed_by_hand():
     masks = [[[0, 0, 1], [1, 255, 0]], [[0, 1, 1], [255, 1, 1]]]
     guesses = [[[0, 1, 1], [1, 2, 0]], [[0, 0, 1], [1, 1, 1]]]
     # class 0: 4 pixels, 4 predicted so, 3 of both: 3 / 5; class 1: 6, 6 and 5: 5 / 7; class 2 does not occur
-    row = TASK.columns_of(predicted_of(masks, guesses))
-    assert row["miou"] == pytest.approx(100 * (3 / 5 + 5 / 7) / 2, abs=1e-4) and row["n"] == 2
+    row = TASK.score(kept_of(masks, guesses))
+    assert row["miou"] == pytest.approx(100 * (3 / 5 + 5 / 7) / 2, abs=1e-4)
     assert row["pixel_accuracy"] == pytest.approx(80.0) and row["outside"] == 0
     assert row["class_accuracy"] == pytest.approx(100 * (3 / 4 + 5 / 6) / 2, abs=1e-4)
     assert row["majority"] == pytest.approx(100 * 6 / 10 / 2)
-    assert row["miou_low"] < row["miou"] < row["miou_high"]
+    union, both = TASK.by_class(kept_of(masks, guesses), 3)
+    assert (union.sum(0).tolist(), both.sum(0).tolist()) == ([5, 7, 0], [3, 5, 0]) and union.shape == (2, 3)
 
 
 def test_metrics_agree_with_torchmetrics_and_scores_have_them_as_their_mean():
     rng = np.random.default_rng(1)
     masks, guesses = rng.integers(0, 3, (2, 20, 6, 5))
     masks[rng.random(masks.shape) < 0.1] = IGNORED
-    predicted = predicted_of(masks, guesses)
-    row, given = TASK.columns_of(predicted), (torch.tensor(guesses), torch.tensor(masks), 3)
+    predicted = kept_of(masks, guesses)
+    row, given = TASK.score(predicted), (torch.tensor(guesses), torch.tensor(masks), 3)
     assert row["miou"] == pytest.approx(100 * multiclass_jaccard_index(*given, ignore_index=IGNORED).item(), abs=1e-3)
     accuracy = multiclass_accuracy(*given, average="micro", ignore_index=IGNORED).item()
     assert row["pixel_accuracy"] == pytest.approx(100 * accuracy, abs=1e-3)
@@ -127,7 +122,7 @@ def test_the_interval_of_miou_has_the_spread_of_other_images():
         masks = rng.integers(0, 3, (40, 4, 4))
         hard = rng.random((40, 1, 1))  # images differ in how many pixels are wrong
         guesses = np.where(rng.random(masks.shape) < 0.7 * hard, rng.integers(0, 3, masks.shape), masks)
-        found = predicted_of(masks, guesses)
+        found = kept_of(masks, guesses)
         values.append(TASK.score(found)["miou"])
         halves.append(float(np.sqrt(estimate([TASK.scores(found, "miou")[None]]).variance)))
     assert np.mean(halves) == pytest.approx(np.std(values, ddof=1), rel=0.3)
@@ -136,12 +131,12 @@ def test_the_interval_of_miou_has_the_spread_of_other_images():
 def test_outputs_without_a_class_are_wrong_and_restrict_leaves_them_out():
     logits, mask = torch.zeros(1, 3, 2, 2), Mask(np.zeros((2, 2), np.uint8), 0, 0, 2, 2)
     logits[:, 2], logits[:, 1, 0] = 2.0, 1.0  # output 2 stands for no class of the data
-    kept = TASK.keep(logits, [mask], (0, 1), segmenter())
+    kept = TASK.keep(logits, [mask], (0, 1), False)
     assert [kept[name].tolist() for name in ("intersection", "truth", "guessed")] == [[[0, 0]], [[4, 0]], [[0, 0]]]
-    kept = TASK.keep(logits, [mask], (0, 1), segmenter(restrict=True))
+    kept = TASK.keep(logits, [mask], (0, 1), True)
     assert [kept[name].tolist() for name in ("intersection", "guessed")] == [[[2, 0]], [[2, 2]]]
     with pytest.raises(FloatingPointError, match="NaN or infinity"):
-        TASK.keep(logits * float("nan"), [mask], (0, 1), segmenter())
+        TASK.keep(logits * float("nan"), [mask], (0, 1), False)
 
 
 @pytest.mark.parametrize("own", [(9, 14), (40, 21), (16, 24)])
@@ -155,13 +150,13 @@ def test_predictions_come_back_as_pytorch_and_torchvision_resize(own):
 
 
 def rows_of(models, folder, sizes, protocols, **how):
-    return [one.row for one in evaluate_rows(models, Sweep(str(folder), sizes, protocols, **HOW | how))]
+    return at_sizes(models, str(folder), sizes, protocols=protocols, **HOW | how).to_dict("records")
 
 
 @pytest.mark.parametrize("size", [(32, 48), (48, 80), (16, 24), (40, 30)])
 def test_on_a_canvas_every_pixel_is_compared_with_its_own(folder, size):
     """A segmenter of colors is perfect where images keep their size, whether the canvas adds a border or takes one away."""
-    [*_, row] = rows_of([segmenter()], folder, (size,), ("canvas",))
+    row = rows_of([segmenter()], folder, (size,), ("canvas",))[-1]
     shown = math.prod(min(side, own) / own for side, own in zip(size, (32, 48), strict=True))
     images = create_dataset(str(folder), "val", (32, 48), mean=(0.5,) * 3, std=(0.5,) * 3, task="segmentation")
     assert row["n"] == len(images) == 5
@@ -214,11 +209,15 @@ def test_an_image_smaller_than_a_window_is_padded_around_its_middle(size):
     assert not seen[0][..., :top, :].any() and not seen[0][..., :left].any()  # the mean color
 
 
-def test_what_does_not_fit_the_task_is_refused_by_name(folder, trained):
+def test_what_does_not_fit_the_task_is_refused_by_name(folder):
+    plain = trained_model(timm.create_model("vitrel_vit_n8_none", num_classes=4).eval())
     with pytest.raises(ValueError, match="sliding protocol joins the outputs of windows pixel by pixel: it is for"):
-        trials_of([trained("vitrel_vit_n8_none")], Sweep("noise", ((32, 32),), ("sliding",), device="cpu"))
+        rows_of([plain], "shapes", ((32, 32),), ("sliding",))
+    (folder / "classes.txt").write_text("\n".join([*CLASSES, "blue"]))
+    four = replace(segmenter(), outputs={"dark": 0, "red": 1, "green": 2, "blue": 2})
     with pytest.raises(ValueError, match="models of classification and segmentation cannot share an evaluation"):
-        trials_of([trained("vitrel_vit_n8_none"), segmenter()], Sweep("noise", ((32, 32),), device="cpu"))
+        rows_of([four, plain], folder, ((32, 32),), ("scale",))
+    (folder / "classes.txt").write_text("\n".join(CLASSES))
     with pytest.raises(ValueError, match="evaluates whole images: leave crop_pct out"):
         rows_of([segmenter()], folder, ((32, 48),), ("scale",), crop_pct=(0.9,))
     with pytest.raises(ValueError, match="masks are not translated"):
@@ -230,7 +229,7 @@ def test_what_does_not_fit_the_task_is_refused_by_name(folder, trained):
 
 def test_an_unreadable_image_is_left_out_and_counted(folder):
     (folder / "images" / "val" / "1.png").write_bytes(b"no image")
-    [row] = rows_of([segmenter()], folder, (), ("scale",), on_bad_image="count")
+    [row] = rows_of([segmenter()], folder, ((32, 48),), ("scale",), on_bad_image="count")
     assert (row["n"], row["left_out"]) == (4, 1) and row["miou"] > 99
 
 
@@ -247,10 +246,6 @@ def test_a_data_set_in_memory_and_drawn_scenes(folder):
 
     frame = at_sizes(segmenter(), Pairs(), [(48, 80)], protocols=("canvas",), **HOW)
     assert frame["miou"].min() > 99 and frame["n"].tolist() == [2, 2]
-    sweep = Sweep(str(folder), (), ("scale",), **HOW)
-    images, [trial] = Images(sweep), trials_of([segmenter()], sweep)
-    [(pixels, targets), *_] = images.batches(trial.preprocessing)
-    assert pixels.shape == (5, 3, 32, 48) and [target.labels.shape for target in targets] == [(32, 48)] * 4 + [(64, 96)]
 
 
 class Constant(nn.Module):
@@ -277,43 +272,14 @@ def test_drawn_scenes_are_drawn_for_every_size_with_masks_of_that_size():
     assert by_place["canvas", "64x96"] == by_place["sliding", "64x96"] != by_place["canvas", "64x64"]
 
 
-@pytest.mark.slow
-def test_a_whole_evaluation_says_miou_and_shows_predictions(folder, tmp_path, capsys):
-    sweep = Sweep(str(folder), ((64, 96),), ("scale", "sliding"), ("clip",), **HOW, report=True)
-    models = [vitrel_segmenter(), segmenter()]
-    rows = run_sweep(models, sweep, tmp_path / "out", "blocks")
+def test_a_folder_gives_back_what_paired_intervals_need(folder, tmp_path, capsys):
+    frame = at_sizes(segmenter(), str(folder), [(64, 96), (16, 24)], protocols=("canvas", "sliding"), out=tmp_path / "out", **HOW)
+    found = read_folder(tmp_path / "out")
+    assert [row["miou"] for row in found.rows] == frame["miou"].tolist() and found.settings["classes"] == CLASSES
+    for row in found.rows:
+        assert 100 * found.scores[row["key"]].mean() == pytest.approx(row["miou"], abs=1e-3)
+        union, both = found.by_class[row["key"]]
+        assert 100 * (both.sum(0) / union.sum(0)).mean() == pytest.approx(row["miou"], abs=1e-3) and len(union) == 5
     printed = capsys.readouterr().out
-    assert "mIoU in percent, scale protocol" in printed and "top-1" not in printed.lower()
-    assert "mIoU is highest at" in printed
-    again = run_sweep(models, sweep, tmp_path / "out", "blocks")
-    assert [row["miou"] for row in again] == [row["miou"] for row in rows]
-    assert f"{len(rows)} of them done already" in capsys.readouterr().out
-    assert [row["miou"] for row in read_csv(tmp_path / "out" / "results.csv")] == [row["miou"] for row in rows]
-    stored = read_predictions(tmp_path / "out")
-    assert len(stored.rows) == len(rows) and stored.images.classes == CLASSES
-    scenes = read_pictures(tmp_path / "out" / "pictures.json.gz")["scenes"]
-    assert {(item["label"], item["protocol"], item["size"]) for item in scenes} == {
-        (label, protocol, size)
-        for label in ("table", "by color") for protocol in ("scale", "sliding") for size in ("32x48", "64x96")
-    }  # fmt: skip
-    page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    body = page[page.index("<main") : page.index("</main>")]
-    assert "mIoU in percent by image size" in body and "prediction of table at 64x96" in body and "Top-1" not in body
-    assert json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metric"] == "miou"
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_rows_and_predictions_of_one(folder, pretend_world):
-    """Five images, so that the shares differ; in every protocol, also where images come grouped by shape."""
-    sweep = Sweep(str(folder), ((32, 48), (48, 48)), ("scale", "canvas", "sliding", "native"), batch_size=2, **HOW)
-    alone = [*evaluate_rows([vitrel_segmenter()], sweep)]
-    pretend_world(2)
-    shared = [*evaluate_rows([vitrel_segmenter()], sweep)]
-    assert len(alone) == len(shared) > 4
-    for one, other in zip(alone, shared, strict=True):
-        assert {name: one.row[name] for name in TASK.columns if name in one.row} == pytest.approx(
-            {name: other.row[name] for name in TASK.columns if name in other.row}, nan_ok=True
-        )
-        assert one.row["n"] == 5
-        for name, values in one.predicted.arrays.items():
-            assert np.array_equal(values, other.predicted.arrays[name]), name
+    assert "sliding: an image of 16x24 px is smaller than the window of 32x48 px, and is padded to it" in printed
+    assert "miou" in (tmp_path / "out" / "results.csv").read_text()

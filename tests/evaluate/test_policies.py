@@ -1,7 +1,5 @@
 """Policies of encodings and windows, and a model brought to a size."""
 
-import math
-
 import pytest
 import timm
 import torch
@@ -10,10 +8,11 @@ from vitrel.evaluate.policies import (
     WINDOW_POLICIES,
     at_size_with,
     gflops,
+    leak_at,
     policies_at,
     policies_of,
     policy_parts,
-    static_columns,
+    costs_at,
     window_policies_at,
     with_policy,
 )
@@ -259,17 +258,17 @@ def test_gflops_are_timms_gmacs():
 
 def test_windows_padding_and_backend_are_told():
     swin = timm.create_model("vitrel_swin_n")
-    columns = static_columns(swin, (80, 72), "fixed")
+    columns = costs_at(swin, (80, 72), "fixed")
     assert columns["window"] == "4x4 4x4 4x4" and columns["pad_fraction"] == "0 0.1 0.38"  # 18 of 20, 10 and 9 of 12
-    columns = static_columns(swin, (80, 72), "divisor")
+    columns = costs_at(swin, (80, 72), "divisor")
     assert (columns["window"], columns["pad_fraction"]) == ("4x4 4x3 2x3", "0 0 0")
-    columns = static_columns(swin, (128, 128), "rescale+bicubic")
+    columns = costs_at(swin, (128, 128), "rescale+bicubic")
     assert (columns["window"], columns["resampled"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
     vit = timm.create_model("vitrel_vit_n8_shaw")
-    assert static_columns(vit, (64, 96), "none")["window"] == "global"
+    assert costs_at(vit, (64, 96), "none")["window"] == "global"
     large = timm.create_model("vitrel_vit_n8_factorized")
-    assert static_columns(large, (256, 256), "none")["backend"] == "sdpa"
-    on_gpu = static_columns(swin, (64, 64), "none", device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert costs_at(large, (256, 256), "none")["backend"] == "sdpa"
+    on_gpu = costs_at(swin, (64, 64), "none", device=torch.device("cuda"), dtype=torch.bfloat16)
     assert on_gpu["backend"] == "triton"  # as vitrel.ops chooses there, though the model is not yet on it
 
 
@@ -277,18 +276,17 @@ def test_attention_across_borders_is_found():
     """timm's Swin rolls before it pads: with a window of 4, 4 of 9 rows leak. Ours does not, whatever the policy."""
     how = dict(img_size=32, patch_size=2, embed_dim=32, depths=(2,), num_heads=(1,), window_size=4)
     peer = timm.create_model("swin_tiny_patch4_window7_224", strict_img_size=False, **how)
-    assert static_columns(peer, (32, 32), "none", leak=True)["border_leak"] == 0
-    assert static_columns(peer, (18, 18), "none", leak=True)["border_leak"] == pytest.approx(1 - (5 / 9) ** 2, abs=1e-4)
+    assert leak_at(peer, (32, 32), "none") == 0
+    assert leak_at(peer, (18, 18), "none") == pytest.approx(1 - (5 / 9) ** 2, abs=1e-4)
     ours = timm.create_model("vitrel_swin_n", **how)
     for policy in WINDOW_POLICIES:
-        assert static_columns(ours, (18, 26), policy, leak=True)["border_leak"] == 0
-    assert math.isnan(static_columns(ours, (18, 26), "fixed")["border_leak"])
-    assert math.isnan(static_columns(timm.create_model("vitrel_vit_n8_none"), (64, 64), "none", leak=True)["border_leak"])
+        assert leak_at(ours, (18, 26), policy) == 0
+    assert leak_at(timm.create_model("vitrel_vit_n8_none"), (64, 64), "none") is None
 
 
 def test_the_backend_is_the_one_that_serves():
     def backend(**how):
-        return static_columns(timm.create_model("vitrel_vit_n8_none", **how), (64, 64), "none")["backend"]
+        return costs_at(timm.create_model("vitrel_vit_n8_none", **how), (64, 64), "none")["backend"]
 
     assert backend(position="table") == "sdpa" and backend(position="xpos") == "sdpa"
 

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.results.statistics import estimate
-from vitrel.evaluate.tasks.frozen import frozen_rows, knn, linear_probe
+from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.frozen import frozen_rows, knn, linear_probe
 from vitrel.models.vit import ViT
 
 
@@ -49,9 +49,9 @@ def test_rows_at_several_sizes(tmp_path):
     model = ViT(32, 8, num_classes=2, embed_dim=16, depth=1, num_heads=2, position="table")
     trained = trained_model(model, "any", img_size=(32, 32))
     rows = list(frozen_rows(trained, str(tmp_path), [(32, 32), (24, 48)], train_images=12, val_images=6, batch_size=4))
-    assert [(row.size, row.method) for row in rows] == [(s, m) for s in ("32x32", "24x48") for m in ("k-NN", "linear")]
+    assert [(row["size"], row["method"]) for row in rows] == [(s, m) for s in ("32x32", "24x48") for m in ("k-NN", "linear")]
     expected = estimate([torch.ones(1, 6).numpy()])
     for row in rows:
-        assert (row.top1, row.images, row.train_images) == (100.0, 6, 12)
-        assert row.low == pytest.approx(expected.low(), abs=0.01) and row.high == pytest.approx(100.0)
-    assert rows[0].to_dict()["label"] == trained.label
+        assert (row["top1"], row["images"], row["train_images"]) == (100.0, 6, 12)
+        assert row["low"] == pytest.approx(expected.low(), abs=0.01) and row["high"] == pytest.approx(100.0)
+    assert rows[0]["label"] == trained.label

@@ -1,0 +1,321 @@
+"""Settings, the trials of an evaluation, and what its rows say."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+
+from vitrel.common.processes import local_device
+from vitrel.common.sizes import Budget, format_size
+from vitrel.evaluate import sweep as module
+from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
+from vitrel.evaluate.folder import columns_of
+from vitrel.evaluate.sweep import Settings, at_sizes, default_protocols, default_sizes, dry_run, trials
+from vitrel.models.create import create_model
+
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
+OUTPUTS = (0, 1, 2)
+
+
+def plan(models, sizes=(), **settings):
+    """(size, protocol, label, policy) of every trial."""
+    found = trials(models, [OUTPUTS] * len(models), Settings(sizes=sizes, device="cpu", **settings))
+    return [(format_size(one.size), one.protocol, one.trained.label.removeprefix("vitrel_vit_n8_"), one.policy) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"protocols": ("scale", "zoom")}, "unknown protocol 'zoom': choose from scale, canvas, native, sliding"),
+        ({"dtype": "float16"}, "dtype is float32 or bfloat16, got 'float16'"),
+        ({"dtype": "bfloat16"}, "bfloat16 evaluation needs a GPU"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"device": "gpu"}, "device is auto, cpu, cuda, cuda:1, ..., got 'gpu'"),
+        ({"device": "cuda:99"}, "there is no device cuda:99 .*[0-9]+ GPUs.*use auto or cpu"),
+        ({"device": "meta"}, r"there is no device meta .*\(.+\); use auto or cpu"),
+        ({"crop_pct": (0.0,)}, "crop_pct takes shares of the image, above 0 and at most 1, got 0.0"),
+        ({"crop_pct": 1.5}, "crop_pct takes shares of the image, above 0 and at most 1, got 1.5"),
+        ({"translations": [4, -1]}, "translations takes whole numbers of pixels, 0 or more, got -1"),
+        ({"translations": [0.5]}, "translations takes whole numbers of pixels, 0 or more, got 0.5"),
+        ({"attention_n": -1}, "attention_n must be at least 0, got -1"),
+        ({"margin": 0.0}, "the margin is a loss in points and must be above 0"),
+        ({"sizes": ["64*96"]}, r"'64\*96' is not an image size"),
+        ({"compile": True, "protocols": ["native"]}, "torch.compile would compile for each"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**{"device": "cpu"} | given)
+    assert Settings(crop_pct=1, translations=4, sizes=[96, "64x32", "9t"]) == Settings(
+        crop_pct=[1.0], translations=[4, 4], sizes=((96, 96), (64, 32), Budget(9))
+    )
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert local_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("cuda") == local_device("auto") == torch.device("cuda", 3)
+    assert local_device("cuda:1") == torch.device("cuda", 1) and local_device("cpu") == torch.device("cpu")
+
+
+def test_without_settings_it_is_scale_at_four_sizes_with_the_models_own_policy(trained):
+    assert plan([trained("vitrel_vit_n8_table")]) == [
+        ("32x32", "scale", "table", "none"),
+        ("16x16", "scale", "table", "none"),
+        ("48x48", "scale", "table", "geometric"),
+        ("64x64", "scale", "table", "geometric"),
+    ]
+    assert [policy for *_, policy in plan([trained("vitrel_swin_n", (64, 64))], ((80, 80),))] == ["none", "fixed"]
+    # whole patches
+    assert default_sizes(trained("vitrel_vit_n8_none", (32, 48))) == ((16, 24), (32, 48), (48, 72), (64, 96))
+    assert default_sizes(trained_model(timm.create_model("resnet10t", num_classes=3))) == tuple((n, n) for n in (88, 176, 264, 352))
+
+
+def test_the_plan_starts_at_the_training_sizes_and_shares_images_between_models(trained):
+    models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none", (64, 64))]
+    found = plan(models, ((32, 48),), protocols=("scale", "canvas"), policies="all")
+    assert sorted(found[:4]) == [
+        ("32x32", "canvas", "table", "none"),
+        ("32x32", "scale", "table", "none"),
+        ("64x64", "canvas", "none", "none"),
+        ("64x64", "scale", "none", "none"),
+    ]
+    assert [trial[2:] for trial in found[4:8]] == [("table", p) for p in models[0].model.policies] + [("none", "none")]
+    assert len(found) == 12
+    assert plan(models[:1], ((48, 48),), skip=("32x32 scale",)) == [("48x48", "scale", "table", "geometric")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policies": ("nearest",)}, "no model has the policy 'nearest'; the policies of these models are: all, bicubic, clip"),
+        ({"skip": ("48x48 canvas",)}, "skip names '48x48 canvas', but takes a size and a protocol of this evaluation"),
+        ({"crop_pct": 0.9, "protocols": "native"}, "the native protocol does not crop"),
+        ({"protocols": "sliding"}, "it is for segmentation"),
+    ],
+)
+def test_what_no_trial_can_be_is_refused(trained, settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan([trained("vitrel_vit_n8_table")], ((48, 48),), **settings)
+    with pytest.raises(ValueError, match="vitrel_vit_n8_table is given twice"):
+        plan([trained("vitrel_vit_n8_table")] * 2)
+
+
+def test_keys_name_a_row_alone(trained):
+    models = [trained("vitrel_vit_n8_table", seed=seed) for seed in (0, 1)]
+    settings = Settings(
+        sizes=("9t", 32, 48), protocols=("scale", "native"), policies="all", crop_pct=(1.0, 0.5), translations=(0, 3), device="cpu"
+    )
+    found = [one.key for one in trials(models, [OUTPUTS] * 2, settings)]
+    assert len({*found}) == len(found)
+    assert {
+        "vitrel_vit_n8_table|1|32x32|scale|none|0.5",
+        "vitrel_vit_n8_table|0|24x24|native,9t|none|1",
+        "vitrel_vit_n8_table|0|32x32|scale, moved 3 px|none|1",
+        "vitrel_vit_n8_table|0|48x48|scale|bicubic|1",
+    } < {*found}
+
+
+def test_rows_say_what_was_done_to_the_model(trained, rows_of):
+    models = [trained(f"vitrel_vit_n8_{key}") for key in ("absolute", "table")]
+    rows = rows_of(models, (32, 64, "32x48"), policies="all")
+    assert all([*row] == columns_of("classification") for row in rows)
+    found = {(row["encoding"], row["img_size"], row["policy"]): row for row in rows}
+    assert len(found) == len(rows) == 3 + 1 + 2 * 3
+    big = found["absolute", "64x64", "bicubic"]
+    assert (big["resampled"], big["tokens"]) == ("absolute bicubic", 64)
+    assert big["resampled_values"] == models[0].model.resampled((64, 64))["absolute bicubic"] > 0
+    clip = found["table", "64x64", "clip"]
+    assert (clip["resampled"], clip["resampled_values"]) == ("table clip", 0)
+    # 7x7 offsets trained of 15x15
+    assert clip["unseen"] == clip["saturated"] == pytest.approx(1 - 49 / 225, abs=1e-4)
+    assert found["table", "64x64", "bicubic"]["saturated"] == 0
+    assert found["table", "64x64", "geometric"]["resampled_values"] == 4 * 3 * 49
+    assert found["table", "32x32", "none"]["resampled"] == "nothing"
+    for row in rows:
+        assert row["unchanged"] is True and row["state_hash_before"] == row["state_hash_after"]
+        assert row["n"] == 12 and row["top1_low"] <= row["top1"] <= row["top1_high"]
+        assert row["infer_samples_per_sec"] > 0 and (row["batch_size"], row["oom"]) == (5, 0)
+        start = found[row["encoding"], "32x32", "none"]["top1"]
+        assert row["retention"] == (pytest.approx(row["top1"] / start, abs=1e-4) if start else None)
+
+
+def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, rows_of):
+    model = trained("vitrel_vit_n8_none", model_args={"position": "table+cpb"})
+    parts = [part for block in model.model.blocks for part in block.position.parts.values()]
+    for part in parts:
+        torch.nn.init.normal_(next(part.parameters()), std=2.0)
+    for block in model.model.blocks:  # so that attention tells in the output
+        torch.nn.init.normal_(block.attn.proj.weight, std=1.0)
+    rows = rows_of([model], (64, 24), policies="all")
+    found = {(row["img_size"], row["policy"]): row for row in rows}
+    larger = [f"{first}+{second}" for first in ("geometric", "clip", "bicubic") for second in ("keep", "renormalize")]
+    assert [*found] == [("32x32", "none"), *(("64x64", p) for p in larger), ("24x24", "keep"), ("24x24", "renormalize")]
+    assert len({row["nll"] for row in rows}) == len(rows)  # each combination was another model
+    assert found["64x64", "bicubic+renormalize"]["resampled"] == "table bicubic + cpb renormalize"
+    assert all(row["unchanged"] for row in rows)
+    assert {part.policy for part in parts} == {"geometric", "keep"}  # as they were
+
+
+def test_accuracy_is_that_of_the_plain_model(trained, noise, rows_of):
+    model = trained("vitrel_vit_n8_rope_mixed")
+    [row] = rows_of([model], [32])
+    with torch.no_grad():
+        logits = model.model(torch.stack([noise((32, 32))[i][0] for i in range(12)]))
+    labels = torch.arange(12) % 3
+    assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)
+    assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("how", ["value", "object"])
+def test_a_model_that_forward_touches_is_found_out(trained, how, rows_of):
+    model = trained("vitrel_vit_n8_none")
+
+    def touch(head, inputs):
+        if how == "value":
+            head.bias.data[0] += 1e-3
+        else:
+            head.bias = torch.nn.Parameter(head.bias.data.clone())
+
+    model.model.head.register_forward_pre_hook(touch)
+    row = rows_of([model], [32])[0]
+    assert row["unchanged"] is False
+    assert (row["state_hash_before"] == row["state_hash_after"]) == (how == "object")
+
+
+def test_what_stops_an_evaluation_names_model_and_size(trained, rows_of, tmp_path, capsys):
+    model = trained("vitrel_vit_n8_none")
+    model.model.head.bias.data.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match=r"vitrel_vit_n8_none at 32x32 \(scale\): the logits hold NaN"):
+        rows_of([model], [32])
+    capsys.readouterr()
+    other = trained("vitrel_vit_n8_none", classes=("left", "right"))
+    with pytest.raises(ValueError, match=r"trained on 2 classes .* lack 1 of the 3 classes of noise: above"):
+        rows_of([other], [32], out=tmp_path / "out")
+    assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()  # no plan of what is refused
+
+
+def test_translated_content_is_that_of_a_plain_model_on_translated_images(trained, noise, rows_of):
+    model = trained("vitrel_vit_n8_rope_mixed")
+    rows = rows_of([model], (32, 48), protocols=("scale", "canvas"), policies="keep", translations=(0, 3))
+    # at the training size, in the first protocol
+    assert [(row["img_size"], row["protocol"], row["translation"]) for row in rows[:3]] == [
+        ("32x32", "scale", 0), ("32x32", "scale", 3), ("32x32", "canvas", 0),
+    ]  # fmt: skip
+    assert {row["translation"] for row in rows[3:]} == {0}
+    pixels = torch.stack([noise((32, 32))[i][0] for i in range(12)])
+    moved = torch.nn.functional.pad(pixels, (3, 0, 3, 0), mode="replicate")[..., :32, :32]
+    with torch.no_grad():
+        hits = (model.model(moved).argmax(1) == torch.arange(12) % 3).sum().item()
+    assert rows[1]["top1"] == pytest.approx(100 * hits / 12, abs=1e-3)
+
+
+def test_every_crop_is_evaluated_and_refers_to_its_own_training_size(trained, noise, rows_of):
+    model = trained("vitrel_vit_n8_none", crop_pct=0.8)
+    assert {row["crop_pct"] for row in rows_of([model], [48])} == {0.8}  # the model's own
+    noise.requested.clear()
+    rows = rows_of([model], [48], protocols=("scale", "canvas"), crop_pct=(1, 0.5))
+    assert sorted(row["crop_pct"] for row in rows) == [0.5] * 4 + [1.0] * 4
+    asked = {(one["crop_pct"], one["size"]) for one in noise.requested if one["crop_pct"] != 0.8}
+    assert asked == {(c, (s, s)) for c in (1.0, 0.5) for s in (32, 48)}
+    assert all(row["retention"] in (1, None) for row in rows if row["img_size"] == "32x32")
+
+
+def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, rows_of):
+    model = trained("vitrel_vit_n8_none", model=timm.create_model("resnet10t", num_classes=3).eval())
+    [row] = rows_of([model], [32], attention_n=2)
+    assert row["attention_distance"] is None and row["gflops"] > 0
+    assert (row["window"], row["backend"], row["resampled"]) == ("", "", "nothing")
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_row_from_batches_of_one_size(trained, rows_of, monkeypatch):
+    model, graphs, compiled = trained("vitrel_vit_n8_rope_axial"), [], torch.compile
+    [plain] = rows_of([model], [32])
+
+    def backend(graph, examples):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend=backend))
+    [row] = rows_of([model], [32], compile=True)  # 5, 5 and 2 images
+    assert len(graphs) <= 2  # one of them for the speed
+    assert (row["top1"], row["n"], row["unchanged"]) == (plain["top1"], 12, True)
+    assert row["nll"] == pytest.approx(plain["nll"], abs=1e-5)
+
+
+SEVERAL = ("24x24", "48x48", "32x64")
+
+
+def saved(path, train_sizes, name="vitrel_vit_n8_table", img_size=(32, 32)):
+    model = create_model(name, num_classes=3, img_size=img_size, depth=1)
+    about = {
+        "model": name, "model_args": {"depth": 1}, "classes": ["left", "right", "above"], "img_size": [*img_size],
+        "mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic", "seed": 0,
+    }  # fmt: skip
+    about |= {} if train_sizes is None else {"train_sizes": [*train_sizes]}
+    torch.save({"state_dict": {f"model.{key}": value for key, value in model.state_dict().items()}, "vitrel": about}, path)
+    return load_checkpoint(path)
+
+
+def test_a_checkpoint_knows_its_training_sizes(tmp_path):
+    plain, several = saved(tmp_path / "a.ckpt", None), saved(tmp_path / "b.ckpt", SEVERAL)
+    assert plain.train_sizes == plain.train_pixels == ((32, 32),) and not plain.is_native
+    # the model is built for 32x32, which it never saw: 24x24 is nearest in area, by ratio
+    assert several.train_sizes == ((24, 24), (48, 48), (32, 64)) and several.img_size == (24, 24)
+    native = saved(tmp_path / "d.ckpt", ("9t", "30t"), img_size=(224, 224))
+    assert native.is_native and native.train_sizes == (Budget(9), Budget(30))
+    assert native.img_size == (40, 40) and native.train_pixels == ((40, 40), (24, 24))
+    assert default_protocols([plain, several]) == ("scale",) and default_protocols([native]) == ("native",)
+    assert default_protocols([plain, native]) == ("scale", "native")
+    assert default_sizes(native) == tuple(map(Budget, (2, 9, 20, 36)))
+
+
+def test_training_sizes_are_evaluated_first_and_are_the_references(tmp_path, rows_of):
+    several = saved(tmp_path / "b.ckpt", SEVERAL)
+    rows = rows_of([several], (32, 64), policies="clip")
+    assert [row["img_size"] for row in rows] == ["24x24", "48x48", "32x64", "32x32", "64x64"]
+    assert {row["train_size"] for row in rows} == {"24x24 48x48 32x64"}
+    assert [row["retention"] for row in rows[:3]] == [1.0] * 3
+    by_size = {row["img_size"]: row for row in rows}
+    assert by_size["32x32"]["retention"] == pytest.approx(by_size["32x32"]["top1"] / by_size["24x24"]["top1"], abs=1e-4)
+    assert by_size["64x64"]["retention"] == pytest.approx(by_size["64x64"]["top1"] / by_size["48x48"]["top1"], abs=1e-4)
+    # offsets of all training sizes were seen, also those beyond the grid of 4x4 that the model is built for
+    assert [by_size[size]["unseen"] for size in (*SEVERAL, "32x32")] == [0.0] * 4
+    assert by_size["64x64"]["unseen"] == pytest.approx(1 - 11 * 11 / 15**2, abs=1e-4)
+
+
+def test_a_model_in_memory_comes_back_as_it_was(trained):
+    model = trained("vitrel_vit_n8_table").model.train()
+    frame = at_sizes(model, lambda size: Blank(size), [32, "32x48"], device="cpu", attention_n=0)
+    assert frame["img_size"].tolist() == ["32x32", "32x48"] and model.training and frame["n"].tolist() == [6, 6]
+    with pytest.raises(ValueError, match="a function from size to data resizes images itself"):
+        at_sizes(model, lambda size: Blank(size), [32], protocols="canvas", device="cpu")
+    with pytest.raises(ValueError, match="images of torch.float32: give uint8"):
+        at_sizes(model, Blank((32, 32)), [32], device="cpu")
+
+
+class Blank(torch.utils.data.Dataset):
+    """Six images of one color."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.full((3, *self.size), index / 6), index % 3
+
+
+def test_a_dry_run_tells_rows_and_minutes_and_measures_nothing(trained, noise, tmp_path, monkeypatch):
+    models = [trained("vitrel_vit_n8_table"), replace(trained("vitrel_vit_n8_none"), label="other")]
+    monkeypatch.setattr(module, "_share", lambda *given: pytest.fail("measured"))
+    text = dry_run(models, "noise", (48,), tmp_path / "out", device="cpu", policies=("all",))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 2 + 4 and "6 rows of 12 images each, 0 of them in" in text
+    assert "the others take about 1 min on this machine" in text and not (tmp_path / "out").exists()
+    assert "| table clip" in text and math.isfinite(len(text))

@@ -1,0 +1,35 @@
+"""The committed results of studies: rows of results.csv, and scores of images where images.npz is beside it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from vitrel.evaluate.folder import read_kept
+from vitrel.tasks import Row, task_named
+
+TEXT = ("label", "img_size", "train_size", "policy", "window", "pad_fraction", "resampled", "protocol")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a results.csv, with the key that each has in an evaluation's folder; FileNotFoundError without any."""
+    if not path.exists():
+        raise FileNotFoundError(f"no {path}: run the evaluation first")
+    frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(TEXT, str), encoding="utf-8")
+    if "task" not in frame:  # written when there was one
+        frame["task"] = "classification"
+    return [row | {"key": _key(row)} for row in frame.to_dict("records")]
+
+
+def read_scores(folder: Path, rows: list[Row], metric: str) -> Mapping[str, np.ndarray]:
+    """Return the scores of every image of an evaluation's folder, by the rows' key; metric: of `Task.metrics`."""
+    kept, task = read_kept(folder, [row["key"] for row in rows]), task_named(rows[0]["task"])
+    return {key: task.scores(one, metric) for key, one in kept.items()}
+
+
+def _key(row: Row) -> str:
+    """The key of a row, as `vitrel.evaluate.sweep.Trial.key`."""
+    seed, budget, policy = row["seed"], row.get("budget"), row["policy"]
+    protocol = row["protocol"] + (f",{int(budget)}t" if budget == budget and budget is not None else "")
+    return f"{row['label']}|{int(seed) if seed == seed else None}|{row['img_size']}|{protocol}|{policy}|{row['crop_pct']:g}"

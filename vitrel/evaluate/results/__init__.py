@@ -1,1 +1,0 @@
-"""What the rows of an evaluation say: their files, intervals over seeds and images, verdicts, text."""
