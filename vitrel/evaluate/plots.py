@@ -123,5 +123,6 @@ def _name_models(figure: "Figure", axes: Any) -> None:
     firsts = dict(zip(reversed(names), reversed(handles), strict=True))
     if len(firsts) > 1:
         columns = max(1, min(len(firsts), int(figure.get_figwidth() * 72 / (36 + 4.6 * max(map(len, firsts))))))
-        how = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 8}
-        figure.legend([firsts[name] for name in dict.fromkeys(names)], [*dict.fromkeys(names)], **how)
+        once = [*dict.fromkeys(names)]
+        handles = [firsts[name] for name in once]
+        figure.legend(handles, once, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)

@@ -251,10 +251,10 @@ def class_tables(judged: Judged, by_class: ByClass, names: Sequence[str]) -> dic
         if not scored or not names:
             continue
         home = next((size for size in scored if is_training(model.used[size])), next(iter(scored)))
-        chosen = np.arange(len(names))
+        chosen = [*range(len(names))]
         if len(names) > CLASSES:
             losses = np.nan_to_num([scored[home][0] - values[0] for values in scored.values()], nan=-1.0).max(0)
-            chosen = np.argsort(-losses, kind="stable")[:CLASSES]
+            chosen = np.argsort(-losses, kind="stable")[:CLASSES].tolist()
         lines = [[shown(names[at]), *(_class_cell(*values[:, at]) for values in scored.values())] for at in chosen]
         found[label] = ["class", *(f"{size_name(model.used[size])} {unit(model.used[size])}" for size in scored)], lines
     return found

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from vitrel.common.sizes import Budget, parse_size
+from vitrel.common.sizes import Budget, format_size, parse_size
 from vitrel.evaluate.verdicts import (
     LOSES,
     SAFE,
@@ -82,9 +82,9 @@ def unit(row: Row) -> str:
 def training_in_words(row: Row) -> str:
     """Return where the model of a row was trained: "64 px", "48 and 64x96 px", "native shape, 196 tokens at most"."""
     sizes = train_sizes_of(row)
-    if isinstance(sizes[0], Budget):
-        return f"native shape, {_list([str(size.tokens) for size in sizes if isinstance(size, Budget)])} tokens at most"
-    return f"{_list([f'{h}' if h == w else f'{h}x{w}' for h, w in sizes])} px"
+    if budgets := [str(size.tokens) for size in sizes if isinstance(size, Budget)]:
+        return f"native shape, {_list(budgets)} tokens at most"
+    return f"{_list([size_name({'img_size': format_size(size)}) for size in sizes])} px"
 
 
 def _of_model(model: Model, judged: Judged) -> str:
