@@ -30,20 +30,19 @@ def compare(tmp_path, monkeypatch, capsys):
     tool, trained, evaluated = command("compare"), [], []
     configs, photographs = {}, []
 
-    def train_one(config, place):
+    def begin(config, place):
         trained.append(place.relative_to(tmp_path).as_posix())
         configs[trained[-1]] = config
         print("training for 1 epochs")
+        return []
 
-    def run_sweep(models, sweep, folder, *further, **options):
-        evaluated.append(folder.relative_to(tmp_path).as_posix())
-        run.photographs.append(sweep.photographs)
+    def evaluate(comparison, how):
+        evaluated.append(comparison.folder.relative_to(tmp_path).as_posix())
+        run.photographs.append(how["photographs"])
 
-    monkeypatch.setattr(jobs, "train_one", train_one)
-    monkeypatch.setattr("vitrel.evaluate.prepare.check_data", lambda *args, **how: None)
-    monkeypatch.setattr("vitrel.compare.config.trained_models", lambda *args: [])
-    monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
-    monkeypatch.setattr("vitrel.evaluate.results.table.left_out_note", lambda rows, folder: "")
+    monkeypatch.setattr(jobs, "begin", begin)
+    monkeypatch.setattr("vitrel.cli.compare.check", lambda comparison: None)
+    monkeypatch.setattr("vitrel.compare.models.evaluate", evaluate)
 
     def run(*arguments, **changes):
         trained.clear(), evaluated.clear(), photographs.clear(), capsys.readouterr()
@@ -56,16 +55,12 @@ def compare(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_one_data_set_alone(compare):
+def test_one_data_set_alone(compare, tmp_path):
     for name, seeds in (("shapes", (4, 1, 2)), ("shapes-place", (7,)), ("animals", (4, 1, 2))):
         trained, evaluated, printed = compare("--data", name)
-        assert evaluated == [f"trial/{name}"] and f"written to {compare_folder(printed)}" in printed
+        assert evaluated == [f"trial/{name}"] and f"in {tmp_path / 'trial' / name}\n" in printed
         labels = ("vitrel_vit_n8_absolute", "rope")
         assert trained == [f"trial/{name}/{label}-seed{seed}" for seed in seeds for label in labels]
-
-
-def compare_folder(printed):
-    return re.search(r"written to (\S+):", printed)[1]
 
 
 def test_all_of_them_without_it(compare):

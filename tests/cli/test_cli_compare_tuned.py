@@ -119,7 +119,7 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
 
 def test_a_second_run_with_the_folder_named_otherwise_does_nothing(finished, monkeypatch, capsys):
     monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.sweep._share", lambda *_: pytest.fail("evaluated again"))
     monkeypatch.chdir(finished.parent)
     tool.main([f"{finished.name}/trial.yaml", "--out", finished.name, "--no-report", "--jobs", "1"])
     assert capsys.readouterr().out.count("trained already") == 8
@@ -157,6 +157,6 @@ def test_a_source_trained_anew_is_noticed(finished, tmp_path):
     source["state_dict"]["model.cls_token"].add_(1.0)
     torch.save(source, path)
     with pytest.raises(
-        SystemExit, match=r"rope-tuned-seed0 was fine-tuned from other weights than .*last\.ckpt holds now .* remove"
+        SystemExit, match=r"rope-tuned-seed0 holds a run of another configuration \(other weights in .*last\.ckpt, SHA-256"
     ):
         compare(tmp_path, "--no-report", models=CONFIG["models"][2:4], seeds=[0])

@@ -1,5 +1,4 @@
 import os
-import re
 import signal
 
 import numpy as np
@@ -11,8 +10,8 @@ from PIL import Image
 
 from helpers import command
 from vitrel.data import class_names
-from vitrel.evaluate import run
-from vitrel.evaluate.results.table import read_predictions
+from vitrel.evaluate import sweep
+from vitrel.evaluate.folder import read_folder, read_rows
 
 tool = command("evaluate")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -46,61 +45,49 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
     with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate --follow-links"):
         tool.main(arguments)
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
-    with pytest.raises(SystemExit, match=r"may not share a table .*links: none there, followed now"):
+    with pytest.raises(SystemExit, match=r"another evaluation is in .*number of images: 2 there, 3 now.*--overwrite"):
         tool.main([*arguments, "--follow-links"])
-    tool.main([*arguments, "--follow-links", "--replace"])
+    tool.main([*arguments, "--follow-links", "--overwrite"])
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them done" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_table_verdicts_and_files(checkpoint, tmp_path, capsys, whole_evaluations):
+def test_files_and_what_is_printed(checkpoint, tmp_path, capsys, whole_evaluations):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
-    tool.main([*paths, *arguments, "--policy", "clip", "--attention-n", "1", "--no-border-leak"])
+    arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
+    arguments += ["--policy", "clip", "--protocol", "scale", "canvas", "--attention-n", "1", "--no-border-leak", "--no-report"]
+    tool.main([*paths, *arguments])
     printed = capsys.readouterr().out
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64x64 px), vitrel_swin_n" in header[0]
     assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
     assert header[2] == f"12 rows, 0 of them done already; output folder {out}"
-    assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
-    reported = {line.partition(": ")[0]: line for line in printed.splitlines() if line.startswith("- ")}
-    advice, written = printed.partition("\nTop-1 in")[0], (out / "table.md").read_text("utf-8")
-    unchanged = re.findall(r"\| vitrel_vit_n8_table +\| scale +\| (\S+) \| clip +\|.*\| nothing \(table clip\) \|\n", written)
-    assert unchanged == ["64x96", "80x80"]
-    assert reported["- vitrel_swin_n"] in advice
+    assert f"open {out / 'report.html'} in a browser" in printed and printed.count("vitrel_swin_n") < 10
     frame = pd.read_csv(out / "results.csv")
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
-    assert frame["unchanged"].all() and (frame["n"] == 8).all()
-    assert written.startswith("# shapes\n")
-    predictions = read_predictions(out)
-    assert len(predictions.rows) == len(frame) and len(predictions.images.names) == 8 and len(predictions.images.classes) == 4
-    assert not (out / "translation.csv").exists() and frame["best_size"].notna().any()
-    assert (out / "plots" / "accuracy.png").exists() and (out / "plots" / "throughput.png").exists()
+    assert frame["unchanged"].all() and (frame["n"] == 8).all() and frame["best_size"].notna().any()
+    found = read_folder(out)
+    assert len(found.rows) == len(found.scores) == 12 and len(found.settings["classes"]) == 4
+    assert {"table.md", "plots", "report.html", "images.npz"} < {path.name for path in out.iterdir()}
+    tool.main([*paths, *arguments])
+    again = capsys.readouterr().out
+    assert "12 rows, 12 of them done already" in again and pd.read_csv(out / "results.csv").equals(frame)
 
 
-@pytest.mark.slow
 def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), checkpoint("vitrel_vit_n8_none", "b.ckpt")]
-    arguments = [
-        "--data",
-        "shapes",
-        "--size",
-        "64",
-        "--n",
-        "4",
-        "--protocol",
-        "scale",
-        "--device",
-        "cpu",
-        "--attention-n",
-        "1",
-    ]
+    arguments = ["--data", "shapes", "--size", "64", "--n", "4", "--device", "cpu", "--attention-n", "0", "--no-report"]
     tool.main([*paths, *arguments, "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    assert "results.csv, predictions.npz, table.md, plots/\n" in printed and "report.html in a browser" in printed
-    assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
-    assert all(f"- vitrel_vit_n8_none ({path}): " in printed for path in paths)
+    assert set(pd.read_csv(tmp_path / "out" / "results.csv")["label"]) == {f"vitrel_vit_n8_none ({path})" for path in paths}
+
+
+def test_without_sizes_there_are_four(checkpoint, tmp_path):
+    path, out = checkpoint("vitrel_vit_n8_table", "a.ckpt"), tmp_path / "out"
+    tool.main([path, "--data", "shapes", "--n", "4", "--device", "cpu", "--attention-n", "0", "--no-report", "--out", str(out)])
+    frame = pd.read_csv(out / "results.csv")
+    assert frame["img_size"].tolist() == ["64x64", "32x32", "96x96", "128x128"] and set(frame["protocol"]) == {"scale"}
+    assert frame["policy"].tolist() == ["none", "none", "geometric", "geometric"]
 
 
 def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
@@ -125,7 +112,8 @@ def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
     arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
     tool.main([*arguments, "--policy", "divisor", "rescale", "clip", "--dry-run"])
     printed = capsys.readouterr().out
-    assert "6 rows of 8 images each; 0 of them are in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
+    assert "3 rows of 8 images each, 0 of them in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
+    assert "the others take about 1 min on this machine" in printed
 
 
 @pytest.fixture
@@ -138,21 +126,18 @@ def weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path, capsys):
+def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocol", "scale", "--out", str(out)]
     ours = [checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
     named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
     tool.main([*ours, *named, *arguments, "--translations", "0", "4", "--no-report"])
-    printed = capsys.readouterr().out
-    reported = [line for line in printed.splitlines() if line.startswith("| vit_tiny_patch16_224 ")]
-    assert any(" 768 of " in line for line in reported) and not any("weights changed" in line for line in reported)
     frame = pd.read_csv(out / "results.csv")
     timms = frame[frame["model"] == "vit_tiny_patch16_224"]
-    assert timms["train_size"].tolist() == ["32x32"] * 2 and set(timms["mean"]) == {"0.4 0.5 0.6"}
+    assert timms["train_size"].tolist() == ["32x32"] * 3 and timms["resampled_values"].tolist() == [0, 0, 768]
     assert timms["attention_entropy"].notna().all() and set(timms["encoding"]) == {"timm"}
-    translated = pd.read_csv(out / "translation.csv")
-    assert set(translated["label"]) == set(frame["label"]) and set(translated["translation"]) == {0, 4} and len(translated) == 4
+    assert sorted(frame["translation"]) == [0] * 4 + [4] * 2
+    assert read_folder(out).settings["models"]["vit_tiny_patch16_224|None"]["mean"] == [0.4, 0.5, 0.6]
 
 
 def test_mistakes_with_named_models_end_with_one_line(weights, tmp_path, capsys):
@@ -186,30 +171,33 @@ def photographs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "column", "value"),
+    ("given", "name", "value"),
     [
-        (["--mean", "0.1", "0.2", "0.3"], "mean", "0.1 0.2 0.3"),
-        (["--std", "0.1", "0.2", "0.3"], "std", "0.1 0.2 0.3"),
+        (["--mean", "0.1", "0.2", "0.3"], "mean", [0.1, 0.2, 0.3]),
+        (["--std", "0.1", "0.2", "0.3"], "std", [0.1, 0.2, 0.3]),
         (["--interpolation", "bilinear"], "interpolation", "bilinear"),
         (["--crop-mode", "squash"], "crop_mode", "squash"),
-        (["--crop-pct", "0.5"], "crop_pct", 0.5),
-        (["--class-indices", "FILE"], "class_map", "file 0"),
+        (["--crop-pct", "0.5"], "", None),
+        (["--class-indices", "FILE"], "classes", None),
     ],
 )
-def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint, photographs, tmp_path, given, column, value):
-    """The option is in the row, and changes the logits or how they are read."""
+def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint, photographs, tmp_path, given, name, value):
+    """The option is in the settings, and changes the logits or how they are read."""
     indices = tmp_path / "indices.txt"
     indices.write_text("left\t1\nright\t0\nabove\t2\nbelow\t3\n")
     given = [str(indices) if word == "FILE" else word for word in given]
-    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", photographs, "--device", "cpu", "--protocol", "scale"]
+    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", photographs, "--device", "cpu"]
     arguments += ["--attention-n", "0", "--no-report", "--size", "64"]
-    frames = []
+    nll, about = [], []
     for out, options in (("plain", []), ("changed", given)):
         tool.main([*arguments, *options, "--out", str(tmp_path / out)])
-        frames.append(pd.read_csv(tmp_path / out / "results.csv"))
-    found = frames[1][column][0]
-    assert found.startswith("file ") if column == "class_map" else found == value
-    assert frames[0][column][0] != found and frames[0]["nll"][0] != frames[1]["nll"][0]
+        found = read_folder(tmp_path / out)
+        nll.append(found.rows[0]["nll"])
+        about.append(found.settings["models"]["vitrel_vit_n8_none|0"])
+    assert nll[0] != nll[1]
+    if name:
+        assert about[1][name] == value if value else about[1][name].startswith("file ")
+        assert about[0][name] != about[1][name]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +259,7 @@ def damaged(tmp_path):
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
     named = ["vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]
-    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--protocol", "scale", "--attention-n", "0", "--no-report"]
+    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--attention-n", "0", "--no-report"]
     return [*named, *data], [os.fsdecode(path) for path in bad]
 
 
@@ -283,35 +271,34 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys, workers):
     printed = capsys.readouterr().out.replace("\n", "")
     names = [name.replace("\udcff", "\\xff") for name in bad]
     assert (pd.read_csv(out / "results.csv")["left_out"] == 9).all()
-    assert pd.read_csv(out / "bad_images.csv")["image"].tolist() == names
+    found = read_folder(out).settings
+    assert found["bad_images"] == names and "café" in found["classes"]
     assert all(name in printed for name in names[:8]) and names[8] not in printed
-    assert "9 images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
-    assert "café" in read_predictions(out).images.classes
+    assert "and 1 more" in printed and str(out / "settings.json") in printed
     # nothing is made again, and what is known stays known
     tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--out", str(out)])
-    assert names[0] in capsys.readouterr().out and len(pd.read_csv(out / "bad_images.csv")) == 9
+    assert names[0] in capsys.readouterr().out and len(read_folder(out).settings["bad_images"]) == 9
+    out = tmp_path / "other"
     with pytest.raises(SystemExit, match=r"error: .*cannot decode .*with --on-bad-image count"):
         tool.main([*arguments, "--size", "48", "--out", str(out)])
 
 
-def test_rows_are_added_refused_or_moved_aside(checkpoint, tmp_path, capsys):
+def test_rows_are_added_refused_or_begun_anew(checkpoint, tmp_path):
     path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
-    requested = [path, "--data", "shapes", "--device", "cpu", "--protocol", "scale", "--attention-n", "0"]
-    requested += ["--no-report", "--out", str(out)]
+    requested = [path, "--data", "shapes", "--device", "cpu", "--attention-n", "0", "--no-report", "--out", str(out)]
     tool.main([*requested, "--n", "4", "--size", "80", "96"])
     tool.main([*requested, "--n", "4", "--size", "48"])
-    printed = capsys.readouterr().out.rpartition("- vitrel_vit_n8_none: ")[2]
-    assert len(pd.read_csv(out / "results.csv")) == 4 and all(f" {side}x{side} " in printed for side in (48, 64, 80, 96))
-    with pytest.raises(SystemExit, match=r"error: .*n_asked: 4 there, 6 now.*--out.*--replace"):
+    assert len(pd.read_csv(out / "results.csv")) == 4
+    with pytest.raises(SystemExit, match=r"error: another evaluation is in .*number of images: 4 there, 6 now.*--overwrite"):
         tool.main([*requested, "--n", "6", "--size", "48"])
-    tool.main([*requested, "--n", "6", "--size", "48", "--replace"])
-    assert len(pd.read_csv(out / "results.csv")) == 2 and len(pd.read_csv(out / "replaced-1" / "results.csv")) == 4
+    tool.main([*requested, "--n", "6", "--size", "48", "--overwrite"])
+    assert len(pd.read_csv(out / "results.csv")) == 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch, number, code):
     path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
-    measured = run.measure
+    measured = sweep._share
 
     def stopped(*given):
         left[0] -= 1
@@ -319,7 +306,7 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
             os.kill(os.getpid(), number)
         return measured(*given)
 
-    monkeypatch.setattr(run, "measure", stopped)
+    monkeypatch.setattr(sweep, "_share", stopped)
     requested = [path, "--data", "shapes", "--device", "cpu", "--n", "4", "--size", "80", "96", "--out", str(out)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts processes in the background without it
     try:
@@ -329,5 +316,5 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]
     assert caught.value.code == code
-    assert f"2 rows saved in {out / 'results.csv'}" in said and "the same command" in said
-    assert len(pd.read_csv(out / "results.csv")) == 2 and not list(out.glob(".*.part"))
+    assert f"2 rows are in {out}, and the same command measures the others" in said
+    assert len(read_rows(out)[0]) == 2 and not list(out.glob("**/.*.part"))

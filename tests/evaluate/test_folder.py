@@ -100,7 +100,9 @@ def test_another_evaluation_is_refused_before_anything_runs(model, rows_of, nois
     assert reported in str(caught.value) and str(tmp_path) in str(caught.value)
     assert noise.decoded == 0 and files_of(tmp_path) == before
     rows_of([change(model)], [24], out=tmp_path, overwrite=True, **given)
-    assert set(table(tmp_path)["img_size"]) <= {"32x32", "24x24", "64x64"} and len(read_folder(tmp_path).kept) == len(table(tmp_path))
+    assert set(table(tmp_path)["img_size"]) <= {"32x32", "24x24", "64x64"} and len(read_folder(tmp_path).kept) == len(
+        table(tmp_path)
+    )
 
 
 def test_what_changes_no_number_is_no_other_evaluation(model, rows_of, tmp_path):
@@ -214,7 +216,9 @@ def test_two_evaluations_at_once_are_refused(model, rows_of, tmp_path, monkeypat
     assert len(rows_of([model], [48], out=tmp_path)) == 2
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left"), RuntimeError("CUDA out of memory. Tried")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(28, "No space left"), RuntimeError("CUDA out of memory. Tried")]
+)
 def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, rows_of, noise, tmp_path, monkeypatch, error):
     read, left = noise.item, [12 * 3]
 

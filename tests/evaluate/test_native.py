@@ -270,7 +270,7 @@ def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder
 def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch):
     monkeypatch.setattr(sweep, "_share", lambda *given: pytest.fail("it ran"))
     fixed = timm.models.MlpMixer(num_classes=3, img_size=32, patch_size=8, embed_dim=8, num_blocks=1).eval()
-    with pytest.raises(ValueError, match="give --protocol scale"):
+    with pytest.raises(ValueError, match="--protocol scale"):
         at_sizes(fixed, str(folder), [32], **HOW)
     convolutions = timm.create_model("resnet10t", num_classes=3).eval()
     for requested in ({"sizes": ["9t"], "protocols": ["scale"]}, {"sizes": [32], "protocols": ["native"]}):

@@ -209,7 +209,9 @@ def test_two_processes_give_the_table_of_one(folder, tool):
     statuses, text, both = tool(2, "two")
     assert statuses == [0, 0], text
     same_rows(both, alone)
-    assert {row["n"] for row in both} == {5} and text.count("report.html in a browser") == text.count("evaluating vitrel_vit_n8_table") == 1
+    assert {row["n"] for row in both} == {5} and text.count("report.html in a browser") == text.count(
+        "evaluating vitrel_vit_n8_table"
+    ) == 1
     stamps = [row["infer_samples_per_sec"] for row in both]
     statuses, text, again = tool(2, "two")
     assert statuses == [0, 0] and [row["infer_samples_per_sec"] for row in again] == stamps, text

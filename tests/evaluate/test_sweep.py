@@ -22,7 +22,9 @@ OUTPUTS = (0, 1, 2)
 def plan(models, sizes=(), **settings):
     """(size, protocol, label, policy) of every trial."""
     found = trials(models, [OUTPUTS] * len(models), Settings(sizes=sizes, device="cpu", **settings))
-    return [(format_size(one.size), one.protocol, one.trained.label.removeprefix("vitrel_vit_n8_"), one.policy) for one in found]
+    return [
+        (format_size(one.size), one.protocol, one.trained.label.removeprefix("vitrel_vit_n8_"), one.policy) for one in found
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,9 @@ def test_without_settings_it_is_scale_at_four_sizes_with_the_models_own_policy(t
     assert [policy for *_, policy in plan([trained("vitrel_swin_n", (64, 64))], ((80, 80),))] == ["none", "fixed"]
     # whole patches
     assert default_sizes(trained("vitrel_vit_n8_none", (32, 48))) == ((16, 24), (32, 48), (48, 72), (64, 96))
-    assert default_sizes(trained_model(timm.create_model("resnet10t", num_classes=3))) == tuple((n, n) for n in (88, 176, 264, 352))
+    assert default_sizes(trained_model(timm.create_model("resnet10t", num_classes=3))) == tuple(
+        (n, n) for n in (88, 176, 264, 352)
+    )
 
 
 def test_the_plan_starts_at_the_training_sizes_and_shares_images_between_models(trained):
@@ -107,7 +111,12 @@ def test_what_no_trial_can_be_is_refused(trained, settings, message):
 def test_keys_name_a_row_alone(trained):
     models = [trained("vitrel_vit_n8_table", seed=seed) for seed in (0, 1)]
     settings = Settings(
-        sizes=("9t", 32, 48), protocols=("scale", "native"), policies="all", crop_pct=(1.0, 0.5), translations=(0, 3), device="cpu"
+        sizes=("9t", 32, 48),
+        protocols=("scale", "native"),
+        policies="all",
+        crop_pct=(1.0, 0.5),
+        translations=(0, 3),
+        device="cpu",
     )
     found = [one.key for one in trials(models, [OUTPUTS] * 2, settings)]
     assert len({*found}) == len(found)

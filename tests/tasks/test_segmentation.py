@@ -273,7 +273,9 @@ def test_drawn_scenes_are_drawn_for_every_size_with_masks_of_that_size():
 
 
 def test_a_folder_gives_back_what_paired_intervals_need(folder, tmp_path, capsys):
-    frame = at_sizes(segmenter(), str(folder), [(64, 96), (16, 24)], protocols=("canvas", "sliding"), out=tmp_path / "out", **HOW)
+    frame = at_sizes(
+        segmenter(), str(folder), [(64, 96), (16, 24)], protocols=("canvas", "sliding"), out=tmp_path / "out", **HOW
+    )
     found = read_folder(tmp_path / "out")
     assert [row["miou"] for row in found.rows] == frame["miou"].tolist() and found.settings["classes"] == CLASSES
     for row in found.rows:

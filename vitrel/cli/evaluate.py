@@ -122,7 +122,8 @@ def _models(args: argparse.Namespace) -> list["TrainedModel"]:
     models = open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict)
     times = Counter(trained.label for trained in models)
     return [
-        replace(model, label=f"{model.label} ({model.path})", seed=None) if times[model.label] > 1 else model for model in models
+        replace(model, label=f"{model.label} ({model.path})", seed=None) if times[model.label] > 1 else model
+        for model in models
     ]
 
 

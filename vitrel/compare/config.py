@@ -89,7 +89,8 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
     names = [Path(str(item.get("data"))).name for item in items]
     if data is not None:
         is_name = data == Path(data).name
-        items = [item for item, name in zip(items, names, strict=True) if name == Path(data).name or (len(names) == 1 > is_name)]
+        only = len(names) == 1 and not is_name  # a path replaces the only data set, whatever its name
+        items = [item for item, name in zip(items, names, strict=True) if only or name == Path(data).name]
         if not items or not (is_name or Path(data).is_dir()):
             raise ValueError(f"--data {data}: no such folder, or none of the data sets of {path}, which are {', '.join(names)}")
         items = items if is_name else [{**items[0], "data": data}]
@@ -115,24 +116,28 @@ def _comparison(config: Mapping[str, Any], name: str, several: bool, path: Path,
     seeds, runs = config["seeds"], list[Run]()
     for entry in entries:
         if unknown := {entry["weights_of"], entry["tuned_from"]} - {*by_label, None}:
-            raise ValueError(f"{path}: {entry['label']} needs the weights of {unknown.pop()}, which is no label of a model here")
+            raise ValueError(
+                f"{path}: {entry['label']} needs the weights of {unknown.pop()}, which is no label of a model here"
+            )
         own = by_label[entry["weights_of"] or entry["label"]]  # the entry that is trained
         source, train = by_label.get(own["tuned_from"], {}), merged(config["train"], own["train"])
         if not all((train.get(part) or {}).get(key) for part, key in (("trainer", "max_epochs"), ("data", "size"))):
             raise ValueError(f"{path}: {own['label']} needs train.trainer.max_epochs and train.data.size, its training size")
         model = train.get("model") or {}
         arguments = {**(model.get("model_args") or {}), **source.get("model_args", {}), **own["model_args"]}
-        for seed in entry["seeds"] or (seeds if isinstance(seeds, list) else [seeds]):
-            places = [out / name / f"{one}-seed{seed}" / "checkpoints" / f"{best}.ckpt" for one in (own["label"], own["tuned_from"])]
-            start = {"tuning": {**(model.get("tuning") or {}), "init_from": str(places[1])}} if source else {}
+        for seed in entry["seeds"] or own["seeds"] or source.get("seeds") or (seeds if isinstance(seeds, list) else [seeds]):
+            place, start = (
+                out / name / f"{one}-seed{seed}" / "checkpoints" / f"{best}.ckpt" for one in (own["label"], own["tuned_from"])
+            )
+            tuning = {"tuning": {**(model.get("tuning") or {}), "init_from": str(start)}} if source else {}
             training = {
                 "seed_everything": seed,
-                "trainer": {**train["trainer"], "default_root_dir": str(places[0].parent.parent)},
+                "trainer": {**train["trainer"], "default_root_dir": str(place.parent.parent)},
                 "data": {**train["data"], "data": data},
-                "model": {**model, **start, "model": own["name"], "model_args": arguments},
+                "model": {**model, **tuning, "model": own["name"], "model_args": arguments},
             }
             options = entry["model_args"] if entry["weights_of"] else None
-            runs.append(Run(entry["label"], seed, places[0], training, options, bool(source)))
+            runs.append(Run(entry["label"], seed, place, training, options, bool(source)))
     return Comparison(name, out / name, data, _data(evaluated, path) if evaluated else data, tuple(runs), settings)
 
 
@@ -157,8 +162,8 @@ def _data(data: Any, path: Path) -> str:
         if Path(folder).is_dir():
             return folder
     raise FileNotFoundError(
-        f"{path}: there is no data folder {data} in {Path.cwd()}, nor {beside}: give it by --data path/to/{Path(str(data)).name} "
-        f"or in the file, a folder with train/<class>/ and val/<class>/, or a built-in data set: {', '.join(SHAPES)}"
+        f"{path}: there is no data folder {data} in {Path.cwd()}, nor {beside}: give --data path/to/{Path(str(data)).name}, or in "
+        f"the file a folder with train/<class>/ and val/<class>/, or a built-in data set: {', '.join(SHAPES)}"
     )
 
 

@@ -97,8 +97,8 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
             differ.append(f"other weights in {path}, SHA-256 {digest:.8} now")
         if differ:
             raise ValueError(
-                f"{folder} holds a run of another configuration ({'; '.join(differ)}): remove that folder to train again, or give "
-                "the comparison another name"
+                f"{folder} holds a run of another configuration ({'; '.join(differ)}): remove that folder to train again, or "
+                "give the comparison another name"
             )
         done = epochs_done(last)
         if done >= epochs:

@@ -66,13 +66,20 @@ def frozen_rows(
     of_evaluation = Images(data, view, n=val_images, batch_size=batch_size)
     classes = len(of_training.classes or ())
     for size in sizes:
-        (bank, known), (queries, labels) = (features_of(trained, images, view._replace(size=size)) for images in (of_training, of_evaluation))
+        at = view._replace(size=size)
+        (bank, known), (queries, labels) = (features_of(trained, images, at) for images in (of_training, of_evaluation))
         for method, answers in (("k-NN", knn), ("linear", linear_probe)):
             right = (answers(bank, known, queries, classes) == labels).double().numpy()
             found = estimate([right[None]])
-            top1, low, high = (round(float(value), 2) for value in (found.mean, found.low(), found.high()))
-            about = {"label": trained.label, "size": format_size(size), "method": method, "top1": top1, "low": low, "high": high}
-            yield about | {"images": len(labels), "train_images": len(known)}
+            numbers = {"top1": found.mean, "low": found.low(), "high": found.high()}
+            yield {
+                "label": trained.label,
+                "size": format_size(size),
+                "method": method,
+                **{name: round(float(value), 2) for name, value in numbers.items()},
+                "images": len(labels),
+                "train_images": len(known),
+            }
 
 
 def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:

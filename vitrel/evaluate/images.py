@@ -302,7 +302,7 @@ class Images:
     def bad(self, view: View) -> list[str]:
         """Return the names of the images that this process could not read so far; [] for data without names of files."""
         dataset = self.dataset(view)
-        return [*map(dataset.name, dataset.bad_indices())] if isinstance(dataset, ImageSet) else []
+        return [shown(dataset.name(at)) for at in dataset.bad_indices()] if isinstance(dataset, ImageSet) else []
 
     def items(self, view: View, indices: Iterable[int]) -> Iterator[tuple[int, Tensor, Any]]:
         """Yield (index, image [3, H, W], target) of these images, unreadable ones left out; the same in every process."""

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -212,7 +212,9 @@ def joined(parts: Sequence[Kept]) -> Kept:
 
 
 @torch.inference_mode()
-def speeds(models: Mapping[Hashable, nn.Module], pixels: Tensor, device: torch.device, dtype: str) -> dict[Hashable, float]:
+def speeds(
+    models: Mapping[tuple, Callable[[Tensor], Tensor]], pixels: Tensor, device: torch.device, dtype: str
+) -> dict[tuple, float]:
     """Return the images per second of models of one size: the median of ROUNDS passes of one batch, after one to warm up.
 
     The models take turns, so that what else the machine does meets all of them. NaN where memory does not suffice.
@@ -221,7 +223,7 @@ def speeds(models: Mapping[Hashable, nn.Module], pixels: Tensor, device: torch.d
         models: on the device, ready for the size.
         pixels: the batch, [B, 3, H, W].
     """
-    seconds: dict[Hashable, list[float]] = {name: [] for name in models}
+    seconds: dict[tuple, list[float]] = {name: [] for name in models}
     pixels = pixels.to(device)
     for _ in range(ROUNDS + 1):
         for name, model in models.items():

@@ -498,7 +498,7 @@ def _measured(
     Every process runs this on its share of the images, and gets the whole.
     """
     device, first = local_device(settings.device), rank_and_world()[0] == 0
-    leaks: dict[tuple, float] = {}
+    leaks: dict[tuple, float | None] = {}
     for _, group in groupby(left, key=lambda trial: trial.size):
         at_size = [*group]
         fast = _speeds(at_size, settings, device) if first else {}
@@ -530,7 +530,8 @@ def _share(
     """Run a trial on this process's share of the images: columns, what is kept of each image, unreadable images."""
     model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
     before, parameters, halvings = state_hash(model), [*model.parameters()], images.halvings
-    keep, order = partial(trial.task.keep, outputs=trial.outputs, restrict=trial.trained.restrict), images.order(view, rank, world)
+    keep = partial(trial.task.keep, outputs=trial.outputs, restrict=trial.trained.restrict)
+    order = images.order(view, rank, world)
 
     def ahead(n: int) -> None:
         if advance is not None:
@@ -572,7 +573,7 @@ def _interval(task: Task, kept: Kept) -> Row:
 
 def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) -> dict[tuple, float]:
     """Images per second of the models of one size."""
-    ready: dict[tuple, nn.Module] = {}
+    ready: dict[tuple, Callable[[torch.Tensor], torch.Tensor]] = {}
     size, most = group[0].size, settings.batch_size if device.type == "cuda" else CPU_BATCH
     with ExitStack() as stack:
         for trial in group:
@@ -641,8 +642,8 @@ def _notes(plan: Sequence[Trial]) -> str:
     views = dict.fromkeys(trial.view for trial in plan if trial.view.window)
     sides = [(view.size, view.window) for view in views if view.window is not None]
     return "".join(
-        f"\nsliding: an image of {format_size(size)} px is smaller than the window of {format_size(window)} px, and is padded to "
-        "it with the mean color"
+        f"\nsliding: an image of {format_size(size)} px is smaller than the window of {format_size(window)} px, and is padded "
+        "to it with the mean color"
         for size, window in sides
         if size[0] < window[0] or size[1] < window[1]
     )

@@ -14,9 +14,8 @@ from helpers import ROOT
 from tools.study import imagenet_weights as study
 from tools.study.imagenet_weights import Evaluated, logistic_regression, prepare, table_of
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.results.statistics import estimate
-from vitrel.evaluate.run import run_sweep
-from vitrel.evaluate.sweep import Sweep
+from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.sweep import at_sizes
 
 
 def pictures(folder, names):
@@ -34,14 +33,13 @@ def evaluated(tmp_path):
             torch.manual_seed(seed)
             model = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=4, img_size=64, depth=1).eval()
             models.append(replace(trained_model(model, label=label), seed=seed))
-    sweep = Sweep("shapes", ((64, 64), (32, 48)), ("scale",), n=30, device="cpu", attention_n=0)
-    run_sweep(models, sweep, tmp_path)
+    at_sizes(models, "shapes", [64, "32x48"], out=tmp_path, n=30, device="cpu", attention_n=0, report=False)
     return Evaluated(tmp_path)
 
 
 def right(evaluated, label, seed, size):
     row = next(r for r in evaluated.curves.table if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
-    return [int(x) for x in evaluated.scores.of([row], "top1")[0]]
+    return [int(x) for x in evaluated.scores["top1"][row["key"]]]
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from helpers import ROOT, command
 from tools.study import photographs as tool
 from tools.study.curves import small_multiples
 from tools.study.photographs import headline, kept_beside, study_tables
-from vitrel.evaluate.results.aggregate import aggregate
-from vitrel.evaluate.results.table import read_csv
+from tools.study.results import read_rows
+from vitrel.evaluate.verdicts import aggregate
 
 
 def photographs(folder, side=40):
@@ -58,7 +58,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.findall(r"\] ([\w-]+)-seed0: training", printed) == labels  # what is tuned comes last
     folder = tmp_path / "study_imagenette224"
-    rows = pd.DataFrame(read_csv(folder / "results.csv"))
+    rows = pd.read_csv(folder / "results.csv")
     assert set(rows["label"]) == {*labels, "rope_mixed+yarn"} and rows["unchanged"].all()
     trained = rows.groupby("label")["train_size"].unique().map(list).to_dict()
     assert trained["absolute"] == ["32x32"] and trained["absolute-fixres"] == ["64x64"]
@@ -73,7 +73,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_pages_are_what_the_results_give(tmp_path, monkeypatch):
-    for name in ("read_csv", "_table"):  # of the same folders each time
+    for name in ("read_rows", "_table"):  # of the same folders each time
         monkeypatch.setattr(tool, name, functools.cache(getattr(tool, name)))
     tool.main(["--check"])
     (tmp_path / "docs" / "studies").mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_the_pages_are_what_the_results_give(tmp_path, monkeypatch):
         tool.main(["--check", "--root", str(tmp_path)])
     tool.main(["--root", str(tmp_path)])
     assert page.read_text("utf-8") == text and len(list((tmp_path / "docs" / "images").glob("*.png"))) == 2
-    with pytest.raises(SystemExit, match=r"no results\.csv in .*imagenette224: run the evaluation first"):
+    with pytest.raises(SystemExit, match=r"no .*imagenette224/results\.csv: run the evaluation first"):
         tool.main(["--results", str(tmp_path)])
 
 
@@ -96,7 +96,7 @@ SHOWN = {("absolute", "bicubic"): "interpolated", ("rope_mixed", "none"): "turne
 
 def test_figures_of_the_tables_are_those_of_the_rows():
     """Taken from the rows by pandas alone."""
-    frame = pd.read_csv(ROWS / "flowers256" / "results.csv")
+    frame = pd.read_rows(ROWS / "flowers256" / "results.csv")
     frame = frame[frame["protocol"] == "scale"].set_index(["label", "seed", "img_size"])["top1"]
     means = {label: frame.loc[label, :, "128x128"].groupby("seed").first() for label in ("absolute", "rope_mixed")}
     lost = {label: means[label] - frame.loc[label, :, "64x64"] for label in means}
@@ -121,12 +121,12 @@ def test_what_is_not_in_the_rows_is_refused():
         headline(ROWS, ["flowers256"], SHOWN, [("80x80", "scale")])
     with pytest.raises(ValueError, match=r"flowers256 has no row of absolute/bicubic at 192x192 in the canvas protocol"):
         kept_beside(ROWS, ["flowers256"], SHOWN, [("192x192", "canvas")])
-    with pytest.raises(FileNotFoundError, match=r"no results\.csv"):
+    with pytest.raises(FileNotFoundError, match=r"no .*nowhere/results\.csv"):
         study_tables(ROWS, ["nowhere"])
 
 
 def test_each_curve_has_a_panel_beside_the_reference():
-    table = {"flowers256": aggregate(read_csv(ROWS / "flowers256" / "results.csv"))}
+    table = {"flowers256": aggregate(read_rows(ROWS / "flowers256" / "results.csv"))}
     figure = small_multiples(table, SHOWN | {("table", "clip"): "clipped"}, "scale", "Title")
     assert [axes.get_title() for axes in figure.axes] == ["turned", "clipped"]
     for axes in figure.axes:

@@ -12,18 +12,18 @@ import torch
 from helpers import ROOT
 from tools.study import which_encoding
 from tools.study.pages import fill
+from tools.study.results import read_rows
 from tools.study.which_encoding import cost_table, evidence_table, measure_costs, read_costs
 from vitrel import POSITIONS
-from vitrel.evaluate.results.aggregate import aggregate
-from vitrel.evaluate.results.table import read_csv
+from vitrel.evaluate.verdicts import aggregate
 
 
 @pytest.fixture(scope="module", autouse=True)
 def aggregated_once():
     """The study has thousands of rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(which_encoding, "read_csv", lambda path: path)
-        patch.setattr(which_encoding, "aggregate", functools.cache(lambda path: aggregate(read_csv(path))))
+        patch.setattr(which_encoding, "read_rows", lambda path: path)
+        patch.setattr(which_encoding, "aggregate", functools.cache(lambda path: aggregate(read_rows(path))))
         yield
 
 
