@@ -96,7 +96,7 @@ SHOWN = {("absolute", "bicubic"): "interpolated", ("rope_mixed", "none"): "turne
 
 def test_figures_of_the_tables_are_those_of_the_rows():
     """Taken from the rows by pandas alone."""
-    frame = pd.read_rows(ROWS / "flowers256" / "results.csv")
+    frame = pd.read_csv(ROWS / "flowers256" / "results.csv")
     frame = frame[frame["protocol"] == "scale"].set_index(["label", "seed", "img_size"])["top1"]
     means = {label: frame.loc[label, :, "128x128"].groupby("seed").first() for label in ("absolute", "rope_mixed")}
     lost = {label: means[label] - frame.loc[label, :, "64x64"] for label in means}
