@@ -95,7 +95,7 @@ def other_weights(model):
 def test_another_evaluation_is_refused_before_anything_runs(model, rows_of, noise, tmp_path, change, given, reported):
     rows_of([model], [48], out=tmp_path)
     before, noise.decoded = files_of(tmp_path), 0
-    with pytest.raises(ValueError, match="another evaluation is in .*give another --out, or --overwrite") as caught:
+    with pytest.raises(ValueError, match=r"another evaluation is in .*give another --out, or --overwrite") as caught:
         rows_of([change(model)], [24], out=tmp_path, **given)
     assert reported in str(caught.value) and str(tmp_path) in str(caught.value)
     assert noise.decoded == 0 and files_of(tmp_path) == before

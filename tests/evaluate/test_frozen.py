@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.statistics import estimate
 from vitrel.evaluate.frozen import frozen_rows, knn, linear_probe
+from vitrel.evaluate.statistics import estimate
 from vitrel.models.vit import ViT
 
 

@@ -7,12 +7,12 @@ import torch
 from vitrel.evaluate.policies import (
     WINDOW_POLICIES,
     at_size_with,
+    costs_at,
     gflops,
     leak_at,
     policies_at,
     policies_of,
     policy_parts,
-    costs_at,
     window_policies_at,
     with_policy,
 )

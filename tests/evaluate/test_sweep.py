@@ -303,7 +303,7 @@ def test_a_model_in_memory_comes_back_as_it_was(trained):
     assert frame["img_size"].tolist() == ["32x32", "32x48"] and model.training and frame["n"].tolist() == [6, 6]
     with pytest.raises(ValueError, match="a function from size to data resizes images itself"):
         at_sizes(model, lambda size: Blank(size), [32], protocols="canvas", device="cpu")
-    with pytest.raises(ValueError, match="images of torch.float32: give uint8"):
+    with pytest.raises(ValueError, match=r"images of torch\.float32: give uint8"):
         at_sizes(model, Blank((32, 32)), [32], device="cpu")
 
 

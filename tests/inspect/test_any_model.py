@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitrel.evaluate.policies import at_size_with
-from vitrel.weights.record import state_hash
 from vitrel.inspect.any_model import StageWindows, at_size, trace
 from vitrel.ops.window import windows
+from vitrel.weights.record import state_hash
 
 SWIN = "swin_tiny_patch4_window7_224"
 NARROW = dict(embed_dim=12, num_heads=(1, 2, 2, 4), num_classes=2)

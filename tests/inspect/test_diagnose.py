@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrel
-from vitrel.weights.record import state_hash
 from vitrel.inspect.any_model import at_size
 from vitrel.inspect.leaks import border_leak
+from vitrel.weights.record import state_hash
 
 SIZES = [160, 192, 224, 256]
 SMALL = dict(embed_dim=12, num_heads=(1, 2, 2, 4), depths=(2, 2, 2, 2), num_classes=2)

@@ -11,9 +11,9 @@ import vitrel
 from helpers.runs import assert_same_run, at, in_child, on_two, read, resumed, rows, status
 from vitrel.data import create_dataset
 from vitrel.models.segmenter import Segmenter
+from vitrel.tasks import task_named
 from vitrel.train import run
 from vitrel.train.objective import Objective
-from vitrel.tasks import task_named
 
 IGNORED = 255
 CLASSES = ("field", "house", "lake")

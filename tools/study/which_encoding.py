@@ -25,8 +25,8 @@ from tools.study.pages import ROOT, add_page_arguments, fill_pages
 from tools.study.results import read_rows
 from vitrel.common.files import atomic_write, commit
 from vitrel.evaluate.verdicts import aggregate
-from vitrel.tasks import Row
 from vitrel.position import POSITIONS
+from vitrel.tasks import Row
 
 TRAINED, LARGER = 224, 448  # pixels
 _MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (mode, image side, batch)

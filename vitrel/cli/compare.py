@@ -123,11 +123,11 @@ def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
     on = comparison.data + (f", evaluated on {comparison.evaluated}" if comparison.evaluated != comparison.data else "")
     print(f"{comparison.name}: {', '.join(labels)}; {runs} on {on}, {jobs} at a time, in {comparison.folder}", flush=True)
     with only_writer(comparison.folder), terminable():
-        # all models with the first seed, then all with the second; what is tuned comes after what it starts from
-        for together in [[seed] for seed in seeds] if jobs == 1 else [[*seeds]]:
-            for tuned in (False, True):
-                part = {at: one.training for at, one in trainings.items() if one.seed in together and one.tuned == tuned}
-                train_all(part, jobs)
+        # all models with the first seed, then all with the second; what is tuned comes after what it starts from, and with
+        # several at a time all of it waits until the weights that it starts from are trained
+        in_order = sorted(trainings.values(), key=lambda run: ([*seeds].index(run.seed), run.tuned))
+        for part in [in_order] if jobs == 1 else [[run for run in in_order if run.tuned == tuned] for tuned in (False, True)]:
+            train_all({run.folder: run.training for run in part}, jobs)
         trained = time.perf_counter()
         others = jobs - 1 if _on_cpu(comparison) else 0
         with shared_with(others, evaluate, comparison, how):

@@ -162,8 +162,8 @@ def _data(data: Any, path: Path) -> str:
         if Path(folder).is_dir():
             return folder
     raise FileNotFoundError(
-        f"{path}: there is no data folder {data} in {Path.cwd()}, nor {beside}: give --data path/to/{Path(str(data)).name}, or in "
-        f"the file a folder with train/<class>/ and val/<class>/, or a built-in data set: {', '.join(SHAPES)}"
+        f"{path}: there is no data folder {data} in {Path.cwd()}, nor {beside}: give --data path/to/{Path(str(data)).name}, or "
+        f"in the file a folder with train/<class>/ and val/<class>/, or a built-in data set: {', '.join(SHAPES)}"
     )
 
 

@@ -1,5 +1,7 @@
 """The models of a comparison: before they are trained, to see that they can be, and afterwards, to evaluate them."""
 
+import contextlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,7 +53,8 @@ def untrained_models(comparison: Comparison) -> list[TrainedModel]:
         try:
             tuning = Tuning(**{**(settings.get("tuning") or {}), **start, "reset_head": None})
             size = (size, size) if isinstance(size, int) else tuple(size)
-            backbone, _ = tuning.build(settings["model"], task.head_classes(len(classes)), size, settings["model_args"])
+            with contextlib.redirect_stdout(io.StringIO()):  # it tells what happens to position
+                backbone, _ = tuning.build(settings["model"], task.head_classes(len(classes)), size, settings["model_args"])
             model = task.with_head(backbone, len(classes), settings.get("head", "linear"))
             tuning.freeze(model)
         except (RuntimeError, TypeError, ValueError) as error:
