@@ -7,7 +7,7 @@ import sys
 import pytest
 from PIL import Image
 
-HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib", "vl_convert")
+HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib")
 
 
 def printed(code, *arguments):

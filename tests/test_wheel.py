@@ -56,8 +56,7 @@ said("export", "vitrel_swin_n", "--weights", "swin.safetensors", "--format", "sa
 def test_extras_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", text)[0] for texts in project["optional-dependencies"].values() for text in texts}
-    names = {"cv2": "opencv-python-headless", "vl_convert": "vl-convert-python"}
-    names["segmentation_models_pytorch"] = "segmentation-models-pytorch"
+    names = {"cv2": "opencv-python-headless", "segmentation_models_pytorch": "segmentation-models-pytorch"}
     for extra, modules in EXTRAS.items():
         assert {names.get(module, module) for module in modules} <= declared, extra
     assert {re.match(r"\w+", text)[0] for text in project["dependencies"]} == {"torch", "timm", "numpy", "filelock"}

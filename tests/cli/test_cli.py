@@ -83,7 +83,7 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     ("module", "arguments"),
     [
         ("pandas", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
-        ("vl_convert", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
+        ("matplotlib", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
         ("pandas", ["compare", "quickstart"]),
         ("lightning", ["compare", "quickstart"]),
         ("matplotlib", ["diagnose", "test_vit", "--size", "96", "--plot", "a.png"]),
@@ -225,13 +225,13 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="mine"), optional_import():
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
     require(*EXTRAS["evaluate"])
-    for name in ("lightning", "matplotlib", "vl_convert"):
+    for name in ("lightning", "scipy", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
-    assert absent(*EXTRAS["evaluate"]) == ["matplotlib", "vl_convert"]
-    with pytest.raises(MissingExtra, match=r"^matplotlib, vl_convert are not installed: .*\[evaluate\]"):
+    assert absent(*EXTRAS["evaluate"]) == ["scipy", "matplotlib"]
+    with pytest.raises(MissingExtra, match=r"^scipy, matplotlib are not installed: .*\[evaluate\]"):
         require(*EXTRAS["evaluate"])
     with pytest.raises(MissingExtra, match=r"\[(train,evaluate|evaluate,train)\]"):
-        require("vl_convert", "lightning")
+        require("scipy", "lightning")
 
 
 def test_the_command_that_installs_an_extra_needs_no_index_with_this_package(monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from vitrel.common.machine import installed_version, processor_name
 PACKAGES = (
     "vitrel", "torch", "torchvision", "timm", "numpy", "triton", "safetensors", "huggingface_hub", "pillow", "lightning",
     "jsonargparse", "torchmetrics", "albumentations", "opencv-python-headless", "pandas", "matplotlib", "jinja2",
-    "vl-convert-python", "onnx", "onnxruntime", "onnxscript", "transformers",
+    "onnx", "onnxruntime", "onnxscript", "transformers",
 )  # fmt: skip
 GRID, WINDOW, HEADS, DIM = (14, 14), 7, 6, 64  # of ViT-S/16 at 224 px, in Swin's windows
 

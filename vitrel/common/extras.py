@@ -12,7 +12,7 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
     "train": (
         "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2",
     ),
-    "evaluate": ("pandas", "scipy", "torchmetrics", "matplotlib", "jinja2", "vl_convert"),
+    "evaluate": ("pandas", "scipy", "torchmetrics", "matplotlib", "jinja2"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "datasets": ("datasets",),
     "segmentation": ("segmentation_models_pytorch",),

@@ -9,9 +9,11 @@
     predict       model, batches -> what is kept of every image, by the task (`vitrel.tasks`); speed, memory, attention
     folder        rows <-> the files of one evaluation
     statistics    scores of images -> estimates and intervals
-    verdicts      rows, scores -> which model is better, which size is safe; sentences say it in words
-    pictures      inputs, predictions and attention, as figures
-    report        all of it -> table.md, plots, report.html
+    verdicts      rows, scores -> which model is better, which size is safe
+    sentences     the same in words
+    plots         accuracy by size and by cost, as charts
+    pictures      inputs, predictions and attention of a few images
+    report        all of it -> table.md, plots/, report.html
     sweep         settings -> trials -> rows, through the stages above
 """
 
