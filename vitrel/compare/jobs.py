@@ -19,8 +19,7 @@ from vitrel.train.running.resume_check import values_that_differ
 from vitrel.weights.read import read_file
 
 run = partial(run_command, go_on="the same command resumes from there")
-# a moved folder changes these paths (the weights have a digest instead), and copied data their times
-FREE = ("trainer.default_root_dir", "model.tuning.init_from", "data.check_times")
+FREE = ("trainer.default_root_dir", "model.tuning.init_from")  # a moved folder changes these paths; weights have a digest
 
 
 def train_all(runs: Mapping[Path, dict[str, Any]], jobs: int) -> None:

@@ -24,7 +24,8 @@ from vitrel.common.files import shown
 from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
-from vitrel.data.readers.base import Split, subset
+from vitrel.data.readers.base import subset
+from vitrel.data.readers.splits import Split
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.tasks import task_named
 from vitrel.tasks.segmentation import Mask
