@@ -42,7 +42,7 @@ def brief_evaluations(request):
         return folder / "report.html"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrel.evaluate.sweep.write", empty)
+        patch.setattr("vitrel.evaluate.run.write", empty)
         patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
         yield
 

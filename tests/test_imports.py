@@ -21,7 +21,7 @@ def printed(code, *arguments):
 
 @pytest.mark.slow
 def test_the_package_is_light_and_its_parts_bring_what_they_need(tmp_path):
-    """Models run where only torch and timm are; settings of evaluations need no more; albumentations is imported only to
+    """Models run where only torch and timm are; albumentations is imported only to
     augment, and without the network: at import it would ask for its newest version, and keep any error to itself.
     """
     Image.new("RGB", (40, 40)).save(tmp_path / "0.png")
@@ -30,8 +30,6 @@ import timm, vitrel
 assert timm.is_model("vitrel_swin_t") and vitrel.relativize and vitrel.inspect.diagnose
 timm.create_model("vitrel_vit_n8_table")
 print("models", seen())
-import vitrel.evaluate.sweep
-print("settings", seen())
 import vitrel.data as d
 how = (32, 32), (0.5,) * 3, (0.5,) * 3
 d.Prepare(*how)(d.decode(sys.argv[1]))
@@ -46,7 +44,6 @@ print("evaluations", "pandas" in seen())
 """
     assert printed(code, str(tmp_path / "0.png")) == [
         "models []",
-        "settings []",
         "evaluation []",
         "albumentations ['albumentations', 'cv2'] []",
         "evaluations True",

@@ -22,9 +22,10 @@ ROOMS = {  # what else each room may import; all may import the core
     "inspect": set(),
     "conformance": {"inspect"},
     "tune": set(),
-    "train": {"data", "convert", "inspect"},
-    "evaluate": {"data", "inspect", "cpu", "convert"},
-    "compare": {"data", "train", "evaluate"},
+    "tasks": {"data"},
+    "train": {"data", "convert", "inspect", "tasks"},
+    "evaluate": {"data", "inspect", "convert", "tasks"},
+    "compare": {"data", "train", "evaluate", "tasks"},
 }
 TOP = ("tools", "cli", "__main__", "__init__")  # may import everything
 

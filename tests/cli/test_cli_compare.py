@@ -75,7 +75,7 @@ def test_a_comparison_from_training_to_the_table(finished):
 @pytest.mark.slow
 def test_what_is_done_is_not_done_again(again, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.sweep._share", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.run._share", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
     assert "16 rows, 16 of them done already" in printed
@@ -95,7 +95,7 @@ def test_more_sizes_add_rows_and_other_images_are_another_evaluation(again, tmp_
 @pytest.mark.slow
 def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsys, monkeypatch):
     """By SIGTERM; ctrl-c is asked of `vitrel evaluate`."""
-    monkeypatch.setattr("vitrel.evaluate.sweep._share", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("vitrel.evaluate.run._share", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
         again(evaluate=CONFIG["evaluate"] | {"sizes": [64, "64x96", 80]})
     assert caught.value.code == 143 and f"16 rows are in {tmp_path / 'trial'}, and the same command" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
 
 def test_a_second_run_with_the_folder_named_otherwise_does_nothing(finished, monkeypatch, capsys):
     monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.sweep._share", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.run._share", lambda *_: pytest.fail("evaluated again"))
     monkeypatch.chdir(finished.parent)
     tool.main([f"{finished.name}/trial.yaml", "--out", finished.name, "--no-report", "--jobs", "1"])
     assert capsys.readouterr().out.count("trained already") == 8

@@ -10,7 +10,7 @@ from PIL import Image
 
 from helpers import command
 from vitrel.data import class_names
-from vitrel.evaluate import sweep
+from vitrel.evaluate import run
 from vitrel.evaluate.folder import read_folder, read_rows
 
 tool = command("evaluate")
@@ -298,7 +298,7 @@ def test_rows_are_added_refused_or_begun_anew(checkpoint, tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch, number, code):
     path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
-    measured = sweep._share
+    measured = run._share
 
     def stopped(*given):
         left[0] -= 1
@@ -306,7 +306,7 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
             os.kill(os.getpid(), number)
         return measured(*given)
 
-    monkeypatch.setattr(sweep, "_share", stopped)
+    monkeypatch.setattr(run, "_share", stopped)
     requested = [path, "--data", "shapes", "--device", "cpu", "--n", "4", "--size", "80", "96", "--out", str(out)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts processes in the background without it
     try:

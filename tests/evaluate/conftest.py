@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import Dataset
 
 from vitrel.common import processes
-from vitrel.evaluate import images, sweep
+from vitrel.evaluate import images, run
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of
-from vitrel.evaluate.sweep import at_sizes
+from vitrel.evaluate.run import at_sizes
 
 CLASSES = ["left", "right", "above"]
 FAST = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 5, "report": False}
@@ -109,16 +109,16 @@ def pretend_world(monkeypatch):
         def on_all(work):
             found = []
             for rank in range(world):
-                for part in (processes, sweep):
+                for part in (processes, run):
                     monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
                 found.append(work())
-            for part in (processes, sweep):
+            for part in (processes, run):
                 monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
             return found
 
-        monkeypatch.setattr(sweep, "on_all", on_all)
+        monkeypatch.setattr(run, "on_all", on_all)
         monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
-        for part in (processes, sweep):
+        for part in (processes, run):
             monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
 
     return pretend

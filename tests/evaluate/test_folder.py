@@ -18,10 +18,10 @@ from PIL import Image
 from helpers.locks import locked
 from helpers.runs import in_child, status
 from vitrel.common import lock
-from vitrel.evaluate import sweep
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.folder import Folder, read_folder, read_rows
-from vitrel.evaluate.sweep import at_sizes
+from vitrel.evaluate.run import at_sizes
+from vitrel.tasks import Kept
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 # what differs from one measurement to the next
@@ -247,7 +247,7 @@ def test_labels_and_classes_of_any_text_come_back(model, rows_of, noise, tmp_pat
 
 
 def test_missing_numbers_are_empty_and_others_come_back_exactly(tmp_path):
-    kept = sweep.Kept({name: np.arange(3) % 2 for name in ("labels", "right", "among")}, np.ones(3, bool))
+    kept = Kept({name: np.arange(3) % 2 for name in ("labels", "right", "among")}, np.ones(3, bool))
     row = {"key": "a", "task": "classification", "nll": 0.1 + 0.2, "retention": float("nan"), "seed": None, "unchanged": True}
     about = {"classes": ["x", "y"], "same": {}, "models": {}, "command": [], "bad_images": []}
     Folder(tmp_path, about).add(row, kept, ["bad.png"])

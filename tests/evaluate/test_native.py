@@ -13,10 +13,11 @@ from torch.utils.data import Dataset
 
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, images, policies, sweep
+from vitrel.evaluate import at_sizes, images, policies, run
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.images import Images, native
-from vitrel.evaluate.sweep import Settings, dry_run, trials
+from vitrel.evaluate.run import dry_run
+from vitrel.evaluate.sweep import Settings, trials
 from vitrel.tasks.classification import TASK
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -268,7 +269,7 @@ def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder
 
 
 def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch):
-    monkeypatch.setattr(sweep, "_share", lambda *given: pytest.fail("it ran"))
+    monkeypatch.setattr(run, "_share", lambda *given: pytest.fail("it ran"))
     fixed = timm.models.MlpMixer(num_classes=3, img_size=32, patch_size=8, embed_dim=8, num_blocks=1).eval()
     with pytest.raises(ValueError, match="--protocol scale"):
         at_sizes(fixed, str(folder), [32], **HOW)

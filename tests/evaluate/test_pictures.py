@@ -13,7 +13,8 @@ from PIL import Image
 from vitrel.evaluate import pictures as module
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.pictures import Picture, Pictures, Section, collect, limited
-from vitrel.evaluate.sweep import Settings, opened
+from vitrel.evaluate.run import opened
+from vitrel.evaluate.sweep import Settings
 from vitrel.tasks import task_named
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from helpers.runs import status as status_of
 from vitrel import cli
 from vitrel.common import processes
 from vitrel.data import Reading
-from vitrel.evaluate import sweep
+from vitrel.evaluate import run
 from vitrel.evaluate.folder import columns_of
 from vitrel.evaluate.sweep import Settings
 
@@ -106,7 +106,7 @@ def test_the_data_set_is_told_to_leave_them_out(trained, noise, rows_of):
 
 
 def test_processes_with_other_weights_are_refused(trained, monkeypatch, rows_of):
-    monkeypatch.setattr(sweep, "on_all", lambda work: [work(), {"models": "other weights"}])
+    monkeypatch.setattr(run, "on_all", lambda work: [work(), {"models": "other weights"}])
     with pytest.raises(ValueError, match="the processes hold different weights or images: give all of them the same models"):
         rows_of([trained("vitrel_vit_n8_none")], [32])
 
@@ -262,7 +262,7 @@ def fail():
 def quick_to_start(monkeypatch):
     """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.sweep", "vitrel.cli", "torchmetrics"])
+    server.set_forkserver_preload(["vitrel.evaluate.run", "vitrel.cli", "torchmetrics"])
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
 
 

@@ -9,10 +9,11 @@ import torch
 
 from vitrel.common.processes import local_device
 from vitrel.common.sizes import Budget, format_size
-from vitrel.evaluate import sweep as module
+from vitrel.evaluate import run
 from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
 from vitrel.evaluate.folder import columns_of
-from vitrel.evaluate.sweep import Settings, at_sizes, default_protocols, default_sizes, dry_run, trials
+from vitrel.evaluate.run import at_sizes, dry_run
+from vitrel.evaluate.sweep import Settings, default_protocols, default_sizes, trials
 from vitrel.models.create import create_model
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -322,7 +323,7 @@ class Blank(torch.utils.data.Dataset):
 
 def test_a_dry_run_tells_rows_and_minutes_and_measures_nothing(trained, noise, tmp_path, monkeypatch):
     models = [trained("vitrel_vit_n8_table"), replace(trained("vitrel_vit_n8_none"), label="other")]
-    monkeypatch.setattr(module, "_share", lambda *given: pytest.fail("measured"))
+    monkeypatch.setattr(run, "_share", lambda *given: pytest.fail("measured"))
     text = dry_run(models, "noise", (48,), tmp_path / "out", device="cpu", policies=("all",))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2 + 4 and "6 rows of 12 images each, 0 of them in" in text

@@ -23,6 +23,7 @@ PACKAGES = (
     "vitrel.inspect.explain",
     "vitrel.inspect.features",
     "vitrel.inspect.plot",
+    "vitrel.evaluate.run",
     "vitrel.evaluate.sweep",
     "vitrel.data",
     "vitrel.train",

@@ -47,7 +47,7 @@ from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import ImageSet, create_dataset
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.report import markdown
-from vitrel.evaluate.sweep import at_sizes
+from vitrel.evaluate.run import at_sizes
 from vitrel.evaluate.verdicts import Sample, aggregate, contrast, sample_of
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"

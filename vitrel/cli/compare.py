@@ -88,7 +88,8 @@ def check(comparison: "Comparison") -> None:
     from vitrel.compare.models import untrained_models
     from vitrel.data import create_dataset
     from vitrel.evaluate.policies import at_size_with
-    from vitrel.evaluate.sweep import Settings, opened
+    from vitrel.evaluate.run import opened
+    from vitrel.evaluate.sweep import Settings
     from vitrel.tasks import task_named
 
     if all(run.checkpoint.exists() for run in comparison.runs):

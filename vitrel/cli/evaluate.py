@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.evaluate.sweep import Settings, at_sizes, dry_run
+    from vitrel.evaluate.run import at_sizes, dry_run
+    from vitrel.evaluate.sweep import Settings
 
     settings = {name: getattr(args, name) for name in SETTINGS}
     Settings(sizes=args.size or (), **settings)  # refused before a model is loaded

@@ -14,7 +14,7 @@ from torch import nn
 from vitrel.compare.config import Comparison, merged
 from vitrel.data import class_names
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoint, trained_model
-from vitrel.evaluate.sweep import at_sizes
+from vitrel.evaluate.run import at_sizes
 from vitrel.models.segmenter import Segmenter
 from vitrel.tasks import task_named
 from vitrel.train.tuning import Tuning

@@ -6,6 +6,7 @@
     classes       which output stands for which class
     images        data, and what a protocol shows of them at a size -> batches of images and targets
     policies      model, size -> the model for that size, and what is resampled for it
+    sweep         models, settings -> trials: the rows that an evaluation has
     predict       model, batches -> what is kept of every image, by the task (`vitrel.tasks`); speed, memory, attention
     folder        rows <-> the files of one evaluation
     statistics    scores of images -> estimates and intervals
@@ -14,7 +15,7 @@
     plots         accuracy by size and by cost, as charts
     pictures      inputs, predictions and attention of a few images
     report        all of it -> table.md, plots/, report.html
-    sweep         settings -> trials -> rows, through the stages above
+    run           the whole: settings -> trials -> rows, through the stages above
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ __all__ = ["at_sizes", "trained_model"]
 
 def __getattr__(name: str) -> Any:
     if name == "at_sizes":  # not at import: it brings pandas
-        from vitrel.evaluate.sweep import at_sizes
+        from vitrel.evaluate.run import at_sizes
 
         return at_sizes
     if name == "trained_model":

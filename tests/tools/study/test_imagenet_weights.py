@@ -14,8 +14,8 @@ from helpers import ROOT
 from tools.study import imagenet_weights as study
 from tools.study.imagenet_weights import Evaluated, logistic_regression, prepare, table_of
 from vitrel.evaluate.checkpoint import trained_model
+from vitrel.evaluate.run import at_sizes
 from vitrel.evaluate.statistics import estimate
-from vitrel.evaluate.sweep import at_sizes
 
 
 def pictures(folder, names):

@@ -1,0 +1,426 @@
+"""An evaluation as a whole: for every trial predict, score, and add a row; then tables and the report.
+
+`at_sizes` is the function; `vitrel evaluate` is a shell around it. `Settings` are read here and where trials are listed alone:
+every other stage gets the values that it needs.
+"""
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from vitrel.common.files import commit, shown
+from vitrel.common.lock import only_writer
+from vitrel.common.modules import evaluating
+from vitrel.common.processes import local_device, on_all, rank_and_world
+from vitrel.common.progress import progress
+from vitrel.common.resources import lack_of
+from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
+from vitrel.data import Reading
+from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
+from vitrel.evaluate.classes import class_map, class_outputs
+from vitrel.evaluate.folder import Folder, read_rows
+from vitrel.evaluate.images import PROTOCOLS, Data, Images
+from vitrel.evaluate.pictures import collect
+from vitrel.evaluate.policies import costs_at, leak_at, unseen_after
+from vitrel.evaluate.predict import (
+    AtSizes,
+    Runner,
+    attention_columns,
+    joined,
+    peak_mb,
+    predict,
+    reset_peak,
+    speeds,
+)
+from vitrel.evaluate.report import first_screen, markdown, write
+from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.verdicts import judge, with_curves
+from vitrel.tasks import Kept, Row, Task
+from vitrel.weights.record import state_hash
+
+if TYPE_CHECKING:
+    import pandas as pd
+from vitrel.evaluate.sweep import Settings, Trial, trials
+
+CPU_BATCH = 8  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
+
+
+def at_sizes(
+    models: nn.Module | TrainedModel | str | Path | Sequence[nn.Module | TrainedModel | str | Path],
+    data: Data,
+    sizes: Sequence[int | str | Size | Budget] = (),
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    title: str = "",
+    command: str = "",
+    **settings: Any,
+) -> "pd.DataFrame":
+    """Evaluate models at many image sizes: one row per model, size, protocol and policy, with the columns of results.csv.
+
+    >>> vitrel.evaluate.at_sizes(model, "shapes", [48, 64, "64x96"], n=200)[["img_size", "policy", "top1", "resampled"]]
+
+    With `out`, the rows are written into a folder, with tables, plots and a report, and progress and the answer are printed.
+    The same call goes on where it was stopped; more sizes, models, protocols or policies add rows. With several processes
+    (torchrun) each has a share of the images, and the first one writes.
+
+    Args:
+        models: trained models of vitrel or timm, paths of checkpoints of vitrel train, or what `vitrel.evaluate.trained_model`
+            makes of a model with other preprocessing or classes than its `pretrained_cfg` has. They are not changed.
+        data: a name or folder that `create_dataset` takes; or a data set of (uint8 [3, h, w] or PIL image, label), which is
+            preprocessed as a folder is; or a function from (H, W) to a data set of (normalized float32 [3, H, W], label), for
+            which the only protocol is "scale". An attribute `classes` of the data set gives names of classes, by label. For
+            segmentation a data set has masks [h, w] of each image's size instead, with 255 where there is no class.
+        sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196).
+        out: folder of the evaluation.
+        overwrite: start anew where `out` has another evaluation.
+        title: of the report.
+        command: the command that this is, for the report.
+        settings: fields of `Settings`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
+
+    Raises:
+        ValueError: invalid settings, data or classes that do not fit the model, unsupported sizes, another evaluation in `out`.
+    """
+    asked, loaded = Settings(sizes=tuple(sizes), **settings), _loaded(models)
+    images, plan = opened(loaded, data, asked)
+    about = _about(loaded, images, asked, title or Path(images.source).name, command)
+    first, path = rank_and_world()[0] == 0, None if out is None else Path(out)
+    if any(other != about for other in on_all(lambda: about)):
+        raise ValueError("the processes hold different weights or images: give all of them the same models and data")
+    with ExitStack() as stack:
+        if path is not None and first:
+            stack.enter_context(only_writer(path))
+        folder = Folder(path if first else None, about, overwrite)
+        [done, *_] = on_all(lambda: {row["key"] for row in folder.rows})
+        left = [trial for trial in plan if trial.key not in done]
+        [costs, *_] = on_all(lambda: {_about_cost(trial): _costs(trial, images, asked) for trial in left} if first else {})
+        advance = None
+        if path is not None and first:
+            print(_header(plan, left, images, path), flush=True)
+            advance = stack.enter_context(_progress(plan, left, costs))
+        stack.enter_context(_unchanged([trained.model for trained in loaded]))
+        try:
+            for row, kept, bad in _measured(left, images, asked, costs, advance):
+                folder.add(row, kept, bad)
+        except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
+            raise _with_what_is_saved(error, folder) from error
+        rows = with_curves(folder.rows)
+        folder.write_table(rows)
+        if path is not None and first:
+            _tell(folder, rows, plan, images, asked)
+    keys = {trial.key for trial in plan}
+    return folder.frame([row for row in rows if row["key"] in keys])
+
+
+def dry_run(models: Sequence[TrainedModel], data: Data, sizes: Sequence[Size | Budget], out: Path, **settings: Any) -> str:
+    """Return what `at_sizes` would do as text: a line for every row, how many there are, and about how long they take."""
+    asked = Settings(sizes=tuple(sizes), **settings)
+    images, plan = opened(models, data, asked)
+    done = {row["key"] for row in read_rows(out)[0]}
+    costs = {_about_cost(trial): _costs(trial, images, asked) for trial in plan}
+    left = [trial for trial in plan if trial.key not in done]
+    head = ("model", "size", "protocol", "policy", "tokens", "GFLOPs", "windows", "resampled", "values", "unseen", "done")
+    columns = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")
+    lines = []
+    for trial in plan:
+        row = trial.columns | costs[_about_cost(trial)]
+        cells = [f"{value:,.4g}" if isinstance(value, int | float) else value for value in (row[name] for name in columns)]
+        own = "" if trial in left else "yes"
+        protocol = row["protocol"] + (f", {row['budget']}t" if row["budget"] else "")
+        lines.append([row["label"], row["img_size"], protocol, row["policy"], *cells, own])
+    with _unchanged([trained.model for trained in models]):
+        seconds = _seconds(left, images, costs, asked)
+    return (
+        f"{markdown(head, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in {out} "
+        f"already; the others take about {math.ceil(seconds / 60)} min on this machine.{_notes(plan)}\n"
+    )
+
+
+def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tuple[Images, list[Trial]]:
+    """Return the images and the trials of an evaluation; ValueError where classes do not fit a model."""
+    reading = Reading(
+        on_bad="leave_out" if settings.on_bad_image == "count" else "raise",
+        follow_links=settings.follow_links,
+        val_fraction=settings.val_fraction,
+    )
+    how = {name: getattr(settings, name) for name in ("n", "batch_size", "workers")}
+    view = PROTOCOLS["scale"](models[0], models[0].img_size, models[0].crop_pct)
+    images = Images(data, view, seed=settings.data_seed, reading=reading, **how)
+    if images.prepared and settings.protocols not in ((), ("scale",)):
+        raise ValueError("a function from size to data resizes images itself: only protocols=('scale',) is possible")
+    classes = images.classes or [*map(str, range(models[0].model.num_classes))]
+    plan = trials(models, [class_outputs(trained, classes, images.source) for trained in models], settings)
+    images.check(trial.view for trial in plan)
+    return images, plan
+
+
+def _loaded(models: Any) -> list[TrainedModel]:
+    """Models of any kind as `TrainedModel`."""
+    several = models if isinstance(models, list | tuple) else [models]
+    return [
+        trained_model(one) if isinstance(one, nn.Module) else one if isinstance(one, TrainedModel) else load_checkpoint(one)
+        for one in several
+    ]
+
+
+def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, title: str, command: str) -> dict[str, Any]:
+    """The settings of a `Folder`."""
+    classes, device = images.classes or [*map(str, range(models[0].model.num_classes))], local_device(settings.device)
+    of_models = {
+        f"{shown(one.label)}|{one.seed}": {
+            "weights": state_hash(one.model),
+            "model": one.name,
+            "model_args": one.model_args,
+            "train_size": " ".join(map(format_size, one.train_sizes)),
+            "mean": one.mean,
+            "std": one.std,
+            "interpolation": one.interpolation,
+            "crop_mode": one.crop_mode,
+            "classes": class_map(one, classes),
+        }
+        for one in models
+    }
+    same = {
+        "task": models[0].task,
+        "number of images": len(images),
+        "images": images.digest(),
+        "decoder": images.decoder,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
+        **{name: getattr(settings, name) for name in ("dtype", "compile", "attention_n", "border_leak", "on_bad_image")},
+        "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__, "timm": timm.__version__},
+        "vitrel": version("vitrel"),
+    }
+    return {
+        "title": shown(title),
+        "data": shown(images.source),
+        "classes": classes,
+        "margin": settings.margin,
+        "unused": images.total - len(images),
+        "n": settings.n,
+        "data_seed": settings.data_seed,
+        "command": [command] if command else [],
+        "same": same,
+        "models": of_models,
+        "bad_images": [],
+        "commit": commit(),
+        "python": platform.python_version(),
+    }
+
+
+def _about_cost(trial: Trial) -> tuple:
+    """What the cost of a trial depends on: seeds of a model share it, and protocols that show images of one size as a whole."""
+    return trial.trained.label, trial.trained.name, trial.size, trial.view.window, trial.view.budget, trial.policy
+
+
+def _costs(trial: Trial, images: Images, settings: Settings) -> Row:
+    """The columns of a trial that need no images; ValueError where the model does not take a size."""
+    trained, view = trial.trained, trial.view
+    shapes = None if view.budget is None else images.shapes(view)
+    on = local_device(settings.device), getattr(torch, settings.dtype)
+    columns = costs_at(trained.model, view.window or trial.size, trial.policy, shapes, view.patch, *on)
+    if trained.train_sizes != (trained.img_size,) and (view.budget is None or trained.is_training(trial.size, view.budget)):
+        most = unseen_after(trained.model, trained.train_pixels, trial.size)
+        columns |= {name: min(columns[name], most) for name in ("unseen", "saturated")}  # NaN stays NaN
+    return columns | {name: columns[name] * trial.passes for name in ("tokens", "gflops")}
+
+
+def _measured(
+    left: Sequence[Trial],
+    images: Images,
+    settings: Settings,
+    costs: Mapping[tuple, Row],
+    advance: Callable[[Trial, float], None] | None,
+) -> Iterator[tuple[Row, Kept, list[str]]]:
+    """Yield row, what is kept of the images, and unreadable images of one trial after another, size by size.
+
+    Every process runs this on its share of the images, and gets the whole.
+    """
+    device, first = local_device(settings.device), rank_and_world()[0] == 0
+    leaks: dict[tuple, float | None] = {}
+    for _, group in groupby(left, key=lambda trial: trial.size):
+        at_size = [*group]
+        fast = _speeds(at_size, settings, device) if first else {}
+        for trial in at_size:
+            parts = on_all(partial(_share, trial, images, settings, device, advance))
+            row = parts[-1][0] | {name: combined(part[0][name] for part in parts) for name, combined in _COMBINED.items()}
+            kept, about = joined([part for _, part, _ in parts]), _about_cost(trial)
+            if not kept.seen.any():
+                raise ValueError(f"none of the {row['left_out']} images of {images.source} can be read")
+            if first and settings.border_leak and about not in leaks:
+                leaks[about] = leak_at(trial.trained.model, trial.view.window or trial.size, trial.policy)
+            row |= trial.task.score(kept) | _interval(trial.task, kept) | {"n": int(kept.seen.sum())}
+            row |= costs.get(about, {}) | {"border_leak": leaks.get(about), "infer_samples_per_sec": fast.get(about)}
+            yield trial.columns | row, kept, [*dict.fromkeys(name for *_, bad in parts for name in bad)]
+
+
+_COMBINED: dict[str, Callable[[Any], Any]] = {  # how a column is combined over processes
+    "left_out": sum, "unchanged": all, "peak_memory_mb": max, "batch_size": min, "oom": max,
+}  # fmt: skip
+
+
+def _share(
+    trial: Trial,
+    images: Images,
+    settings: Settings,
+    device: torch.device,
+    advance: Callable[[Trial, float], None] | None,
+) -> tuple[Row, Kept, list[str]]:
+    """Run a trial on this process's share of the images: columns, what is kept of each image, unreadable images."""
+    model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
+    before, parameters, halvings = state_hash(model), [*model.parameters()], images.halvings
+    keep = partial(trial.task.keep, outputs=trial.outputs, restrict=trial.trained.restrict)
+    order = images.order(view, rank, world)
+
+    def ahead(n: int) -> None:
+        if advance is not None:
+            advance(trial, n / len(order))
+
+    with AtSizes(model, trial.policy, device, view.window) as at:
+        runner = Runner(
+            at(trial.size) if settings.compile else at, device, settings.batch_size, settings.dtype, settings.compile
+        )
+        reset_peak(device)
+        try:
+            kept = predict(runner, images.batches(view, rank, world), order, keep, ahead)
+        except (FloatingPointError, MemoryError) as error:
+            raise type(error)(f"{trial.name}: {error}") from error
+        peak, kind = peak_mb(device)
+        # only the last of several processes has a share of attention: the first writes rows meanwhile
+        n = settings.attention_n if rank == world - 1 and view.window is None else 0
+        attention = attention_columns(at, (image for _, image, _ in images.items(view, range(min(n, len(images))))), device)
+        same_objects = [*map(id, parameters)] == [*map(id, model.parameters())]
+    after = next((state for state in (*at.states, state_hash(model)) if state != before), before)
+    columns = attention | {
+        "left_out": int((~kept.seen).sum()),
+        "peak_memory_mb": round(peak, 1),
+        "memory_kind": kind,
+        "batch_size": min(runner.batch_size, images.batch_of(view)),
+        "oom": runner.oom + images.halvings - halvings,
+        "state_hash_before": before,
+        "state_hash_after": after,
+        "unchanged": after == before and same_objects,
+    }
+    return columns, kept, images.bad(view)
+
+
+def _interval(task: Task, kept: Kept) -> Row:
+    """The 95 % interval of the metric over images."""
+    low, high = estimate([task.scores(kept, task.metric)[None]]).of_share()
+    return {f"{task.metric}_low": round(low, 4), f"{task.metric}_high": round(high, 4)}
+
+
+def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) -> dict[tuple, float]:
+    """Images per second of the models of one size."""
+    ready: dict[tuple, Callable[[torch.Tensor], torch.Tensor]] = {}
+    size, most = group[0].size, settings.batch_size if device.type == "cuda" else CPU_BATCH
+    with ExitStack() as stack:
+        for trial in group:
+            if (about := _about_cost(trial)) not in ready:
+                at = stack.enter_context(AtSizes(trial.trained.model, trial.policy, device, trial.view.window))
+                ready[about] = torch.compile(at(size)) if settings.compile else at(size)
+        pixels = torch.randn(min(most, settings.batch_size), 3, *size, generator=torch.Generator().manual_seed(0))
+        found = speeds(ready, pixels, device, settings.dtype)
+        while len(pixels) > 1 and any(math.isnan(speed) for speed in found.values()):  # the same batch for all of them
+            pixels = pixels[: len(pixels) // 2]
+            found = speeds(ready, pixels, device, settings.dtype)
+        return found
+
+
+def _with_what_is_saved(error: BaseException, folder: Folder) -> BaseException:
+    """An error that stops an evaluation, with a note on what it leaves; that of a lack of memory in a sentence of ours."""
+    if isinstance(error, RuntimeError) and (text := lack_of(error)):
+        error = MemoryError(text).with_traceback(error.__traceback__)
+    if folder.path is not None and folder.rows:
+        error.add_note(f"{len(folder.rows)} rows are in {folder.path}, and the same command measures the others")
+    return error
+
+
+@contextmanager
+def _unchanged(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Context with models in eval mode, which restores their mode and device."""
+    devices = [next(model.parameters()).device for model in models]
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(evaluating(model))
+        try:
+            yield
+        finally:
+            for model, device in zip(models, devices, strict=True):
+                model.to(device)
+
+
+@contextmanager
+def _progress(
+    plan: Sequence[Trial], left: Sequence[Trial], costs: Mapping[tuple, Row]
+) -> Iterator[Callable[[Trial, float], None]]:
+    """Context that gives advance(trial, share of it); the time left is taken to be proportional to multiply-adds."""
+    work = sum(costs[_about_cost(trial)]["gflops"] for trial in left)
+    with progress(len(plan), "rows", work=work) as advance:
+        for trial in plan:
+            if trial not in left:
+                advance(1.0, trial.name, 0.0)
+
+        yield lambda trial, share: advance(share, trial.name, costs[_about_cost(trial)]["gflops"])
+
+
+def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: Path) -> str:
+    """The lines printed at the start: models, images and sizes, rows, and what should be known of them."""
+    models = {id(trial.trained): trial.trained for trial in plan}.values()
+    texts = [f"{one.label} ({one.model.num_classes} classes, trained at {sizes_in_words(one.train_sizes)})" for one in models]
+    sizes, protocols = (dict.fromkeys(map(of, plan)) for of in (lambda one: format_size(one.size), lambda one: one.protocol))
+    return (
+        f"evaluating {', '.join(dict.fromkeys(texts))}\n"
+        f"on {len(images):,} images of {shown(images.source)} at {', '.join(sizes)} px, protocol {' and '.join(protocols)}\n"
+        f"{len(plan)} rows, {len(plan) - len(left)} of them done already; output folder {out}{_notes(plan)}"
+    )
+
+
+def _notes(plan: Sequence[Trial]) -> str:
+    """What a user might not expect of the rows, each on a line."""
+    views = dict.fromkeys(trial.view for trial in plan if trial.view.window)
+    sides = [(view.size, view.window) for view in views if view.window is not None]
+    return "".join(
+        f"\nsliding: an image of {format_size(size)} px is smaller than the window of {format_size(window)} px, and is padded "
+        "to it with the mean color"
+        for size, window in sides
+        if size[0] < window[0] or size[1] < window[1]
+    )
+
+
+def _tell(folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Images, settings: Settings) -> None:
+    """Write the tables, plots and the report of a folder, and print its first screen."""
+    scores, about, path = folder.scores, folder.settings, folder.path or Path()
+    pictures = collect(plan, images, local_device(settings.device), settings.photographs) if settings.report else ()
+    written = write(path, rows, scores, folder.by_class, about, pictures)
+    print(f"\n{first_screen(judge(rows, scores, settings.margin, about['unused']))}\n")
+    if bad := about["bad_images"]:
+        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        print(f"left out, because they could not be read: {', '.join(bad[:8])}{more}; {path / 'settings.json'} lists them")
+    print(f"open {written} in a browser; {path / 'results.csv'} has every number")
+
+
+def _seconds(left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings) -> float:
+    """About how long trials take: a pass of each model by its multiply-adds, and the time to read the images of each view."""
+    device, total, rates = local_device(settings.device), 0.0, dict[str, float]()
+    for trial in left:
+        if trial.trained.label not in rates:
+            [rate] = _speeds([trial], settings, device).values()
+            rates[trial.trained.label] = 1 / (rate * costs[_about_cost(trial)]["gflops"])
+        total += rates[trial.trained.label] * costs[_about_cost(trial)]["gflops"] * len(images)
+    for view in dict.fromkeys(trial.view.of_files for trial in left):
+        some, start = min(CPU_BATCH, len(images)), time.perf_counter()
+        _ = [*images.items(view, range(some))]
+        total += (time.perf_counter() - start) * len(images) / some
+    return total
