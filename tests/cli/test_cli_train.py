@@ -57,7 +57,7 @@ SHORT = [
         (["--data", "shapes"], "scratch", ["--data.augment=null", "--data.data", "shapes"]),
         (["--data", "flowers", "--lr=1e-3", "--batch-size", "32", "--n-train", "200", "--seed=3"], "scratch",
          ["--data.data", "flowers", "--model.optim.lr=1e-3", "--data.batch_size", "32", "--data.n_train", "200",
-          "--seed_everything=3"]),
+          "--seed_everything=3", "--model.optim.lr_base_size=null"]),
         (["--config", "mine.yaml", "--position", "table"], "", ["--config", "mine.yaml", "--model.tuning.position", "table"]),
         (["--model.model=deit", "--data.size", "64"], "", ["--model.model=deit", "--data.size", "64"]),
     ],

@@ -68,7 +68,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
                                   Hugging Face data with masks, VOC, shapes-dense; --head linear|fpn|upernet
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
-  --lr X, --batch-size N          peak learning rate; images per batch and device (64, fewer where images are few)
+  --lr X, --batch-size N          peak learning rate, not scaled; images per batch and device (64, fewer where images are few)
   --n-train N, --seed N           number of training images (all); seed of weights, order, augmentation, drop path, mixing (0)
   --protocol native               every image at its own aspect ratio, with at most the tokens of --size, or --size 196t
   --out DIR                       folder of the run
@@ -135,6 +135,8 @@ def expanded(argv: list[str]) -> list[str]:
     for name, arg, following in zip(names, argv, [*argv[1:], ""], strict=True):
         _check_value(name, arg.partition("=")[2] if "=" in arg else following)
         keys += FLAGS.get(name, [SHORT.get(name, name) + arg[len(name) :]])
+    if "--lr" in names:  # the peak itself, as timm's --lr, whatever a recipe's rate is meant for
+        keys.append("--model.optim.lr_base_size=null")
     keys = _with_budget(keys)
     keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
     keys = [_config_file(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
