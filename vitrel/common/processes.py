@@ -67,7 +67,7 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
-    if torch.cuda.is_available() and local_device("cuda").index < torch.cuda.device_count():  # else `Sweep` raises
+    if torch.cuda.is_available() and local_device("cuda").index < torch.cuda.device_count():  # else `Settings` raises
         torch.cuda.set_device(local_device("cuda"))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:

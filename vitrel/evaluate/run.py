@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
@@ -99,27 +99,25 @@ def at_sizes(
     first, path = rank_and_world()[0] == 0, None if out is None else Path(out)
     if any(other != about for other in on_all(lambda: about)):
         raise ValueError("the processes hold different weights or images: give all of them the same models and data")
-    with ExitStack() as stack:
-        if path is not None and first:
-            stack.enter_context(only_writer(path))
+    told = path is not None and first
+    with only_writer(path) if told else nullcontext():
         folder = Folder(path if first else None, about, overwrite)
         [done, *_] = on_all(lambda: {row["key"] for row in folder.rows})
         left = [trial for trial in plan if trial.key not in done]
         [costs, *_] = on_all(lambda: {_about_cost(trial): _costs(trial, images, asked) for trial in left} if first else {})
-        advance = None
-        if path is not None and first:
+        if told:
             print(_header(plan, left, images, path), flush=True)
-            advance = stack.enter_context(_progress(plan, left, costs))
-        stack.enter_context(_unchanged([trained.model for trained in loaded]))
         try:
-            for row, kept, bad in _measured(left, images, asked, costs, advance):
-                folder.add(row, kept, bad)
+            with _unchanged(loaded), _progress(plan, left, costs) if told else nullcontext() as advance:
+                for row, kept, bad in _measured(left, images, asked, costs, advance):
+                    folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
             raise _with_what_is_saved(error, folder) from error
         rows = with_curves(folder.rows)
         folder.write_table(rows)
-        if path is not None and first:
-            _tell(folder, rows, plan, images, asked)
+        if told:
+            with _unchanged(loaded):
+                _tell(folder, rows, plan, images, asked)
     keys = {trial.key for trial in plan}
     return folder.frame([row for row in rows if row["key"] in keys])
 
@@ -136,15 +134,22 @@ def dry_run(models: Sequence[TrainedModel], data: Data, sizes: Sequence[Size | B
     lines = []
     for trial in plan:
         row = trial.columns | costs[_about_cost(trial)]
-        cells = [f"{value:,.4g}" if isinstance(value, int | float) else value for value in (row[name] for name in columns)]
+        cells = [_cell(row[name]) for name in columns]
         own = "" if trial in left else "yes"
         protocol = row["protocol"] + (f", {row['budget']}t" if row["budget"] else "")
         lines.append([row["label"], row["img_size"], protocol, row["policy"], *cells, own])
-    with _unchanged([trained.model for trained in models]):
+    with _unchanged(models):
         seconds = _seconds(left, images, costs, asked)
     return (
         f"{markdown(head, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in {out} "
         f"already; the others take about {math.ceil(seconds / 60)} min on this machine.{_notes(plan)}\n"
+    )
+
+
+def _cell(value: Any) -> str:
+    """A value of the dry run's table; - for a number that is not known."""
+    return (
+        f"{value:,.4g}".replace("nan", "-") if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
     )
 
 
@@ -348,17 +353,17 @@ def _with_what_is_saved(error: BaseException, folder: Folder) -> BaseException:
 
 
 @contextmanager
-def _unchanged(models: Sequence[nn.Module]) -> Iterator[None]:
+def _unchanged(models: Sequence[TrainedModel]) -> Iterator[None]:
     """Context with models in eval mode, which restores their mode and device."""
-    devices = [next(model.parameters()).device for model in models]
+    devices = [next(one.model.parameters()).device for one in models]
     with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(evaluating(model))
+        for one in models:
+            stack.enter_context(evaluating(one.model))
         try:
             yield
         finally:
-            for model, device in zip(models, devices, strict=True):
-                model.to(device)
+            for one, device in zip(models, devices, strict=True):
+                one.model.to(device)
 
 
 @contextmanager
@@ -404,7 +409,7 @@ def _tell(folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Im
     scores, about, path = folder.scores, folder.settings, folder.path or Path()
     pictures = collect(plan, images, local_device(settings.device), settings.photographs) if settings.report else ()
     written = write(path, rows, scores, folder.by_class, about, pictures)
-    print(f"\n{first_screen(judge(rows, scores, settings.margin, about['unused']))}\n")
+    print(f"\n{first_screen(judge(rows, scores, settings.margin, about['unused'])).strip()}\n")
     if bad := about["bad_images"]:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         print(f"left out, because they could not be read: {', '.join(bad[:8])}{more}; {path / 'settings.json'} lists them")
