@@ -10,6 +10,10 @@ _OUT_OF_MEMORY = (  # in the texts of PyTorch, which raises RuntimeError for the
     "can't allocate memory",
     "cannot allocate memory",
     "failed to allocate",
+    "could not create a memory",  # this and the next two are oneDNN's
+    "could not create a primitive",
+    "could not execute a primitive",
+    "can't start new thread",
 )
 _SHARED_MEMORY = (
     "out of shared memory",

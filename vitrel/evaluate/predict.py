@@ -213,7 +213,7 @@ def joined(parts: Sequence[Kept]) -> Kept:
 
 @torch.inference_mode()
 def speeds(
-    models: Mapping[tuple, Callable[[Tensor], Tensor]], pixels: Tensor, device: torch.device, dtype: str
+    models: Mapping[tuple, Callable[[Tensor], Tensor]], shape: Sequence[int], device: torch.device, dtype: str
 ) -> dict[tuple, float]:
     """Return the images per second of models of one size: the median of ROUNDS passes of one batch, after one to warm up.
 
@@ -221,23 +221,21 @@ def speeds(
 
     Args:
         models: on the device, ready for the size.
-        pixels: the batch, [B, 3, H, W].
+        shape: of the batch, (B, 3, H, W).
     """
     seconds: dict[tuple, list[float]] = {name: [] for name in models}
-    pixels = pixels.to(device)
-    for _ in range(ROUNDS + 1):
-        for name, model in models.items():
-            try:
-                start = time.perf_counter()
-                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                    model(pixels)[:1].float().cpu()  # waits for the GPU
-                seconds[name].append(time.perf_counter() - start)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
+    for name, model in [*models.items()] * (ROUNDS + 1):
+        try:
+            pixels = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                model(pixels)[:1].float().cpu()  # waits for the GPU
+            seconds[name].append(time.perf_counter() - start)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
     return {
-        name: round(len(pixels) / median(found[1:]), 2) if len(found) > ROUNDS else float("nan")
-        for name, found in seconds.items()
+        name: round(shape[0] / median(found[1:]), 2) if len(found) > ROUNDS else float("nan") for name, found in seconds.items()
     }
 
 

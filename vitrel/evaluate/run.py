@@ -25,7 +25,7 @@ from vitrel.common.lock import only_writer
 from vitrel.common.modules import evaluating
 from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import progress
-from vitrel.common.resources import lack_of
+from vitrel.common.resources import lack_of, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
 from vitrel.data import Reading
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
@@ -299,8 +299,12 @@ def _share(
         reset_peak(device)
         try:
             kept = predict(runner, images.batches(view, rank, world), order, keep, ahead)
-        except (FloatingPointError, MemoryError) as error:
-            raise type(error)(f"{trial.name}: {error}") from error
+        except (FloatingPointError, MemoryError, RuntimeError) as error:
+            if type(error) in (FloatingPointError, MemoryError):
+                raise type(error)(f"{trial.name}: {error}") from error
+            if not out_of_memory(error):
+                raise
+            raise MemoryError(f"{trial.name}: memory ran out, use a smaller --batch-size or --size") from error
         peak, kind = peak_mb(device)
         # only the last of several processes has a share of attention: the first writes rows meanwhile
         n = settings.attention_n if rank == world - 1 and view.window is None else 0
@@ -335,11 +339,10 @@ def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) ->
             if (about := _about_cost(trial)) not in ready:
                 at = stack.enter_context(AtSizes(trial.trained.model, trial.policy, device, trial.view.window))
                 ready[about] = torch.compile(at(size)) if settings.compile else at(size)
-        pixels = torch.randn(min(most, settings.batch_size), 3, *size, generator=torch.Generator().manual_seed(0))
-        found = speeds(ready, pixels, device, settings.dtype)
-        while len(pixels) > 1 and any(math.isnan(speed) for speed in found.values()):  # the same batch for all of them
-            pixels = pixels[: len(pixels) // 2]
-            found = speeds(ready, pixels, device, settings.dtype)
+        n, found = min(most, settings.batch_size), dict[tuple, float]()
+        while n and not all(speed > 0 for speed in found.values() or [0]):  # a smaller batch where memory does not suffice
+            found = speeds(ready, (n, 3, *size), device, settings.dtype)
+            n //= 2
         return found
 
 
@@ -395,7 +398,7 @@ def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: P
 def _notes(plan: Sequence[Trial]) -> str:
     """What a user might not expect of the rows, each on a line."""
     views = dict.fromkeys(trial.view for trial in plan if trial.view.window)
-    sides = [(view.size, view.window) for view in views if view.window is not None]
+    sides = dict.fromkeys((view.size, view.window) for view in views if view.window is not None)
     return "".join(
         f"\nsliding: an image of {format_size(size)} px is smaller than the window of {format_size(window)} px, and is padded "
         "to it with the mean color"
