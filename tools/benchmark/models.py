@@ -91,7 +91,7 @@ def peer_model(name: str, size: tuple[int, int]) -> nn.Module:
 def our_model(name: str, size: tuple[int, int]) -> nn.Module:
     """Return vitrel's model with the weights of `peer_model(name, size)`; in train mode."""
     net = timm.create_model(MODELS[name].ours, img_size=size, **MODELS[name].ours_args)
-    return vitrel.load_pretrained(net, peer_model(name, size).state_dict())
+    return vitrel.load_pretrained(net, vitrel.from_timm(peer_model(name, size)))
 
 
 def other_model(library: str, name: str, side: int) -> nn.Module:

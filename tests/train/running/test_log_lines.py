@@ -112,7 +112,7 @@ def test_several_training_sizes_are_recorded_and_shown(command, tmp_path, capfd)
     said = capfd.readouterr().out
     assert "at 24x24 and 40x32 px" in said
     [args] = printed_commands(said)
-    assert args.protocols is None and {(24, 24), (40, 32)} < {*args.size}
+    assert not args.protocols and {(24, 24), (40, 32)} < {*args.size}
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"
     assert load_checkpoint(checkpoint).train_sizes == ((24, 24), (40, 32))
 
