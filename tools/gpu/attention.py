@@ -26,7 +26,7 @@ _WARM, _CALLS = 3, 5
 class Shape(NamedTuple):
     """A call of vitrel.ops.attention, or of window_attention if there is a window. width: channels of a head.
 
-    encoding: "table" or "decomposed".
+    encoding: "table" or "decomposed". float32: on a GPU too, where the others are in bfloat16.
     """
 
     name: str
@@ -37,6 +37,11 @@ class Shape(NamedTuple):
     encoding: str = "table"
     window: tuple[int, int] | None = None
     shift: tuple[int, int] = (0, 0)
+    float32: bool = False
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Return the precision of the call on a device."""
+        return torch.float32 if self.float32 or device.type != "cuda" else torch.bfloat16
 
     def moved(self, training: bool, size: int) -> int:
         """Return the bytes that have to be read and written: inputs and output, with backward those and their gradients."""
@@ -68,6 +73,7 @@ SHAPES = (  # the most important first
     windows(64, 32, 3, 16),
     windows(48, 64, 3, 12),
     everywhere(128, 2),
+    *(one._replace(name=f"{one.name}, float32", float32=True) for one in (windows(56, 128, 3, 7), windows(14, 128, 12, 7))),
 )
 SMALL = (windows(10, 1, 2, 7), everywhere(8, 1, heads=2), everywhere(8, 1, "decomposed", heads=2))
 

@@ -201,8 +201,8 @@ def measure_attention(setting: Setting, samples: Samples) -> None:
         found = attention.measure(lambda: y.copy_(x), setting.device)
         samples.add("copy", **key, terabytes_s=2 * x.numel() / found["gpu_us"] / 1e6)
         del x, y
-    dtype = torch.bfloat16 if setting.device.type == "cuda" else torch.float32
     for shape in attention.SMALL if setting.small else attention.SHAPES:
+        dtype = shape.dtype(setting.device)
         for mode in attention.MODES:
             for contender in attention.contenders(shape):
                 key = dict(case=shape.name, mode=mode, contender=contender)
