@@ -324,7 +324,7 @@ class Blank(torch.utils.data.Dataset):
 def test_a_dry_run_tells_rows_and_minutes_and_measures_nothing(trained, noise, tmp_path, monkeypatch):
     models = [trained("vitrel_vit_n8_table"), replace(trained("vitrel_vit_n8_none"), label="other")]
     monkeypatch.setattr(run, "_share", lambda *given: pytest.fail("measured"))
-    text = dry_run(models, "noise", (48,), tmp_path / "out", device="cpu", policies=("all",))
+    text = dry_run(models, "noise", Settings(sizes=(48,), device="cpu", policies="all"), tmp_path / "out")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2 + 4 and "6 rows of 12 images each, 0 of them in" in text
     assert "the others take about 1 min on this machine" in text and not (tmp_path / "out").exists()

@@ -102,11 +102,11 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.sweep import Settings
 
     settings = {name: getattr(args, name) for name in SETTINGS}
-    Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
+    asked = Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
     models = _models(args)
     _check_effect(args, models)
     if args.dry_run:
-        text = dry_run(models, args.data, args.size or (), args.out, **settings)
+        text = dry_run(models, args.data, asked, args.out)
         print(text if os.environ.get("RANK", "0") == "0" else "", end="")
         return
     command = shlex.join(["vitrel", *sys.argv[1:]])

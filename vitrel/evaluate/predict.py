@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ from vitrel.weights.record import state_hash
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 MIB = 2**20
+ATTENDED = 1 << 18  # pixels of the images whose attention is in memory at a time
 ROUNDS = 3  # timed passes of each model, in turn
 
 
@@ -270,11 +272,14 @@ def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.devic
     """
     row, by_image = dict.fromkeys((*STATISTICS, "position_share"), float("nan")), list[dict[str, float]]()
     try:
-        for image in images:  # one at a time: attention matrices take memory
-            model, pixels = at((image.shape[-2], image.shape[-1])), image[None].to(device)
-            if not by_image:
-                row["position_share"] = _position_share(model, pixels)
-            by_image.append(attention_statistics_of(model, pixels))
+        for (height, width), group in groupby(images, key=lambda image: tuple(image.shape[-2:])):
+            several, model = [*group], at((height, width))
+            most = max(1, ATTENDED // (height * width))
+            for start in range(0, len(several), most):
+                pixels = torch.stack(several[start : start + most]).to(device)
+                if not by_image:
+                    row["position_share"] = _position_share(model, pixels[:1])
+                by_image += [attention_statistics_of(model, pixels)] * len(pixels)
     except BadImage:
         raise
     except ValueError:

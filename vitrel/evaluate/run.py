@@ -46,15 +46,15 @@ from vitrel.evaluate.predict import (
 )
 from vitrel.evaluate.report import first_screen, markdown, write
 from vitrel.evaluate.statistics import estimate
+from vitrel.evaluate.sweep import Settings, Trial, trials
 from vitrel.evaluate.verdicts import judge, with_curves
 from vitrel.tasks import Kept, Row, Task
 from vitrel.weights.record import state_hash
 
 if TYPE_CHECKING:
     import pandas as pd
-from vitrel.evaluate.sweep import Settings, Trial, trials
 
-CPU_BATCH = 8  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
+CPU_BATCH = 4  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
 
 
 def at_sizes(
@@ -93,10 +93,26 @@ def at_sizes(
     Raises:
         ValueError: invalid settings, data or classes that do not fit the model, unsupported sizes, another evaluation in `out`.
     """
-    asked, loaded = Settings(sizes=tuple(sizes), **settings), _loaded(models)
-    images, plan = opened(loaded, data, asked)
-    about = _about(loaded, images, asked, title or Path(images.source).name, command)
-    first, path = rank_and_world()[0] == 0, None if out is None else Path(out)
+    path = None if out is None else Path(out)
+    return _evaluated(_loaded(models), data, Settings(sizes=tuple(sizes), **settings), path, overwrite, title, command)
+
+
+def _evaluated(
+    models: Sequence[TrainedModel],
+    data: Data,
+    settings: Settings,
+    path: Path | None,
+    overwrite: bool,
+    title: str,
+    command: str,
+) -> "pd.DataFrame":
+    """The table of `at_sizes`."""
+    images, plan = opened(models, data, settings)
+    first, device = rank_and_world()[0] == 0, local_device(settings.device)
+    about = _about(models, images, settings, device) | {
+        "title": shown(title or Path(images.source).name),
+        "command": [command] if command else [],
+    }
     if any(other != about for other in on_all(lambda: about)):
         raise ValueError("the processes hold different weights or images: give all of them the same models and data")
     told = path is not None and first
@@ -104,30 +120,30 @@ def at_sizes(
         folder = Folder(path if first else None, about, overwrite)
         [done, *_] = on_all(lambda: {row["key"] for row in folder.rows})
         left = [trial for trial in plan if trial.key not in done]
-        [costs, *_] = on_all(lambda: {_about_cost(trial): _costs(trial, images, asked) for trial in left} if first else {})
+        [costs, *_] = on_all(lambda: _costs(left if first else [], images, device, settings.dtype))
         if told:
             print(_header(plan, left, images, path), flush=True)
         try:
-            with _unchanged(loaded), _progress(plan, left, costs) if told else nullcontext() as advance:
-                for row, kept, bad in _measured(left, images, asked, costs, advance):
+            with _unchanged(models), _progress(plan, left, costs) if told else nullcontext() as advance:
+                for row, kept, bad in _measured(left, images, settings, device, costs, advance):
                     folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
             raise _with_what_is_saved(error, folder) from error
         rows = with_curves(folder.rows)
         folder.write_table(rows)
         if told:
-            with _unchanged(loaded):
-                _tell(folder, rows, plan, images, asked)
+            with _unchanged(models):
+                _tell(folder, rows, plan, images, settings, device)
     keys = {trial.key for trial in plan}
     return folder.frame([row for row in rows if row["key"] in keys])
 
 
-def dry_run(models: Sequence[TrainedModel], data: Data, sizes: Sequence[Size | Budget], out: Path, **settings: Any) -> str:
+def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out: Path) -> str:
     """Return what `at_sizes` would do as text: a line for every row, how many there are, and about how long they take."""
-    asked = Settings(sizes=tuple(sizes), **settings)
-    images, plan = opened(models, data, asked)
+    device = local_device(settings.device)
+    images, plan = opened(models, data, settings)
     done = {row["key"] for row in read_rows(out)[0]}
-    costs = {_about_cost(trial): _costs(trial, images, asked) for trial in plan}
+    costs = _costs(plan, images, device, settings.dtype)
     left = [trial for trial in plan if trial.key not in done]
     head = ("model", "size", "protocol", "policy", "tokens", "GFLOPs", "windows", "resampled", "values", "unseen", "done")
     columns = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")
@@ -139,7 +155,7 @@ def dry_run(models: Sequence[TrainedModel], data: Data, sizes: Sequence[Size | B
         protocol = row["protocol"] + (f", {row['budget']}t" if row["budget"] else "")
         lines.append([row["label"], row["img_size"], protocol, row["policy"], *cells, own])
     with _unchanged(models):
-        seconds = _seconds(left, images, costs, asked)
+        seconds = _seconds(left, images, costs, settings, device)
     return (
         f"{markdown(head, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in {out} "
         f"already; the others take about {math.ceil(seconds / 60)} min on this machine.{_notes(plan)}\n"
@@ -180,9 +196,9 @@ def _loaded(models: Any) -> list[TrainedModel]:
     ]
 
 
-def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, title: str, command: str) -> dict[str, Any]:
-    """The settings of a `Folder`."""
-    classes, device = images.classes or [*map(str, range(models[0].model.num_classes))], local_device(settings.device)
+def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """The settings of a `Folder`, without title and command."""
+    classes = images.classes or [*map(str, range(models[0].model.num_classes))]
     of_models = {
         f"{shown(one.label)}|{one.seed}": {
             "weights": state_hash(one.model),
@@ -208,14 +224,12 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, t
         "vitrel": version("vitrel"),
     }
     return {
-        "title": shown(title),
         "data": shown(images.source),
         "classes": classes,
         "margin": settings.margin,
         "unused": images.total - len(images),
         "n": settings.n,
         "data_seed": settings.data_seed,
-        "command": [command] if command else [],
         "same": same,
         "models": of_models,
         "bad_images": [],
@@ -229,12 +243,16 @@ def _about_cost(trial: Trial) -> tuple:
     return trial.trained.label, trial.trained.name, trial.size, trial.view.window, trial.view.budget, trial.policy
 
 
-def _costs(trial: Trial, images: Images, settings: Settings) -> Row:
-    """The columns of a trial that need no images; ValueError where the model does not take a size."""
+def _costs(left: Sequence[Trial], images: Images, device: torch.device, dtype: str) -> dict[tuple, Row]:
+    """The columns of trials that need no images, by `_about_cost`; ValueError where a model does not take a size."""
+    return {about: _cost(trial, images, device, dtype) for about, trial in {_about_cost(one): one for one in left}.items()}
+
+
+def _cost(trial: Trial, images: Images, device: torch.device, dtype: str) -> Row:
     trained, view = trial.trained, trial.view
     shapes = None if view.budget is None else images.shapes(view)
-    on = local_device(settings.device), getattr(torch, settings.dtype)
-    columns = costs_at(trained.model, view.window or trial.size, trial.policy, shapes, view.patch, *on)
+    size = view.window or trial.size
+    columns = costs_at(trained.model, size, trial.policy, shapes, view.patch, device, getattr(torch, dtype))
     if trained.train_sizes != (trained.img_size,) and (view.budget is None or trained.is_training(trial.size, view.budget)):
         most = unseen_after(trained.model, trained.train_pixels, trial.size)
         columns |= {name: min(columns[name], most) for name in ("unseen", "saturated")}  # NaN stays NaN
@@ -245,6 +263,7 @@ def _measured(
     left: Sequence[Trial],
     images: Images,
     settings: Settings,
+    device: torch.device,
     costs: Mapping[tuple, Row],
     advance: Callable[[Trial, float], None] | None,
 ) -> Iterator[tuple[Row, Kept, list[str]]]:
@@ -252,7 +271,7 @@ def _measured(
 
     Every process runs this on its share of the images, and gets the whole.
     """
-    device, first = local_device(settings.device), rank_and_world()[0] == 0
+    first = rank_and_world()[0] == 0
     leaks: dict[tuple, float | None] = {}
     for _, group in groupby(left, key=lambda trial: trial.size):
         at_size = [*group]
@@ -407,10 +426,12 @@ def _notes(plan: Sequence[Trial]) -> str:
     )
 
 
-def _tell(folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Images, settings: Settings) -> None:
+def _tell(
+    folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Images, settings: Settings, device: torch.device
+) -> None:
     """Write the tables, plots and the report of a folder, and print its first screen."""
     scores, about, path = folder.scores, folder.settings, folder.path or Path()
-    pictures = collect(plan, images, local_device(settings.device), settings.photographs) if settings.report else ()
+    pictures = collect(plan, images, device, settings.photographs) if settings.report else ()
     written = write(path, rows, scores, folder.by_class, about, pictures)
     print(f"\n{first_screen(judge(rows, scores, settings.margin, about['unused'])).strip()}\n")
     if bad := about["bad_images"]:
@@ -419,9 +440,11 @@ def _tell(folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Im
     print(f"open {written} in a browser; {path / 'results.csv'} has every number")
 
 
-def _seconds(left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings) -> float:
+def _seconds(
+    left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings, device: torch.device
+) -> float:
     """About how long trials take: a pass of each model by its multiply-adds, and the time to read the images of each view."""
-    device, total, rates = local_device(settings.device), 0.0, dict[str, float]()
+    total, rates = 0.0, dict[str, float]()
     for trial in left:
         if trial.trained.label not in rates:
             [rate] = _speeds([trial], settings, device).values()
