@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from vitrel.common.machine import cores
 from vitrel.common.resources import check_workers
@@ -220,6 +221,9 @@ class ImageData(LightningDataModule):
         return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches, collate_fn=batch_of)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:
+        # PyTorch would raise the error of a dead loader process from a signal handler, inside whatever runs then, such as
+        # saving; without that handler it is raised where the next batch is taken, at most 5 s later. No public name does it.
+        signal_handling._SIGCHLD_handler_set = True  # noqa: SLF001
         options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_signals}
         return loader(dataset, pin_memory=torch.cuda.is_available(), **options)
 
