@@ -7,6 +7,7 @@ from helpers.explorer_page import NEEDS_BROWSER
 from helpers.rows import rows_of
 from vitrel.evaluate.pictures import Picture, Pictures, Section
 from vitrel.evaluate.report import write
+from vitrel.evaluate.verdicts import judge
 
 pytestmark = NEEDS_BROWSER
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
@@ -29,7 +30,7 @@ def page(request, tmp_path_factory):
                 Section("Where a patch attends", "", {name: {"64 px, first layer": [wide]} for name in levels})]  # fmt: skip
     settings = {"classes": [f"n0{at}_class_of_data" for at in range(40)], "data": f"/a/long/{'path/' * 20}", "n": 100}
     settings |= {"command": [f"vitrel evaluate {' '.join(NAMES)} --size {' '.join(sizes)}"], "device": "cpu"}
-    return write(tmp_path_factory.mktemp("report"), rows, {}, by_class, settings, Pictures(sections, ["maps: none"]))
+    return write(tmp_path_factory.mktemp("report"), judge(rows), by_class, settings, Pictures(sections, ["maps: none"]))
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from helpers.rows import row, rows_of
+from vitrel.common.tables import markdown
 from vitrel.evaluate.pictures import Picture, Pictures, Section
 from vitrel.evaluate.plots import against_cost, against_size, svg_of
-from vitrel.evaluate.report import class_tables, costs, first_screen, main_grid, markdown, other_grids, resampled_text, write
+from vitrel.evaluate.report import class_tables, costs, first_screen, main_grid, other_grids, resampled_text, write
 from vitrel.evaluate.statistics import wilson
-from vitrel.evaluate.verdicts import judge
+from vitrel.evaluate.verdicts import MARGIN, judge
 
 FOUR = {"swin": (90, 89.9, 90.1), "shaw": (80, 79.9, 80.1), "rope_mixed": (79, 60, 50), "absolute": (78, 70, 60)}
 
 
 def written(folder, rows, pictures=None, scores=None, by_class=None, **settings):
-    return write(folder, rows, scores or {}, by_class or {}, settings, pictures).read_text("utf-8")
+    judged = judge(rows, scores or {}, settings.get("margin") or MARGIN, settings.get("unused") or 0)
+    return write(folder, judged, by_class or {}, settings, pictures).read_text("utf-8")
 
 
 def test_the_first_screen_is_one_table_and_a_sentence_a_model():

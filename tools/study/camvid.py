@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
-from vitrel.evaluate.report import markdown
+from vitrel.common.tables import markdown
 
 PAGE = "docs/studies/camvid.md"
 MODELS = {  # label and policy in the results: name in the page

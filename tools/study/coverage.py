@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from vitrel.evaluate.report import markdown
+from vitrel.common.tables import markdown
 from vitrel.evaluate.statistics import TAIL, estimate, holm, p_values, pooled
 
 IMAGES, SEEDS = 500, (1, 2, 3, 5, 10)

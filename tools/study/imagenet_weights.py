@@ -41,12 +41,12 @@ from vitrel.cli.options import packaged
 from vitrel.common.exits import reported, terminable
 from vitrel.common.files import atomic_write
 from vitrel.common.sizes import format_size
+from vitrel.common.tables import markdown
 from vitrel.compare.config import load_comparison
 from vitrel.compare.models import trained_models
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import ImageSet, create_dataset
 from vitrel.evaluate.checkpoint import TrainedModel
-from vitrel.evaluate.report import markdown
 from vitrel.evaluate.run import at_sizes
 from vitrel.evaluate.verdicts import Sample, aggregate, contrast, sample_of
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tools.study.curves import Curve
-from vitrel.evaluate.report import markdown
+from vitrel.common.tables import markdown
 from vitrel.evaluate.verdicts import by_area, curves, main_metric, task_of
 from vitrel.tasks import Row
 

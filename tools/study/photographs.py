@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.study.curves import Curve, draw_protocols
 from tools.study.pages import ROOT, Curves, accuracy_tables, add_page_arguments, fill_pages, side_of
 from tools.study.results import read_rows
-from vitrel.evaluate.report import markdown
+from vitrel.common.tables import markdown
 from vitrel.evaluate.verdicts import aggregate, contrast, sample_of
 from vitrel.tasks import Row
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from vitrel.evaluate.checkpoint import TrainedModel
 
 GO_ON = "the same command starts again"
-SETTINGS = (  # options that are fields of `vitrel.evaluate.sweep.Settings`
-    "protocols", "policies", "log_n", "crop_pct", "translations", "n", "data_seed", "val_fraction", "follow_links",
-    "on_bad_image", "attention_n", "border_leak", "dtype", "device", "compile", "batch_size", "workers", "margin", "report",
-    "photographs",
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.run import at_sizes, dry_run
     from vitrel.evaluate.sweep import Settings
 
-    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings = {one.name: getattr(args, one.name) for one in fields(Settings) if one.name not in ("sizes", "skip")}
     asked = Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
     models = _models(args)
     _check_effect(args, models)

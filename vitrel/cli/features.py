@@ -10,12 +10,13 @@ training images, at the training size and each --size, with 95 % intervals over 
 """
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrel.cli.options import add_models, add_sizes, check_data, check_models, count, open_models
+from vitrel.common.files import write_cells
+from vitrel.common.tables import markdown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,8 +81,6 @@ def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int)
 
 def _write(rows: Sequence[dict[str, Any]], folder: Path | None, name: str) -> None:
     """Print the rows as a Markdown table, and write them as CSV into the folder, if one is given."""
-    from vitrel.evaluate.report import markdown
-
     head = list(dict.fromkeys(column for row in rows for column in row))
     lines = [
         [f"{value:.3f}" if isinstance(value := row.get(column, ""), float) else str(value) for column in head] for row in rows
@@ -89,7 +88,4 @@ def _write(rows: Sequence[dict[str, Any]], folder: Path | None, name: str) -> No
     print(markdown(head, lines), flush=True)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, head)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_cells(folder / name, [head, *([row.get(column, "") for column in head] for row in rows)])

@@ -49,11 +49,11 @@ def _points(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 100:
-        raise ValueError(f"{text!r} is no number of points of top-1: give one above 0 and below 100")
+        raise ValueError(f"{text!r} is no number of points: give one above 0 and below 100")
     return value
 
 
-points = checked(_points)  # of top-1, in percent
+points = checked(_points)  # of accuracy (top-1, mIoU), in percent
 size, grid, count = checked(parse_size), checked(_grid), checked(_count)  # (h, w) in pixels, (h, w) in tokens, from 1 on
 size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget of tokens
 
@@ -71,7 +71,7 @@ def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool
 
 def add_margin(parser: argparse.ArgumentParser) -> None:
     """Add --margin, the loss up to which a size is called safe (`vitrel.evaluate.verdicts`)."""
-    text = "points of top-1 that may be lost: a size is called safe where less is shown to be; default %(default)g"
+    text = "points of accuracy that may be lost: a size is called safe where less is shown to be; default %(default)g"
     parser.add_argument("--margin", type=points, default=2.0, metavar="POINTS", help=text)
 
 
@@ -208,16 +208,14 @@ def check_data(place: str) -> None:
         )
 
 
-def add_sizes(
-    parser: argparse.ArgumentParser, what: str, many: bool = True, required: bool = False, budgets: bool = False
-) -> None:
+def add_sizes(parser: argparse.ArgumentParser, what: str, many: bool = True, budgets: bool = False) -> None:
     """Add --size: a size in pixels, 224 or 160x224 (height x width), with `many` several, with `budgets` also 196t (tokens).
 
     Args:
         what: the beginning of the help text.
     """
     tokens = ", or a maximum number of patch tokens as 196t" if budgets else ""
-    parser.add_argument("--size", type=size_or_budget if budgets else size, nargs="+" if many else None, required=required,
+    parser.add_argument("--size", type=size_or_budget if budgets else size, nargs="+" if many else None,
                         metavar="SIZE", help=f"{what}, in pixels: 224, or height x width as 160x224{tokens}")  # fmt: skip
 
 

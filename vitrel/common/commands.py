@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitrel.common.sizes import Budget, Size, format_size
+from vitrel.common.sizes import Budget, Size, format_size, short_size
 
 
 def command_line(command: str, *words: str | Path) -> str:
@@ -29,6 +29,6 @@ def evaluate_line(model: str | Path, data: str, trained: Sequence[Size | Budget]
 
     by_area = sorted(trained, key=lambda size: size.tokens if isinstance(size, Budget) else math.prod(size))
     sizes = dict.fromkeys([scaled(by_area[0], 0.5), *by_area, scaled(by_area[-1], 1.5), scaled(by_area[-1], 2)])
-    texts = [str(size[0]) if isinstance(size, tuple) and size[0] == size[1] else format_size(size) for size in sizes]
+    texts = [format_size(size) if isinstance(size, Budget) else short_size(size) for size in sizes]
     protocol = ["--protocol", "native"] if any(isinstance(size, Budget) for size in trained) else []
     return command_line("evaluate", model, "--data", data, "--size", *texts, *protocol, "--out", out)

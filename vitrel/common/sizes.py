@@ -42,6 +42,11 @@ def format_size(size: Sequence[int] | Budget) -> str:
     return str(size) if isinstance(size, Budget) else f"{size[0]}x{size[1]}"
 
 
+def short_size(size: Size) -> str:
+    """Format a size with a square by its side: (64, 64) -> "64", (64, 96) -> "64x96"."""
+    return str(size[0]) if size[0] == size[1] else format_size(size)
+
+
 def nearest_size(size: Size, others: Iterable[Size]) -> Size:
     """Return that of `others`, (h, w) in pixels, whose area is nearest to that of `size` by ratio; of equal ones the first."""
     return min(others, key=lambda other: abs(log(other[0] * other[1] / (size[0] * size[1]))))

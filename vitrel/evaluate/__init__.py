@@ -6,16 +6,17 @@
     classes       which output stands for which class
     images        data, and what a protocol shows of them at a size -> batches of images and targets
     policies      model, size -> the model for that size, and what is resampled for it
-    sweep         models, settings -> trials: the rows that an evaluation has
     predict       model, batches -> what is kept of every image, by the task (`vitrel.tasks`); speed, memory, attention
     folder        rows <-> the files of one evaluation
     statistics    scores of images -> estimates and intervals
     verdicts      rows, scores -> which model is better, which size is safe
+    sweep         models, settings -> trials: the rows that an evaluation has
     sentences     the same in words
     plots         accuracy by size and by cost, as charts
     pictures      inputs, predictions and attention of a few images
     report        all of it -> table.md, plots/, report.html
     run           the whole: settings -> trials -> rows, through the stages above
+    frozen        accuracy of frozen features, apart from these: images, predict and statistics alone
 """
 
 from typing import Any

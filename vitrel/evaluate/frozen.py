@@ -52,7 +52,7 @@ def frozen_rows(
     """Yield a row for each size and method as soon as it is measured: top-1 in percent, with its 95 % interval over images.
 
     Args:
-        trained: the model with its preprocessing; it is not changed.
+        trained: the model with its preprocessing, on the CPU; it is not changed.
         data: as `create_dataset` takes it, with images for training and evaluation.
         sizes: (h, w) in pixels.
         train_images, val_images: numbers of images, drawn with a fixed seed; None: all.

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from vitrel.common.exits import one_line
 from vitrel.common.files import shown
-from vitrel.common.sizes import Size, format_size
+from vitrel.common.sizes import format_size, short_size
 from vitrel.data import IGNORED
-from vitrel.evaluate.checkpoint import backbone_of
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.predict import AtSizes
 from vitrel.evaluate.verdicts import by_area
 from vitrel.inspect.attention import Layer, for_each_layer
 from vitrel.inspect.plot import attention, offset_maps, similarity
+from vitrel.models.backbone import backbone_of
 from vitrel.tasks import Kept
 from vitrel.tasks.segmentation import NO_CLASS, predicted_classes
 
@@ -93,7 +93,8 @@ def collect(trials: Sequence["Trial"], images: Images, device: torch.device, pho
     heading = "Where a patch attends", "Position in attention"
     attends, adds = Section(heading[0], _ATTENDS), Section(heading[1], _ADDS)
     for label in dict.fromkeys(one.trained.label for one in plan):
-        own = [one for one in plan if one.trained.label == label and one.protocol == _first(plan, label).protocol]
+        own = [one for one in plan if one.trained.label == label]
+        own = [one for one in own if one.protocol == own[0].protocol]
         for trial in dict.fromkeys([own[0], max(own, key=lambda one: by_area(format_size(one.size)))]):
             with _optional(f"attention of {trial.name}", pictures):
                 _attention(trial, images, device, photographs, attends, adds)
@@ -121,10 +122,6 @@ def _optional(what: str, pictures: Pictures) -> Iterator[None]:
         warnings.warn(f"left out of the report: {pictures.left_out[-1]}", stacklevel=3)
 
 
-def _first(plan: Sequence["Trial"], label: str) -> "Trial":
-    return next(one for one in plan if one.trained.label == label)
-
-
 def _inputs(plan: Sequence["Trial"], images: Images) -> Section:
     """The first image as every protocol shows it at every size."""
     section = Section("Inputs", f"One image as {shown(plan[0].trained.label)} gets it, drawn in proportion to its size.")
@@ -134,7 +131,7 @@ def _inputs(plan: Sequence["Trial"], images: Images) -> Section:
         _, pixels, _ = next(images.items(trial.view, range(len(images))))
         size, side = format_size(trial.size), max(24, round(SIDE * max(pixels.shape[-2:]) / largest))
         alt = f"the image at {size}, {trial.protocol} protocol"
-        lines[trial.protocol][size] = _picture(_photograph(trial, pixels), alt, f"{_short(trial.size)} px", side)
+        lines[trial.protocol][size] = _picture(_photograph(trial, pixels), alt, f"{short_size(trial.size)} px", side)
     section.tables["every protocol and size"] = _aligned(lines)
     return section
 
@@ -160,11 +157,11 @@ def _predictions(plan: Sequence["Trial"], images: Images, device: torch.device, 
         lines, label = tables[f"{trial.protocol} protocol"], shown(trial.trained.label)
         if photographs:
             lines["image"].setdefault(
-                name, _picture(_photograph(trial, pixels), f"the image {where}", f"{_short(trial.size)} px")
+                name, _picture(_photograph(trial, pixels), f"the image {where}", f"{short_size(trial.size)} px")
             )
         truth = np.where(target.labels == IGNORED, NO_CLASS, target.labels.astype(int))
         lines["truth"].setdefault(
-            name, _picture(_colored(truth), f"the mask {where}", "" if photographs else f"{_short(trial.size)} px")
+            name, _picture(_colored(truth), f"the mask {where}", "" if photographs else f"{short_size(trial.size)} px")
         )
         found = np.where(visible.numpy(), best.numpy(), NO_CLASS)
         lines[label][name] = _picture(_colored(found), f"prediction of {label} {where}", f"{iou:.0f} %")
@@ -198,21 +195,16 @@ def _attention(
             figures.append(attention(layers, pixels, query, at_layer, shown=background))
         lines = attends.tables.setdefault(label, {})
         for figure, which in zip(figures, ("first", "last"), strict=False):
-            alt = f"attention of {label} at {_short(size)} px in the {which} layer"
-            lines[f"{_short(size)} px, {which} layer"] = [_drawn(figure, alt)]
+            alt = f"attention of {label} at {short_size(size)} px in the {which} layer"
+            lines[f"{short_size(size)} px, {which} layer"] = [_drawn(figure, alt)]
         with suppress(ValueError):  # a model without position
             backbone = backbone_of(model)
             if any(layer.position is not None and bool(layer.position.any()) for layer in layers):
                 figure = offset_maps(layers, heads=[*range(min(HEADS, layers[0].weights.shape[2]))])
             else:
                 figure = similarity(model.cpu() if backbone is None else backbone.cpu(), None if backbone is None else size)
-            alt = f"what position adds in {label} at {_short(size)} px"
-            adds.tables.setdefault(label, {})[f"{_short(size)} px"] = [_drawn(figure, alt)]
-
-
-def _short(size: Size) -> str:
-    """A size as text, a square by its side: "64", "64x96"."""
-    return str(size[0]) if size[0] == size[1] else format_size(size)
+            alt = f"what position adds in {label} at {short_size(size)} px"
+            adds.tables.setdefault(label, {})[f"{short_size(size)} px"] = [_drawn(figure, alt)]
 
 
 def _aligned(lines: dict[str, dict[str, Picture]]) -> dict[str, list[Picture | None]]:

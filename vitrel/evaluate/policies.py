@@ -40,8 +40,6 @@ from vitrel.tasks import Row
 
 CPU = torch.device("cpu")
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
-
-
 LOG_N = "log_n"
 MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, about a second each
 
@@ -228,8 +226,10 @@ def costs_at(
     ready = at_size_with(model, size, policy)
     backbone = backbone_of(ready.model)
     backend = _timm_backend(ready.model) if backbone is None else _vitrel_backend(backbone, size, device, dtype)
-    columns = _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4)}
-    return columns if shapes is None or patch is None else columns | _native_columns(model, policy, shapes, patch)
+    columns = _geometry(ready) | {"backend": backend}
+    if shapes is not None and patch is not None:
+        return columns | _native_columns(model, policy, shapes, patch)
+    return columns | {"gflops": round(gflops(ready.model, size), 4)}
 
 
 def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
@@ -313,9 +313,7 @@ def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequen
     for group in _policy_groups(model):
         if any(set(group) & set(policies) for policies in affected):
             chosen = [policy for policy in group if wanted is None or policy in wanted]
-            options.append(
-                chosen or [next(part.policy for part, _ in parts_with_policies(model, size) if part.policy in group)]
-            )
+            options.append(chosen or [next(part.policy for part, _ in parts if part.policy in group)])
     return tuple("+".join(names) for names in product(*options)) if options else ("none",)
 
 

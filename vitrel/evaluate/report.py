@@ -6,7 +6,7 @@ The page is the template report.html.j2; its charts are those of plots.py, as SV
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ import numpy as np
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
+from vitrel.common.tables import markdown
 from vitrel.evaluate.pictures import Pictures
 from vitrel.evaluate.plots import against_cost, against_size, svg_of
-from vitrel.evaluate.sentences import PROTOCOLS, legend, notes, sentences, size_name, training_in_words, unit
+from vitrel.evaluate.sentences import PROTOCOLS, capital, legend, notes, sentences, size_name, training_in_words, unit
 from vitrel.evaluate.statistics import estimate, wilson
-from vitrel.evaluate.verdicts import MARGIN, Judged, Row, Scores, by_area, curves, is_training, judge, known_number, main_metric
+from vitrel.evaluate.verdicts import Judged, Row, by_area, curves, is_training, known_number, main_metric
 
 with optional_import():
     from jinja2 import Environment, PackageLoader
@@ -74,8 +75,7 @@ def first_screen(judged: Judged) -> str:
 
 def write(
     folder: Path,
-    rows: Sequence[Row],
-    scores: Scores,
+    judged: Judged,
     by_class: ByClass,
     settings: Mapping[str, Any],
     pictures: Pictures | None = None,
@@ -83,15 +83,13 @@ def write(
     """Write table.md, plots/*.png and report.html of an evaluation into its folder; return the path of report.html.
 
     Args:
-        rows: of the evaluation, one a trial.
-        scores: see `judge`.
+        judged: the rows of the evaluation with their verdicts.
         by_class: {row["key"]: (of each class, those of them that are right)}: numbers of images [K]; or of pixels [n, K] for
             every image, their union and intersection.
         settings: of the evaluation; of these title, classes, command, margin and unused (images) have a place of their own.
         pictures: of single images and layers.
     """
     folder = Path(folder)
-    judged = judge(rows, scores, settings.get("margin") or MARGIN, settings.get("unused") or 0)
     title, classes = shown(settings.get("title") or folder.resolve().name), settings.get("classes") or ()
     protocols = [*dict.fromkeys(row["protocol"] for row in judged.rows)]
     figures = {f"accuracy_{re.sub(r'[^a-z0-9]+', '_', protocol)}": against_size(judged, protocol) for protocol in protocols}
@@ -134,17 +132,6 @@ def write(
     return folder / "report.html"
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table with padded columns, readable as plain text too; columns of numbers are right-aligned."""
-    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in [header, *lines]]
-    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(header))]
-    right = [all(re.fullmatch(r"\d[\d,.±%:x ]*|-?", line[column]) for line in cells[1:]) for column in range(len(header))]
-    pads = [str.rjust if flag else str.ljust for flag in right]
-    rule = ["-" * (width - 1) + ":" if flag else "-" * width for width, flag in zip(widths, right, strict=True)]
-    texts = [[pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)] for line in cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [texts[0], rule, *texts[1:]]) + "\n"
-
-
 def verdict_of(row: Row) -> str:
     """Return the verdict of a judged row, "trained" for a training size."""
     return row.get("verdict") or ("trained" if is_training(row) and not row.get("translation") else "")
@@ -163,7 +150,7 @@ def caption_of(judged: Judged, ends: str) -> str:
     seeds = sorted({row["seeds"] for row in used})
     counted = "one seed" if seeds == [1] else f"{' to '.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seeds"
     images = f"{int(max(row['n'] for row in used)):,} images"
-    return f"{_capital(judged.task.title)} in percent, {ends}; {protocols} protocol, {images}, {counted}"
+    return f"{capital(judged.task.title)} in percent, {ends}; {protocols} protocol, {images}, {counted}"
 
 
 def main_grid(judged: Judged) -> Grid:
@@ -175,7 +162,7 @@ def main_grid(judged: Judged) -> Grid:
 
 def other_grids(judged: Judged) -> dict[str, Grid]:
     """Return {title: table} of the other protocols, of every policy where there are several at a size, and of moved content."""
-    found, title = {}, _capital(judged.task.title)
+    found, title = {}, capital(judged.task.title)
     firsts = {label: model.protocol for label, model in judged.models.items()}
     for protocol in dict.fromkeys(row["protocol"] for row in judged.rows):
         rows = [row for row in judged.rows if row["protocol"] == protocol]
@@ -312,8 +299,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_as_text, value))
     return value[:12] if re.fullmatch("[0-9a-f]{64}", str(value)) else str(value)
-
-
-def _capital(text: str) -> str:
-    """A text with a capital, as it begins a sentence; mIoU stays as it is."""
-    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"

@@ -27,6 +27,7 @@ from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
+from vitrel.common.tables import markdown
 from vitrel.data import Reading
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.classes import class_map, class_outputs
@@ -44,7 +45,7 @@ from vitrel.evaluate.predict import (
     reset_peak,
     speeds,
 )
-from vitrel.evaluate.report import first_screen, markdown, write
+from vitrel.evaluate.report import first_screen, write
 from vitrel.evaluate.statistics import estimate
 from vitrel.evaluate.sweep import Settings, Trial, trials
 from vitrel.evaluate.verdicts import judge, with_curves
@@ -181,10 +182,15 @@ def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tu
     images = Images(data, view, seed=settings.data_seed, reading=reading, **how)
     if images.prepared and settings.protocols not in ((), ("scale",)):
         raise ValueError("a function from size to data resizes images itself: only protocols=('scale',) is possible")
-    classes = images.classes or [*map(str, range(models[0].model.num_classes))]
+    classes = _classes(models, images)
     plan = trials(models, [class_outputs(trained, classes, images.source) for trained in models], settings)
     images.check(trial.view for trial in plan)
     return images, plan
+
+
+def _classes(models: Sequence[TrainedModel], images: Images) -> list[str]:
+    """The names of the classes; numbers where the data have none."""
+    return images.classes or [*map(str, range(models[0].model.num_classes))]
 
 
 def _loaded(models: Any) -> list[TrainedModel]:
@@ -198,7 +204,7 @@ def _loaded(models: Any) -> list[TrainedModel]:
 
 def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, device: torch.device) -> dict[str, Any]:
     """The settings of a `Folder`, without title and command."""
-    classes = images.classes or [*map(str, range(models[0].model.num_classes))]
+    classes = _classes(models, images)
     of_models = {
         f"{shown(one.label)}|{one.seed}": {
             "weights": state_hash(one.model),
@@ -285,7 +291,7 @@ def _measured(
             if first and settings.border_leak and about not in leaks:
                 leaks[about] = leak_at(trial.trained.model, trial.view.window or trial.size, trial.policy)
             row |= trial.task.score(kept) | _interval(trial.task, kept) | {"n": int(kept.seen.sum())}
-            row |= costs.get(about, {}) | {"border_leak": leaks.get(about), "infer_samples_per_sec": fast.get(about)}
+            row |= costs[about] | {"border_leak": leaks.get(about), "infer_samples_per_sec": fast.get(about)}
             yield trial.columns | row, kept, [*dict.fromkeys(name for *_, bad in parts for name in bad)]
 
 
@@ -430,10 +436,11 @@ def _tell(
     folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Images, settings: Settings, device: torch.device
 ) -> None:
     """Write the tables, plots and the report of a folder, and print its first screen."""
-    scores, about, path = folder.scores, folder.settings, folder.path or Path()
+    about, path = folder.settings, folder.path or Path()
     pictures = collect(plan, images, device, settings.photographs) if settings.report else ()
-    written = write(path, rows, scores, folder.by_class, about, pictures)
-    print(f"\n{first_screen(judge(rows, scores, settings.margin, about['unused'])).strip()}\n")
+    judged = judge(rows, folder.scores, settings.margin, about["unused"])
+    written = write(path, judged, folder.by_class, about, pictures)
+    print(f"\n{first_screen(judged).strip()}\n")
     if bad := about["bad_images"]:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         print(f"left out, because they could not be read: {', '.join(bad[:8])}{more}; {path / 'settings.json'} lists them")

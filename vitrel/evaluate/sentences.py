@@ -113,7 +113,7 @@ def _of_model(model: Model, judged: Judged) -> str:
         found.append(f"its position encoding does next to nothing: it changes attention by {100 * share:.2g} %")
     texts = [text for text in found if text]
     name = re.compile(rf"{re.escape(model.label)}\b")  # which stays as it is
-    return " ".join(f"{text if name.match(text) else _capital(text)}." for text in texts)
+    return " ".join(f"{text if name.match(text) else capital(text)}." for text in texts)
 
 
 def _comparison(model: Model) -> str:
@@ -238,5 +238,6 @@ def _list(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _capital(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
+def capital(text: str) -> str:
+    """Return a text with a capital, as it begins a sentence; mIoU stays as it is."""
+    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vitrel.common.files import shown
 from vitrel.common.processes import checked_device
@@ -10,15 +9,9 @@ from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.images import PROTOCOLS, View
 from vitrel.evaluate.policies import policies_at, policies_of
-from vitrel.evaluate.predict import (
-    window_places,
-)
+from vitrel.evaluate.predict import window_places
 from vitrel.evaluate.verdicts import MARGIN
 from vitrel.tasks import Row, Task, task_named
-
-if TYPE_CHECKING:
-    pass
-
 
 TIMES = (0.5, 1.0, 1.5, 2.0)  # the sizes of an evaluation that names none, in training sizes
 
@@ -113,7 +106,7 @@ class Settings:
         if self.on_bad_image not in ("raise", "count"):
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
         if not 0 < self.margin < 100:
-            raise ValueError(f"the margin is a loss in points and must be above 0, got {self.margin:g}")
+            raise ValueError(f"the margin is a loss in points and must be above 0 and below 100, got {self.margin:g}")
         for name, least in (("batch_size", 1), ("attention_n", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")

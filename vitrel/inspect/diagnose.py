@@ -17,7 +17,7 @@ import torch
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
-from vitrel.common.sizes import Size, format_size
+from vitrel.common.sizes import Size, format_size, short_size
 from vitrel.common.tables import aligned
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import (
@@ -390,10 +390,10 @@ def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str, str]:
     """Cells of a stage: tokens, window, shift, share of tokens that see across a border, share that attend to padding."""
     windows = stage.windows
     if windows.window is None:
-        return _short(windows.grid), "global", "-", "-", "-"
-    shift = _short(windows.shift) if any(windows.shift) else "-"
+        return short_size(windows.grid), "global", "-", "-", "-"
+    shift = short_size(windows.shift) if any(windows.shift) else "-"
     shares = "??" if stage.leaks is None else [_percent(share) if share else "-" for share in (stage.leaking, stage.padded)]
-    return _short(windows.grid), _short(windows.window) + "/" * windows.strided, shift, shares[0], shares[1]
+    return short_size(windows.grid), short_size(windows.window) + "/" * windows.strided, shift, shares[0], shares[1]
 
 
 def _replaced(line: SizeDiagnosis) -> str:
@@ -455,10 +455,6 @@ def _runs(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _short(pair: Size) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else format_size(pair)
 
 
 def _percent(share: float) -> str:
