@@ -188,6 +188,19 @@ def test_what_is_no_file_of_weights_is_named(content, name, words, tmp_path):
         vitrel.load(tmp_path / name)
 
 
+def test_a_header_whose_length_looks_like_a_page_is_read(tmp_path):
+    """A .safetensors file begins with the length of its header; 15,392 is a blank and a "<"."""
+    value = {"a": torch.zeros(2)}
+    for name, metadata in (("long", {"x": "y" * 20000}), ("model-00001-of-00001", {})):
+        save_file(value, tmp_path / f"{name}.safetensors", metadata)
+    length = int.from_bytes((tmp_path / "long.safetensors").read_bytes()[:8], "little")
+    path = tmp_path / "page.safetensors"
+    save_file(value, path, {"x": "y" * (20000 - length + 15392)})
+    assert path.read_bytes()[:2] == b" <"
+    for file in (path, tmp_path / "model-00001-of-00001.safetensors"):  # one shard of one is the whole
+        assert read_file(file)["state_dict"].keys() == {"a"}
+
+
 def test_an_archive_that_unpacks_to_more_is_refused_by_its_directory(tmp_path, monkeypatch):
     torch.save({"a": torch.zeros(2**20)}, tmp_path / "plain.pth")
     with (

@@ -226,6 +226,21 @@ def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):
         load_checkpoint(checkpoint("vit_tiny_patch16_224", lambda stored: put(stored, float("nan")), model_args=how))
 
 
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_mixed_224"])
+def test_a_model_of_timm_keeps_its_own_names(checkpoint, name):
+    """Names that vitrel has otherwise: SwiGLU's halves, q, k and v apart, frequencies of all blocks in one tensor."""
+    torch.manual_seed(1)
+    model = timm.create_model(name, num_classes=3, img_size=(32, 48), depth=1)
+
+    def put(stored):
+        stored["state_dict"] = {f"model.{key}": value for key, value in model.state_dict().items()}
+
+    trained = load_checkpoint(checkpoint(name, put, model_args=dict(depth=1)))
+    assert {key: value.tolist() for key, value in trained.model.state_dict().items()} == {
+        key: value.tolist() for key, value in model.state_dict().items()
+    }
+
+
 SMALL = dict(embed_dim=48, depth=1, num_heads=3, img_size=32, patch_size=8)  # of timm's ViT, to be quick
 
 

@@ -134,7 +134,7 @@ def timm_model(name: str, checkpoint_path: str | Path, native: bool = False, **a
     with on_meta():
         probe: Any = create_sized(name, size, **arguments)
         if (native or size is None) and "window_size" not in arguments and _converts(probe):
-            size = _trained_size(state, timm.create_model(name, **arguments), size)
+            size = _trained_size(state, probe if size is None else timm.create_model(name, **arguments), size)
     cfg, conv = probe.pretrained_cfg, probe.pretrained_cfg["first_conv"]
     channels = cfg["input_size"][0]
     if isinstance(conv, str) and f"{conv}.weight" in state:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrel.models.backbone import backbone_of
 from vitrel.position import PositionEncoding
 
 _BUFFERS = re.compile(r"(.*\.)?(relative_position_index|relative_coords_table|attn_mask|attn\.k_bias|rope\.(?!freqs$).*)")
@@ -40,13 +41,15 @@ def to_vitrel(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | N
 
     Args:
         state: the tensors by name.
-        model: the vitrel model for which they are.
+        model: for which they are; to a timm model they are returned as they are.
         rotation: layout of the rotary channels; None: unknown, vitrel's unless the names are those of timm's rotary models.
 
     Raises:
         ValueError: `rotation` is None, and the names are those of timm's rotary models; two tensors get one name; q, k or v is
             missing.
     """
+    if backbone_of(model) is None:
+        return dict(state)  # a timm model, whose own names these are
     own = model.state_dict()
     rotates = any(isinstance(part, PositionEncoding) and part.rotates for part in model.modules())
     of_eva = [name for name in state if name not in own and _OF_EVA.fullmatch(name)]

@@ -62,7 +62,7 @@ def read_file(path: str | Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
     about = f"{path} ({path.stat().st_size:,} bytes)"
-    if shard := _SHARD.fullmatch(path.stem):
+    if (shard := _SHARD.fullmatch(path.stem)) and int(shard[3]) > 1:
         raise ValueError(
             f"{about} is shard {int(shard[2])} of {int(shard[3])}: join the tensors of all {shard[1]}-... in one state dict, "
             "and save that"
@@ -70,7 +70,7 @@ def read_file(path: str | Path) -> Any:
     with path.open("rb") as file:
         begin = file.read(24)
     for first, what, remedy in _OTHERS:
-        if begin.lstrip().startswith(first):
+        if b"\0" not in begin and begin.lstrip().startswith(first):  # the length of a .safetensors header has zeros
             raise ValueError(f"{about} is {what}, not weights: {remedy}")
     try:
         return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
