@@ -112,6 +112,14 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """Return what cuobjdump says of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([COMPILER / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
+
+
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Compiled]]:
     """Compile kernels for a compute capability (90 is sm_90) where they are launched, and run none; yields those compiled."""
@@ -122,12 +130,7 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            usage = subprocess.run(
-                [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-            ).stdout
+        usage = cuobjdump(kernel.asm["cubin"], "--dump-resource-usage")
         registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
         sizes = kernel.metadata.num_warps, registers, stack, kernel.metadata.shared
         found.append(Compiled(self.__name__, *sizes, dict(kernel.asm)))

@@ -129,7 +129,7 @@ def scale_table(rows: list[Row]) -> list[str]:
             own = modes.get(mode, [])
             for count in tokens:
                 row = next((row for row in own if row["tokens"] == count), None)
-                missing = "failed" if failed.get(name) in (f"{mode}, {count} tokens",) else ""
+                missing = "failed" if failed.get(name) == f"{mode}, {count} tokens" else ""
                 cells.append(f"{three(row['call_ms'])}, {three(call_mb(row))}" if row else missing)
             powers = [growth(own, value) for value in (lambda row: row["call_ms"], call_mb)]
             cells.append(", ".join("" if power is None else f"{power:.2f}" for power in powers))

@@ -222,9 +222,14 @@ def table(setting: Setting) -> tuple[list[str], bool]:
     return [*times(rows), "", *attention_table(rows), "", *goals_table(rows), "", *lines], bool(bad)
 
 
+def _speed(rows: list[Row]) -> float | None:
+    """Return the terabytes/s of a copy, if it was measured."""
+    return next((row["terabytes_s"] for row in reversed(rows) if row["kind"] == "copy"), None)
+
+
 def attention_table(rows: list[Row]) -> list[str]:
     """Return the table of attention alone: microseconds of kernels and of the host, megabytes."""
-    speed = next((row["terabytes_s"] for row in reversed(rows) if row["kind"] == "copy"), None)
+    speed = _speed(rows)
     names = ("triton", "augmented_qk", "sdpa", attention.FLOOR)
     body = []
     for (case, mode), of in by_case(rows, "attention").items():
@@ -240,26 +245,27 @@ def attention_table(rows: list[Row]) -> list[str]:
 
 def goals_table(rows: list[Row]) -> list[str]:
     """Return the table of the goals."""
-    found = {(row["case"], row["mode"], row["contender"]): row for row in rows if row["kind"] == "time"}
+    found = by_case(rows)
     body = []
     for case, mode, fast, slow, least in GOALS:
-        pair = [found.get((case, mode, name)) for name in (slow, fast)]
+        pair = [found.get((case, mode), {}).get(name) for name in (slow, fast)]
         over = ratio(pair[0], pair[1]) if pair[0] and pair[1] else None
         met = verdict(over and over.middle, least)
         body.append((f"{case}, {mode}: {fast} over {slow}", f"{least:.2f}", str(over or ""), met))
-    us = {(row["case"], row["mode"], row["contender"]): row for row in rows if row["kind"] == "attention"}
-    return markdown(("goal", "at least", "measured", ""), "|---|---:|---|---|", [*body, *_kernel_goals(us, rows)])
+    return markdown(("goal", "at least", "measured", ""), "|---|---:|---|---|", [*body, *_kernel_goals(rows)])
 
 
-def _kernel_goals(us: dict[tuple[str, str, str], Row], rows: list[Row]) -> list[tuple[str, ...]]:
+def _kernel_goals(rows: list[Row]) -> list[tuple[str, ...]]:
     """Return the rows of the goals of attention alone: at most so many times its bytes, or flash attention without position."""
-    speed = next((row["terabytes_s"] for row in reversed(rows) if row["kind"] == "copy"), None)
+    speed = _speed(rows)
+    us = by_case(rows, "attention")
     windows, square = attention.SHAPES[0].name, attention.SHAPES[1].name
-    found = us.get((windows, "training", "triton"))
+    found = us.get((windows, "training"), {}).get("triton")
     times = found["gpu_us"] / (found["moved_bytes"] / speed / 1e6) if found and speed else None
     goals = [(f"{windows}, training, over its bytes", times, 2.5)]
     for mode in attention.MODES:
-        ours, floor = us.get((square, mode, "triton")), us.get((square, mode, attention.FLOOR))
+        of = us.get((square, mode), {})
+        ours, floor = of.get("triton"), of.get(attention.FLOOR)
         times = ours["gpu_us"] / floor["gpu_us"] if ours and floor else None
         goals.append((f"{square}, {mode}, over {attention.FLOOR}", times, 1.5))
     return [

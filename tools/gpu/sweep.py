@@ -7,8 +7,6 @@ names the fastest of each kernel, as the row that it would be in vitrel.ops.back
 import itertools
 import os
 import re
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tools.benchmark.kernels import COMPILER, Compiled, compiling
+from tools.benchmark.kernels import Compiled, compiling, cuobjdump
 from tools.benchmark.tables import markdown
 from tools.gpu import attention
 from tools.gpu.attention import Shape, everywhere, windows
@@ -77,10 +75,7 @@ def using(kernel: str, tile: Tile) -> Iterator[None]:
 
 def loop_instructions(cubin: bytes) -> int:
     """Return the instructions of the longest loop of a kernel that contains no other loop; 0: there is no loop."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        code = subprocess.run([COMPILER / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    code = cuobjdump(cubin, "-sass")
     branches = re.findall(r"/\*([0-9a-f]{4,})\*/\s.*\bBRA(?:\.U)?\s.*?(0x[0-9a-f]+)", code)
     loops = [(int(to, 16), int(at, 16)) for at, to in branches if int(to, 16) < int(at, 16)]  # (first, last) address
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]

@@ -61,9 +61,8 @@ class MaskSet(ImageSet):
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Return (image of mode RGB, classes uint8 [h, w]); `BadImage` if either cannot be decoded."""
-        image, mask = self.samples[index]
-        picture = super().read(index)[0]
-        return picture, _values(self.reader, image, mask, self.reading.max_pixels).astype(np.uint8)
+        picture, mask = super().read(index)
+        return picture, _values(self.reader, self.samples[index][0], mask, self.reading.max_pixels).astype(np.uint8)
 
     def finish(self, picture: Picture, target: np.ndarray, draw: Draw) -> tuple[Tensor, Tensor]:
         """Return the item of a decoded image and its mask: augmented alike, or the image prepared and the mask as it is."""
@@ -117,14 +116,14 @@ def _fault(reader: Reader, image: Any, mask: Any, max_pixels: int) -> tuple[str,
     present, classes = np.zeros(256, bool), len(reader.classes)
     try:
         values = _values(reader, image, mask, max_pixels)
-        stored, size = (image_size(reader.encoded(image), max_pixels, upright=upright) for upright in (False, True))
+        size = image_size(reader.encoded(image), max_pixels, upright=True)
     except BadImage:
         return "", "", present
     except ValueError as error:
         return "no mask of one channel (a gray or palette PNG)", f" ({error})", present
     if values.shape != size:
         sizes = "{}x{} and {}x{} pixels".format(*values.shape, *size)
-        if values.shape == stored:
+        if values.shape == image_size(reader.encoded(image), max_pixels):
             sizes += ": the image is turned by its EXIF orientation, as viewers do, and the mask is not"
         return "a mask of another size, and nothing is resampled: make both the same size", f" ({sizes})", present
     there = np.bincount(values.ravel()).nonzero()[0]  # faster than unique

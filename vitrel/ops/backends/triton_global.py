@@ -49,8 +49,8 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_tiles
-from vitrel.ops.backends.triton_tiles import Tile, global_tile, table_tile
-from vitrel.ops.backends.triton_window import LOG2_E
+from vitrel.ops.backends.triton_tiles import Tile, global_tile, padded_tokens, table_tile
+from vitrel.ops.backends.triton_window import LOG2_E, ceil_div
 
 WIDTHS = (16, 32, 64, 128)  # head widths D
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -123,7 +123,7 @@ def biased_forward(
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     block_m, block_n, *_ = tile = _tile_for("forward", q, aligned)
     with torch.cuda.device_of(q):
-        _forward[(triton.cdiv(queries, block_m) * batch * heads,)](
+        _forward[(ceil_div(queries, block_m) * batch * heads,)](
             (_strided(q), _strided(k), _strided(v)),
             _strided(out),
             lse,
@@ -180,12 +180,12 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
     """
     rows = max(1, lanes // grid.w)
     if not aligned and not _whole_rows(grid.h, grid.w, lanes):
-        return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h * grid.w, lanes), 1)
-    return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h, rows), triton.cdiv(grid.w, lanes))
+        return _Sizes(heads, *grid, queries, rows, ceil_div(grid.h * grid.w, lanes), 1)
+    return _Sizes(heads, *grid, queries, rows, ceil_div(grid.h, rows), ceil_div(grid.w, lanes))
 
 
 def _constants(grid: Grid, x: Tensor, tile: Tile) -> dict[str, int]:
-    """Return the compile-time arguments of the kernels for queries like x, except PACKED."""
+    """Return the compile-time arguments of the kernels for queries like x, except ROW, QUERY_ROW and PACKED."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     constants = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], **dict(zip(names, tile[:4], strict=True))}
     if x.dtype == torch.float32 and not torch.version.hip:
@@ -219,7 +219,7 @@ def _row_lanes(columns: int, lanes: int) -> int:
         lanes: keys of a tile.
     """
     rows = lanes // columns
-    return max(16, triton.next_power_of_2(rows)) if rows > 1 else 0
+    return padded_tokens(rows) if rows > 1 else 0
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -542,7 +542,7 @@ def _query_gradients(
     programs = batch * tiles  # of a head
     dq, drow, parts = _like_tokens(q), None, None
     if bias_grad:  # a program sums the gradient of a table over its tiles; all sums have no more elements than q
-        programs = min(programs, triton.cdiv(TABLES, heads), max(1, batch * queries * width // grid.classes()))
+        programs = min(programs, ceil_div(TABLES, heads), max(1, batch * queries * width // grid.classes()))
         parts = torch.zeros((heads, programs, grid.classes()), dtype=torch.float32, device=q.device)
     if row is not None:
         drow = row.new_empty((keys.chunks, *row.shape), dtype=torch.float32)

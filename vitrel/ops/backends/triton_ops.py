@@ -78,10 +78,9 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out, lse = triton_window.window_forward(*inputs)
-        *ctx.sizes, _ = inputs[4:]
-        ctx.save_for_backward(*inputs[:4], *((out, lse) if triton_window.saves_lse(inputs[4]) else (None, None)))
-        return out
+        output = triton_window.window_forward(*inputs)
+        _setup_window_context(ctx, inputs, output)
+        return output[0]
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,7 @@
 """Tiles of the Triton kernels: the work of one program, its warps and pipeline stages, by kernel and architecture.
 
-The rows of HALF are for half precision and the shapes that matter most, and are chosen by `python -m tools.gpu sweep`, which
-times variants on a GPU. Tiles of other calls are those that compile without spilling registers (tools.benchmark.kernels).
+The rows of HALF are for half precision and the shapes that matter most; `python -m tools.gpu sweep` times
+variants of them on a GPU. Tiles of other calls are those that compile without spilling registers (tools.benchmark.kernels).
 """
 
 import functools
@@ -116,4 +116,4 @@ def table_tile(tile: Tile, columns: int, arch: int) -> Tile:
 
 def padded_tokens(tokens: int) -> int:
     """Return the number of lanes for the tokens of a window: a power of two of at least 16, as matrix products need."""
-    return max(16, 1 << (tokens - 1).bit_length())  # triton.next_power_of_2 takes 10 us
+    return max(16, 1 << (tokens - 1).bit_length())  # triton.next_power_of_2 takes microseconds

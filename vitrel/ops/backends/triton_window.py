@@ -223,7 +223,7 @@ def window_count(qkv: Tensor, window: tuple[int, int]) -> int:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up; triton.cdiv takes 10 us for it, since kernels call it as well."""
+    """Return a / b, rounded up; triton.cdiv takes microseconds for it, since kernels call it as well."""
     return -(-a // b)
 
 
