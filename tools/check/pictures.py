@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 from conformance import faults  # noqa: E402
 
-from vitrel.conformance.measure import _pairs  # noqa: E402
+from vitrel.conformance.measure import as_pairs  # noqa: E402
 from vitrel.conformance.survey import Survey, survey  # noqa: E402
 
 OUT = ROOT / "docs" / "images" / "check"
@@ -115,7 +115,7 @@ def nearness(found: Survey, fault: faults.Fault) -> Tensor:
     if windows:
         weights = one.visible[which, slot].float()
     else:
-        turns = [_pairs(part, "half") for part in (one.query[:, 0], one.key[:, 0])]  # complex [B, H, N, P]
+        turns = [as_pairs(part, "half") for part in (one.query[:, 0], one.key[:, 0])]  # complex [B, H, N, P]
         plain = [turn[:, :, 1:2] for turn in turns]  # the first patch, whose angle is 0
         query, key = (turn * at_zero.conj() / at_zero.abs().square() for turn, at_zero in zip(turns, plain, strict=True))
         logits = (query[:, :, slot, None] * key.conj()).real.sum(-1) + one.logits[:, 0, :, slot]

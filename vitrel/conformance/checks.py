@@ -1,5 +1,6 @@
 """The checks that read surveys of a model at several sizes; each yields findings, or raises why it is not applicable."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from vitrel.conformance.measure import (
 from vitrel.conformance.report import Finding
 from vitrel.conformance.subject import Subject
 from vitrel.conformance.survey import Located, Survey, survey
+from vitrel.inspect.any_model import shared_offsets
 
 ANGLE = 2 * SAME  # radians between two measured angles
 
@@ -44,10 +46,12 @@ class Examined:
     rotations: dict[tuple[Size, int], Rotation | None] = field(default_factory=dict)
     biases: dict[tuple[Size, int], Bias | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.embeddings: list[Derived] = derived(self.surveys, self.subject.native(), self.subject.model)
+    @functools.cached_property
+    def embeddings(self) -> list[Derived]:
+        """Every embedding at every size, with how it follows from its master."""
+        return derived(self.surveys, self.subject.native(), self.subject.model)
 
-    @property
+    @functools.cached_property
     def one_module(self) -> bool:
         """Whether the same module takes both sizes."""
         return len(self.sizes) > 1 and all(self.subject.takes_as_it_is(size) for size in self.sizes[:2])
@@ -248,21 +252,13 @@ def exchange(examined: Examined) -> Iterator[Finding]:
         fixed = rows and other_rows and max(rows.content, other_rows.content) <= SAME
         if fixed and min(one.windows, other.windows) > 1 and all(slots) and slots[0][0] == slots[1][0]:
             seen = True
-            tables = _common(rows.by_offset, other_rows.by_offset)
+            tables = shared_offsets(rows.by_offset[..., None], other_rows.by_offset[..., None])
             worst = float((tables[0] - tables[1]).abs().nan_to_num(0).max()) / rows.range
             if worst > SAME:
                 text = f"the bias at one offset differs by {100 * worst:.0f}% of the range"
                 yield Finding("exchange", one.where, "a window of one size has the same bias on both grids", text, where)
     if not seen:
         raise examined.not_applicable("no fixed frequencies, and no window of the same size on both grids")
-
-
-def _common(*tables: Tensor) -> list[Tensor]:
-    found = list(tables)
-    for axis in (1, 2):
-        n = min(table.shape[axis] for table in found)
-        found = [table.narrow(axis, (table.shape[axis] - n) // 2, n) for table in found]
-    return found
 
 
 def _learned(examined: Examined) -> list[Derived]:

@@ -104,7 +104,7 @@ def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tu
         if float(ratio) < SAME:
             return "rope over the number of the token", details
         return "rope_mixed", details | {"heads": "one for all" if bool((steps == steps[:1]).all()) else "each its own"}
-    axes = ["y" if bool((down[0, i : i + 1].abs() > _FLAT).any()) else "x" for i in range(down.shape[1]) if bool(active[0, i])]
+    axes = ["y" if bool(down[0, i].abs() > _FLAT) else "x" for i in range(down.shape[1]) if bool(active[0, i])]
     details["first"] = axes[0]
     unit = _unit(turn, [other for other in others if other is not None])
     base = frequency_base(down[0] if axes[0] == "y" else right[0])
@@ -174,18 +174,15 @@ def _of_distance(table: Tensor) -> str:
         fit = torch.linalg.lstsq(columns, table[:, seen].T).solution
         if float((columns @ fit - table[:, seen].T).abs().max()) < SAME * float(scale):
             return f"alibi ({name})" if float(fit[0].max()) <= 0 else f"bias linear in the distance ({name}), growing"
-    for _, distance in zip(range(1), distances.values(), strict=False):
-        at, worst = distance[seen], 0.0
-        for head in table[:, seen]:
-            errors = []
-            for b in torch.logspace(-3, 3, 241, dtype=torch.float64):
-                columns = torch.stack((torch.log1p(b * at), torch.ones_like(at)), -1)
-                errors.append(
-                    float((columns @ torch.linalg.lstsq(columns, head[:, None]).solution - head[:, None]).abs().max())
-                )
-            worst = max(worst, min(errors))
-        if worst < 0.01 * float(scale):
-            return "log_decay"
+    at, worst = distances["euclidean"][seen], 0.0
+    for head in table[:, seen]:
+        errors = []
+        for b in torch.logspace(-3, 3, 241, dtype=torch.float64):
+            columns = torch.stack((torch.log1p(b * at), torch.ones_like(at)), -1)
+            errors.append(float((columns @ torch.linalg.lstsq(columns, head[:, None]).solution - head[:, None]).abs().max()))
+        worst = max(worst, min(errors))
+    if worst < 0.01 * float(scale):
+        return "log_decay"
     return ""
 
 

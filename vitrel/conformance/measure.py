@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vitrel.common.sizes import Size
 from vitrel.conformance.survey import Located
+from vitrel.inspect.any_model import line_length
 
 SAME = 1e-3  # radians, or share of the largest bias: float32 leaves 1e-5 of angles up to 100, and of biases
 PAIRS = {"half": "channels p and p + D/2", "interleaved": "channels 2p and 2p + 1", "quarter": "channels p and p + D/4"}
@@ -68,7 +69,7 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
     """Steps [H, 2, P] of the queries of an attention by pairs that are known, of a model in low precision."""
-    turned = as_pairs(maps(found, found.query.float()), pairs)
+    turned = as_pairs(maps(found, found.query), pairs)
     return torch.stack([phase_step(turned, axis)[0] for axis in (2, 3)], 1)
 
 
@@ -136,12 +137,8 @@ def window_slots(found: Located) -> tuple[Size, Tensor] | None:
 
 def _columns(found: Located) -> int:
     """Slots in a column of a window whose slots follow each other column by column; 0 if they do not."""
-    row = found.tokens[int((found.tokens >= 0).sum(1).argmax())]  # the fullest window
-    real = (row >= 0).nonzero().flatten()
-    x = row[real] % found.grid[1]
-    other = (x != x[0]).nonzero().flatten()
-    height = int(real[other[0]] - real[0]) if len(other) else 0
-    return height if height > 1 and len(row) % height == 0 else 0
+    height = line_length(found.tokens, lambda token: token % found.grid[1])
+    return height if height > 1 and found.tokens.shape[1] % height == 0 else 0
 
 
 def by_columns(found: Located) -> bool:
@@ -167,7 +164,8 @@ def as_pairs(values: Tensor, pattern: str) -> Tensor:
     if pattern == "interleaved":
         return torch.view_as_complex(values.unflatten(-1, (-1, 2)).contiguous())
     if pattern == "quarter":
-        values = torch.cat([part for part in values.chunk(4, -1)][::2] + [part for part in values.chunk(4, -1)][1::2], -1)
+        parts = values.chunk(4, -1)
+        values = torch.cat(parts[::2] + parts[1::2], -1)
     a, b = values.chunk(2, -1)
     return torch.complex(a.contiguous(), b.contiguous())
 
@@ -183,9 +181,8 @@ def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Mean angle [H, P] between neighbors along an axis of [B, H, h, w, P], and the largest deviation from it."""
     n = turn.shape[axis]
     if n < 2:
-        return torch.full((2,), math.nan).new_full(turn.shape[1:2] + turn.shape[-1:], math.nan), torch.zeros(
-            turn.shape[1:2] + turn.shape[-1:]
-        )
+        shape = turn.shape[1:2] + turn.shape[-1:]
+        return torch.full(shape, math.nan), torch.zeros(shape)
     both = (turn.narrow(axis, 1, n - 1) * turn.narrow(axis, 0, n - 1).conj()).sum(0)  # [H, ., ., P]
     both = both / both.abs().clamp(min=1e-30)
     mean = both.mean((1, 2))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrel.common.sizes import format_size
 from vitrel.conformance.checks import ANGLE, Examined, NotApplicableError
@@ -27,8 +27,8 @@ def like(examined: Examined) -> Iterator[Finding]:
         yield Finding("like", examined.subject.name, "as many layers", text, where)
         return
     for (_, one, turn, rows), (_, reference, other_turn, other_rows) in zip(ours, theirs, strict=True):
-        kinds = [named_bias(r, e.subject.model)[0] if r else "" for r, e in ((rows, examined), (other_rows, other))]
-        texts = _rotation(turn, other_turn), _bias(rows, other_rows, kinds), _window(one, reference)
+        models = examined.subject.model, other.subject.model
+        texts = _rotation(turn, other_turn), _bias(rows, other_rows, models), _window(one, reference)
         about = f"{where}, {format_size(one.grid)} tokens"
         yield from (Finding("like", one.where, "as in the reference", text, about) for text in texts if text)
     yield from _embeddings(examined, other)
@@ -65,14 +65,15 @@ def _rotation(one: Rotation | None, other: Rotation | None) -> str:
     return f"angles differ by up to {apart(one.steps, other.steps):.2g} radians"
 
 
-def _bias(one: Bias | None, other: Bias | None, kinds: list[str]) -> str:
-    """How biases differ; "" if they do not. Of biases that depend on content only the names in `kinds` are compared."""
+def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Module]) -> str:
+    """How biases differ; "" if they do not. Of biases that depend on content only the names are compared."""
     if one is None or other is None:
         return "" if one is other else f"bias: {'missing' if one is None else 'not in the reference'}"
     a, b = one.by_offset, other.by_offset
     if a.shape != b.shape:
         return f"bias: {tuple(a.shape)} heads and offsets, not {tuple(b.shape)}"
     if one.content > SAME or other.content > SAME:
+        kinds = [named_bias(rows, model)[0] for rows, model in zip((one, other), models, strict=True)]
         return f"bias: {kinds[0]}, not {kinds[1]}" if kinds[0] != kinds[1] else ""
 
     def equal(x: Tensor) -> bool:

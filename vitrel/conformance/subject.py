@@ -3,7 +3,6 @@
 import copy
 import functools
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size, format_size
-from vitrel.inspect.any_model import model_at_size, trained_size
+from vitrel.inspect.any_model import channels_of, image_options, model_at_size, model_name, reason, trained_size
 from vitrel.inspect.recorder import first_tensor
 
 REFUSALS = (AssertionError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -24,8 +23,7 @@ _UNITS = (16, 14, 8, 32)  # pixels tried as the side of a patch where the model 
 class Subject:
     """A copy of a model in float32 on the CPU, in evaluation mode, whose tables of zeros are filled with noise.
 
-    Position cannot be seen in tables that were initialized with zeros (BEiT, SAM); the noise has a fixed seed. `filled` counts
-    them.
+    Position cannot be seen in tables that were initialized with zeros (BEiT, SAM); the noise has a fixed seed.
     """
 
     def __init__(self, model: nn.Module, name: str = ""):
@@ -33,15 +31,13 @@ class Subject:
         if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
             raise ValueError("the model is on the meta device and has no values to examine: load its weights first")
         self.model = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
-        self.name = name or _name(model)
-        self.filled = 0
+        self.name = name or model_name(model)
         generator = torch.Generator().manual_seed(0)
         for value in self.model.parameters():
             if value.dim() > 1 and value.is_floating_point() and not value.any():
                 value.copy_(0.02 * torch.randn(value.shape, generator=generator))
-                self.filled += 1
-        self.channels = _channels(self.model)
-        self.extra = _extra(self.model)
+        self.channels = channels_of(self.model)
+        self.extra = image_options(self.model)
 
     def at(self, size: Size) -> nn.Module:
         """A copy of the model that ran nothing before, for images of `size`.
@@ -140,7 +136,7 @@ def _refusal(run: Callable[[], Any]) -> str:
 
 def one_line(error: BaseException) -> str:
     """The first line of an error, at most 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+    return reason(error)[:200]
 
 
 def sizes_of(subject: Subject) -> tuple[Size, Size]:
@@ -149,28 +145,11 @@ def sizes_of(subject: Subject) -> tuple[Size, Size]:
     With six patches the largest rotation between neighbors of a normalized encoding is below pi (DINOv3: 4 pi / 6), so that it
     has one meaning. ValueError if the model takes no such images, with its reason.
     """
-    unit, reason = subject.unit(), ""
+    unit, refusal = subject.unit(), ""
     for side in dict.fromkeys((unit, *_UNITS)):
         first = (6 * side, 8 * side)
         error = subject.takes(first)
         if not error and not subject.takes(first[::-1]):
             return first, first[::-1]
-        reason = reason or error or subject.takes(first[::-1])
-    raise ValueError(f"the model takes no image of {format_size((6 * unit, 8 * unit))} pixels: {reason}")
-
-
-def _name(model: nn.Module) -> str:
-    cfg = getattr(model, "pretrained_cfg", None)
-    found = cfg.get("architecture") if isinstance(cfg, dict) else getattr(cfg, "architecture", None)
-    return found or type(model).__name__
-
-
-def _channels(model: nn.Module) -> int:
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    return getattr(getattr(model, "config", None), "num_channels", None) or (first.in_channels if first is not None else 3)
-
-
-def _extra(model: nn.Module) -> dict[str, Any]:
-    """Arguments with which models of transformers take images of any size."""
-    names = inspect.signature(model.forward).parameters
-    return {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
+        refusal = refusal or error or subject.takes(first[::-1])
+    raise ValueError(f"the model takes no image of {format_size((6 * unit, 8 * unit))} pixels: {refusal}")

@@ -27,7 +27,6 @@ class Located:
     """One attention at one image size, with the position of its tokens."""
 
     where: str  # path of the module
-    number: int  # of the attention in the forward pass
     grid: Size  # tokens (h, w) of the image here
     tokens: Tensor  # [W, N] index (row-major) of the token in each slot of a window; -1 for prefix tokens and padding
     window: Size | None  # shape of a window's slots, which follow each other row by row; the grid where attention is global
@@ -54,11 +53,6 @@ class Located:
         """[W, N, N] bool: pairs that no head hides."""
         logits = self.logits[0].amax(1)  # [W, N, N]
         return logits >= logits.amax(-1, keepdim=True) + HIDDEN
-
-    @property
-    def bias(self) -> Tensor:
-        """[B, W, H, N, N] logits, 0 where a mask hides the pair."""
-        return torch.where(self.visible[None, :, None], self.logits, 0.0)
 
 
 class Embedding(NamedTuple):
@@ -163,7 +157,7 @@ def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention
     logits, query, key = (shaped([torch.cat([getattr(one[n], name) for n in group]) for one in fixed]) for name in names)
     before = unrotated(0), unrotated(1)
     grid, full = call.grid[:2], len(tokens) == 1 and int((tokens >= 0).sum()) + call.grid.prefix == tokens.shape[1]
-    about = first.where, group[0], grid, tokens, grid if full else call.window, call.heads, call.grid.prefix
+    about = first.where, grid, tokens, grid if full else call.window, call.heads, call.grid.prefix
     return Located(*about, logits, query, key, before)
 
 

@@ -67,7 +67,6 @@ class Call(NamedTuple):
     visible: Tensor | None = None  # [W, H or 1, N, N] bool: pairs that nothing hides, padding included; None: all
     bias: Tensor | None = None  # [2h-1, 2w-1, H] added to logits by offset in the window or grid, NaN where masked; None: none
     rotation: tuple[Tensor, ...] = ()  # cosines and sines by which queries and keys are multiplied
-    parameters: frozenset[str] = frozenset()  # names of those that enter between the linear layers and the softmax
     heads_first: bool = False  # in the leading dimensions of its product, heads are slower than windows
     square: bool = True  # keys are the tokens of the queries, not pooled ones
 
@@ -162,10 +161,15 @@ def channels_of(model: nn.Module) -> int:
     return config or getattr(model, "in_chans", None) or (3 if first is None else first.in_channels)
 
 
+def image_options(model: nn.Module) -> dict[str, Any]:
+    """Arguments with which models of transformers take images of any size."""
+    names = inspect.signature(model.forward).parameters
+    return {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
+
+
 def on_images(model: nn.Module) -> Callable[[Tensor], Any]:
     """A function that runs the model on images of any size that it takes; transformers' models are told to interpolate."""
-    names = inspect.signature(model.forward).parameters
-    extra = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
+    extra = image_options(model)
     return lambda images: model(images, **extra)
 
 
@@ -216,7 +220,7 @@ def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> 
 
 def located(found: Seen, size: Size, model: nn.Module) -> Call:
     """The grid, windows and slots of an attention, by the pixels at which the patches of its queries begin."""
-    unknown = Call(found.where, None, len(found.logits), rotation=found.rotation, parameters=found.entered)
+    unknown = Call(found.where, None, len(found.logits), rotation=found.rotation)
     if found.places is None or found.places[0].shape[-1] < 2:
         return unknown
     place = found.places[0]  # [L, N]
@@ -258,7 +262,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
         shift, strided = _shift_and_stride(tokens, grid, window)
     table = None if bias is None or strided else _by_offset(bias, visible, window or grid[:2], prefix)
     call = Call(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, table)
-    return call._replace(rotation=found.rotation, parameters=found.entered, heads_first=heads_first, square=same)
+    return call._replace(rotation=found.rotation, heads_first=heads_first, square=same)
 
 
 def _by_offset(bias: Tensor, visible: Tensor | None, shape: Size, prefix: int) -> Tensor | None:
@@ -293,15 +297,20 @@ def _without_copies(tokens: Tensor) -> Tensor:
     return flat.masked_fill(first[flat.clamp(min=0)] != slots, -1).view_as(tokens)
 
 
+def line_length(tokens: Tensor, line: Callable[[Tensor], Tensor]) -> int:
+    """Slots of the fullest window [W, N] up to its first token in another line (row or column); 0: all are in one."""
+    row = tokens[int((tokens >= 0).sum(1).argmax())]
+    real = (row >= 0).nonzero().flatten()
+    at = line(row[real])
+    other = (at != at[0]).nonzero().flatten()
+    return int(real[other[0]] - real[0]) if len(other) else 0
+
+
 def _window(tokens: Tensor, grid: Grid) -> Size | None:
     """Shape of windows whose slots follow each other row by row; None where they do not."""
     n = tokens.shape[1]
-    row = tokens[int((tokens >= 0).sum(1).argmax())]  # the fullest window
-    real = (row >= 0).nonzero().flatten()
-    y = row[real] // grid.w
-    other = (y != y[0]).nonzero().flatten()
-    width = int(real[other[0]] - real[0]) if len(other) else n
-    return (n // width, width) if width and n % width == 0 else None
+    width = line_length(tokens, lambda token: token // grid.w) or n
+    return (n // width, width) if n % width == 0 else None
 
 
 def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, bool]:
@@ -358,7 +367,7 @@ def _brought(model: nn.Module, size: Size, share_weights: bool) -> tuple[nn.Modu
     try:
         changed.set_input_size(img_size=size)
     except REFUSALS as error:
-        raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {_reason(error)}") from error
+        raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
     if _differs(model, changed):
         return changed, None
     try:
@@ -438,7 +447,7 @@ def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
         hint = f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
     if not hasattr(model, "set_input_size") and trained_size(model) != size:
         hint += f"; try timm.create_model({model_name(model)!r}, img_size={size})"
-    return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {_reason(error)}{hint}")
+    return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{hint}")
 
 
 def _differs(a: nn.Module, b: nn.Module) -> bool:
@@ -450,7 +459,7 @@ def _differs(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 

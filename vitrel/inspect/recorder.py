@@ -17,7 +17,7 @@ interpolated embeddings) is computed, so a pass costs little at any size.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -109,7 +109,6 @@ class Pass:
     added: list[Added] = field(default_factory=list)
     softmaxes: int = 0  # of what depends on the image, attention or not
     resampled: dict[str, int] = field(default_factory=dict)  # {parameter's leaf name and policy: number of values interpolated}
-    output: Any = None
 
 
 class Replace(NamedTuple):
@@ -225,7 +224,7 @@ def run(
             stack.enter_context(context)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
-        mode.found.output = call(images)
+        call(images)
     return mode.found
 
 
@@ -345,7 +344,7 @@ class _Recorder(TorchDispatchMode):
         plain = bias = None
         factor = None if self.inside_own else self._factor(name, read)
         if not self.inside_own:
-            bias = self._bias(func, name, args, kwargs) if self._follows else None
+            bias = self._bias(func, name, args, kwargs, image) if self._follows else None
             plain = self._without_position(func, name, args, kwargs, image) if self._plain and factor is None else None
         out = func(*args, **kwargs)
         if self._plain and factor is not None:
@@ -439,9 +438,8 @@ class _Recorder(TorchDispatchMode):
             args = (args[0].clone(), *args[1:])
         return func(*tree_map(swap, args), **tree_map(swap, kwargs))
 
-    def _bias(self, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    def _bias(self, func: Any, name: str, args: tuple, kwargs: dict, image: list[Tensor]) -> Any:
         """What the output of an operator has of values that are added to a product; None for nothing."""
-        image = [value for value in _tensors((args, kwargs)) if value in self._trail]
         products = [product.both for value in image for product in self._trail[value].products]
         if name in _SOFTMAX or name in _PRODUCT or not any(products):
             return None
@@ -529,7 +527,7 @@ class _Recorder(TorchDispatchMode):
                 return self._moved(func, name, args, kwargs, made)
             if name in _LINEAR and name != "convolution":
                 left = args[-2] if args[-2] in self._trail else None
-                return [_nowhere(made[0]) if left is None else _fitted(self._row(left), made[0].shape)]
+                return [_nowhere(made[0]) if left is None else self._row(left).expand(made[0].shape)]
             if name in _PRODUCT:
                 return [self._product_place(args[-2], args[-1], made[0])]
             if "conv" in name or "pool" in name or "upsample" in name:
@@ -585,9 +583,9 @@ class _Recorder(TorchDispatchMode):
     def _product_place(self, left: Tensor, right: Tensor, made: Tensor) -> Tensor:
         row = self._rows(left)
         if row is not None:
-            return _fitted(row, made.shape)
+            return row.expand(made.shape)
         column = self._rows(right, columns=True)
-        return _nowhere(made) if column is None else _fitted(column.mT, made.shape)
+        return _nowhere(made) if column is None else column.mT.expand(made.shape)
 
     # Attention, embeddings and interpolation
 
@@ -734,10 +732,6 @@ def _compact(place: Tensor) -> Tensor:
         if place.stride(axis) and place.shape[axis] > 1 and bool((place == first).all()):
             place = first.expand(place.shape)
     return place
-
-
-def _fitted(row: Tensor, shape: Iterable[int]) -> Tensor:
-    return row.expand(tuple(shape))
 
 
 def _nearest(place: Tensor, shape: torch.Size) -> Tensor:
