@@ -5,7 +5,7 @@ import re
 import pytest
 
 from helpers import ROOT, each
-from tools.docs import encodings
+from tools.docs import encodings, reference
 from vitrel import POSITIONS
 from vitrel.cli import COMMANDS
 
@@ -43,7 +43,7 @@ def test_site_builds_with_search_and_generated_pages_and_needs_no_network(site):
     line = (site / "reference" / "command_line.html").read_text("utf-8")
     assert all(f"vitrel {name}" in line for name in COMMANDS)
     assert "absolute_to_relative" in (site / "reference" / "api.html").read_text("utf-8")
-    assert "retention" in (site / "reference" / "file_formats.html").read_text("utf-8")
+    assert "retention" in (site / "reference" / "files.html").read_text("utf-8")
     for path in site.rglob("*.html"):
         text = path.read_text("utf-8")
         loaded = re.findall(r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:[^"'\s>]+)""", text)
@@ -51,6 +51,10 @@ def test_site_builds_with_search_and_generated_pages_and_needs_no_network(site):
         assert not loaded, path
         for image in re.findall(r"<img[^>]*>", text):
             assert re.search(r'alt="[^"]{10,}"', image), f"{path}: {image}"
+
+
+def test_tables_of_the_page_on_files_are_up_to_date():
+    assert (text := reference.FILES_PAGE.read_text("utf-8")) == reference.files_page(text), "python -m tools.docs.reference"
 
 
 @each("page", PAGES)

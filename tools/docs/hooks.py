@@ -58,16 +58,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Insert generated parts, and redirect links to files outside docs/ to the pages made from them, or copies in the site."""
+    """Redirect links to files outside docs/ to the pages made from them, or copies in the site."""
 
     def redirected(link: re.Match) -> str:
         path, fragment = _outside(page.file.src_uri, link[1]), link[2] or ""
         place = _generated(path, fragment) or f"files/{path}{fragment}"
         return posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".") if path else link[0]
 
-    for mark, generate in reference.INSERTED.items():
-        if mark in markdown:
-            markdown = markdown.replace(mark, generate())
     return LINK.sub(redirected, markdown)
 
 

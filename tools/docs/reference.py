@@ -1,12 +1,20 @@
-"""Generate the reference pages: command line, configurations, columns of results.csv, API."""
+"""Generate the reference pages: command line, configurations, columns of results.csv, API.
+
+python -m tools.docs.reference    # writes the tables of docs/reference/files.md; mkdocs makes the others
+"""
 
 import importlib
 import os
+import re
 from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
+from vitrel.cli.options import packaged
+from vitrel.evaluate.folder import COLUMNS
+
 ROOT = Path(__file__).parents[2]
+FILES_PAGE = ROOT / "docs" / "reference" / "files.md"
 
 PACKAGES = (
     "vitrel.grid",
@@ -48,24 +56,29 @@ def command_line() -> str:
 
 
 def configurations() -> str:
-    """Return Markdown with the header of every configuration in the package."""
-    lines = []
-    for path in sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")):
-        header = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
-        lines += [f"### {path.relative_to(ROOT)}", "", "```text", *(line[1:].strip() for line in header), "```", ""]
-    return "\n".join(lines)
+    """Return a Markdown table of the packaged configurations, with each header's first sentence or command."""
+    rows = ["| name | for |", "|---|---|"]
+    for name, path in (packaged() | packaged("train")).items():
+        lines = path.read_text("utf-8").splitlines()
+        header = " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+        command = re.match(r"Command: +(.*?)(?=, | \(| [A-Z][a-z]+: )", header)
+        what = f"`{command[1]}`" if command else re.split(r"(?<=\.) (?=[A-Z])", header)[0]
+        rows.append(f"| [{name}](../../{path.resolve().relative_to(ROOT).as_posix()}) | {what} |")
+    return "\n".join(rows)
 
 
 def columns() -> str:
     """Return a Markdown table of the columns of results.csv and their content."""
-    from vitrel.evaluate.folder import COLUMNS
-
     lines = ["| column | holds |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', '/')} |" for name, what in COLUMNS.items())])
 
 
-# {mark in a page: function that generates its text}
-INSERTED = {"<!-- configurations -->": configurations, "<!-- columns -->": columns}
+def files_page(text: str) -> str:
+    """Return the text of docs/reference/files.md with its two generated tables made anew."""
+    for mark, generate in (("configurations", configurations), ("columns", columns)):
+        start, end = f"<!-- {mark} -->\n", f"\n<!-- /{mark} -->"
+        text = text.partition(start)[0] + start + generate() + end + text.partition(end)[2]
+    return text
 
 
 def api() -> str:
@@ -82,3 +95,7 @@ def api() -> str:
                 continue  # constants
             lines += [f"::: {name}.{public}", "    options:", "      heading_level: 3", ""]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    FILES_PAGE.write_text(files_page(FILES_PAGE.read_text("utf-8")), "utf-8")
