@@ -18,7 +18,7 @@ def test_numbers_in_comments():
 
 
 def test_every_encoding_is_in_the_table():
-    table = README.split("## Encodings")[1].split("## What is measured")[0]
+    table = README.split("## Encodings")[1].split("\n## ")[0]
     for key in vitrel.POSITIONS:
         assert f"`{key}`" in table, key
     assert f"{len(vitrel.POSITIONS) - 1} position encodings" in re.sub(r"\s+", " ", README)  # without `none`
