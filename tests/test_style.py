@@ -10,22 +10,20 @@ import vitrel
 from helpers import ROOT, each
 from helpers.sources import sources, trees
 
-CORE = ["geometry", "grid", "position", "ops", "layers", "models", "weights"]  # each may import those before it
+CORE = ["geometry", "grid", "position", "ops", "layers", "models"]  # each may import those before it
 SHARED = {"common"}  # all may import it
 ROOMS = {  # what else each room may import; all may import the core
     "any_size": set(),
-    "convert": {"any_size"},
+    "weights": {"any_size"},
     "inputs": set(),
-    "cpu": set(),
     "data": set(),
-    "export": {"any_size", "convert", "evaluate", "inspect"},
+    "export": {"any_size", "weights", "inspect"},
     "inspect": set(),
     "conformance": {"inspect"},
-    "tune": set(),
     "tasks": {"data"},
-    "train": {"data", "convert", "inspect", "tasks"},
-    "evaluate": {"data", "inspect", "convert", "tasks"},
-    "compare": {"data", "train", "evaluate", "tasks"},
+    "train": {"data", "weights", "inspect", "tasks"},
+    "evaluate": {"data", "inspect", "weights", "tasks"},
+    "compare": {"data", "weights", "train", "evaluate", "tasks"},
 }
 TOP = ("tools", "cli", "__main__", "__init__")  # may import everything
 

@@ -5,7 +5,6 @@ Importing it registers the models with timm: `import timm, vitrel; timm.create_m
 
 from vitrel import evaluate
 from vitrel.conformance import assert_position_conforms, check
-from vitrel.convert import from_timm, load, relativize, save
 from vitrel.grid import Grid
 from vitrel.inputs import tiled_features
 from vitrel.inspect.diagnose import diagnose
@@ -17,7 +16,7 @@ from vitrel.models.registry import register_position
 from vitrel.ops.reference import position_bias
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position, pad_prefix
 from vitrel.version import __version__
-from vitrel.weights.load import load_pretrained
+from vitrel.weights import from_timm, load, load_pretrained, relativize, save
 
 __all__ = [
     "POSITIONS",

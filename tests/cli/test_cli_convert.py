@@ -7,7 +7,7 @@ import torch
 import vitrel
 from helpers import command
 from helpers.pictures import write_classes
-from vitrel.weights.load import read_file
+from vitrel.weights.read import read_file
 
 tool = command("convert")
 SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_size=64)

@@ -10,7 +10,7 @@ import vitrel
 from helpers import command
 from vitrel.common.extras import EXTRAS
 from vitrel.export import check_sizes, export_model, write
-from vitrel.weights.load import read_file
+from vitrel.weights.read import read_file
 
 tool = command("export")
 CLASSES = ["left", "right", "above"]

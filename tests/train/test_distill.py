@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
-from vitrel.convert import drop_absolute
 from vitrel.train import Classifier, Optimization
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.tuning import Tuning
+from vitrel.weights import drop_absolute
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 

@@ -95,7 +95,7 @@ def test_a_timm_model_with_an_encoding_added(pretrained, absolute, tmp_path, cap
     trainer = fit(module)
     updates = trainer.global_step
     if absolute == "fade":
-        assert module.model.absolute_fade.fade_steps == updates // 2 and vitrel.convert.absolute_scale(module.model) == 0
+        assert module.model.absolute_fade.fade_steps == updates // 2 and vitrel.weights.absolute_scale(module.model) == 0
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     again = vitrel.load(tmp_path / "run.ckpt")
     assert torch.equal(again(x), module.model.eval()(x)) and again.arguments["drop_path_rate"] == 0.1

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vitrel import save
-from vitrel.weights.load import load_pretrained
+from vitrel.weights import load_pretrained
 from vitrel.weights.read import guarding, read_file, write_safetensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*", "ignore:.*TorchScript.*", "ignore:Detected pickle protocol")

@@ -14,7 +14,7 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 import vitrel
 from helpers import each
 from helpers.vit_peers import SCALED, SMALL, C, ours, perturb
-from vitrel.weights.load import plan_weights
+from vitrel.weights.plan import plan_weights
 
 AVG = dict(global_pool="avg")
 NO_CLASS = dict(class_token=False, global_pool="avg")

@@ -6,7 +6,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vitrel import save
-from vitrel.weights.load import load_pretrained, plan_weights, read_file
+from vitrel.weights.plan import load_pretrained, plan_weights
+from vitrel.weights.read import read_file
 from vitrel.weights.record import position_record
 
 

@@ -14,7 +14,7 @@ import vitrel
 from tools.benchmark.engine import Arguments, Case, Contender, Visit
 from tools.benchmark.worker import Repeats
 from vitrel.ops.why import use_backend
-from vitrel.weights.load import plan_weights
+from vitrel.weights.plan import plan_weights
 
 STD = 0.5  # of bias and query tables; with values near zero, wrong indices would not show
 _PART = 4 * 224 * 224  # pixels per pass of the definition, which holds all scores in float64

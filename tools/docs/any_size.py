@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from vitrel.any_size import ADAPTERS, adapter_of, any_size, takes
-from vitrel.convert.from_timm import from_timm
-from vitrel.convert.recognize import recognize
 from vitrel.export import export_model
 from vitrel.models.create import on_meta
+from vitrel.weights.from_timm import from_timm
+from vitrel.weights.recognize import recognize
 
 DEEP = dict(depth=2, img_size=64)
 VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it small}

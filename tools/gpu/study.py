@@ -1,7 +1,7 @@
 """CamVid at 360×480 px: a ViT-Ti with ImageNet weights, its embedding kept or converted to six encodings, three seeds.
 
 All trainings run in one process on data that lie on the device. A converted model is fitted to the original's attention on
-training images first (`vitrel.convert.absolute_to_relative`), once for its seeds. Each model is evaluated on the validation
+training images first (`vitrel.weights.absolute_to_relative`), once for its seeds. Each model is evaluated on the validation
 images resized to five sizes, its predictions brought to 360×480 px, the masks' own. Inputs are in a folder that `pack` made.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import vitrel
 from tools.benchmark.tables import Row, markdown
 from tools.gpu.parts import Job, Setting, measuring, run_again
-from vitrel.convert import absolute_to_relative
 from vitrel.data.readers.decode import IGNORED
 from vitrel.models.segmenter import Segmenter
+from vitrel.weights import absolute_to_relative
 
 POSITIONS = {  # {encoding: its options}; a policy is that of other grids
     "absolute": {},

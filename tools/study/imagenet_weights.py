@@ -44,11 +44,11 @@ from vitrel.common.sizes import format_size
 from vitrel.common.tables import markdown
 from vitrel.compare.config import load_comparison
 from vitrel.compare.models import trained_models
-from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import ImageSet, create_dataset
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.run import at_sizes
 from vitrel.evaluate.verdicts import Sample, aggregate, contrast, sample_of
+from vitrel.weights.absolute_to_relative import absolute_to_relative
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the converted model and print its properties."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
-    from vitrel.convert import save
+    from vitrel.weights import save
 
     with arguments_given("--model-args", args.model_args):
         model: Any = _open(args)
@@ -92,8 +92,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _open(args: argparse.Namespace) -> "nn.Module":
     """The model with its weights."""
-    from vitrel.convert import from_timm, load
-    from vitrel.weights.load import apply_plan, model_for
+    from vitrel.weights import from_timm, load
+    from vitrel.weights.plan import apply_plan, model_for
     from vitrel.weights.read import read_file
 
     if is_name(args.model) and args.model.startswith("vitrel_") and args.weights:
@@ -110,7 +110,7 @@ def _open(args: argparse.Namespace) -> "nn.Module":
 
 def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
     """The model with the encoding of --position, fitted to --data if given."""
-    from vitrel.convert import absolute_to_relative, relativize
+    from vitrel.weights import absolute_to_relative, relativize
 
     options = dict(position_args=args.position_args, fade_steps=args.fade_steps)
     if args.data is None:
@@ -127,11 +127,11 @@ def _images(model: Any, args: argparse.Namespace) -> "Tensor":
     import numpy as np
     import torch
 
-    from vitrel.convert.absolute_to_relative import IMAGES
     from vitrel.data import Prepare
     from vitrel.data.readers.decode import SUFFIXES, decode
     from vitrel.data.readers.folder import hidden
     from vitrel.models.config import preprocessing_of
+    from vitrel.weights.absolute_to_relative import IMAGES
 
     folder = Path(args.data)
     folder = folder / "train" if (folder / "train").is_dir() else folder

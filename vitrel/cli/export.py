@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> None:
         require(*EXTRAS["onnx"])
     check_models(args)
     from vitrel.any_size import side_multiple
-    from vitrel.convert.from_timm import from_timm
     from vitrel.export import SUFFIXES, TOLERANCE, export_model
     from vitrel.models.config import PREPROCESSING
+    from vitrel.weights.from_timm import from_timm
 
     [trained] = open_models(args)
     out = args.out or (args.weights[0] if args.weights else trained.path).with_suffix(SUFFIXES[args.format])

@@ -76,9 +76,9 @@ def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
     import timm
 
     from vitrel.any_size import adapter_of
-    from vitrel.convert import from_timm
     from vitrel.models.backbone import Backbone
     from vitrel.models.create import on_meta
+    from vitrel.weights import from_timm
 
     with on_meta():
         model = timm.create_model(name)

@@ -12,16 +12,16 @@ from torch import nn
 
 from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, native_size, nearest_size, parse_size_or_budget, token_count
-from vitrel.convert.from_timm import timm_model
-from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.inspect.any_model import model_name, trained_size
 from vitrel.models.backbone import backbone_of
 from vitrel.models.config import TRUNKS, preprocessing_of
 from vitrel.models.create import check_model_name, create_sized
 from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
-from vitrel.weights.load import apply_plan, model_for, read_file
-from vitrel.weights.read import guarding
+from vitrel.weights.from_timm import timm_model
+from vitrel.weights.plan import apply_plan, model_for
+from vitrel.weights.read import guarding, read_file
+from vitrel.weights.saving import load, not_finite, read_checkpoint
 
 
 @dataclass(frozen=True)

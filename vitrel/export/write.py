@@ -24,12 +24,12 @@ from torch.utils._sympy.value_ranges import ValueRanges
 import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.any_size import side_multiple
 from vitrel.common.extras import EXTRAS, require
-from vitrel.convert.saving import save
 from vitrel.inspect.any_model import trained_size
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.ops.why import use_backend
+from vitrel.weights.saving import save
 
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one if that is above 1
 METADATA = "vitrel.json"  # name of the extra file in a torch.export program

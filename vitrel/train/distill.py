@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from vitrel.models.config import stored_arguments
 from vitrel.train.tuning import check_registered
-from vitrel.weights.load import load_pretrained, read_file
+from vitrel.weights import load_pretrained
+from vitrel.weights.read import read_file, unwrap
 from vitrel.weights.record import state_hash
-from vitrel.weights.unwrap import unwrap
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.common.names import nearest
-from vitrel.convert import absolute_to_relative, load, relativize
-from vitrel.convert.absolute_to_relative import IMAGES, cannot_fit
-from vitrel.convert.recognize import as_vitrel
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of, stored_arguments
 from vitrel.models.create import check_model_name, create_model, create_sized
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, select_options, split_position
-from vitrel.weights.load import apply_plan, plan_weights, rebuilt
+from vitrel.weights import absolute_to_relative, load, relativize
+from vitrel.weights.absolute_to_relative import IMAGES, cannot_fit
+from vitrel.weights.plan import apply_plan, plan_weights, rebuilt
 from vitrel.weights.read import guarding, read_file
+from vitrel.weights.recognize import as_vitrel
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tuning:
         absolute: what happens to the absolute embedding when `position` is added: "keep" it, "drop" it, or "fade" it out over
             the first half of the run. Null: "drop" where `position` is fitted, otherwise "keep".
         fit: number of training images, without augmentation, to which `position` is fitted before the first update, and the
-            other weights are adapted (`vitrel.convert.absolute_to_relative`); fewer where there are fewer. Null: 256, if
+            other weights are adapted (`vitrel.weights.absolute_to_relative`); fewer where there are fewer. Null: 256, if
             training starts from weights whose position can be fitted and `absolute` is not "keep". 0: not fitted, learned
             rows start at zero.
         reset_head: true: start with a new classifier; false: never; null: only if the classes of the data differ from those

@@ -11,17 +11,16 @@ import timm
 from torch import nn
 
 from vitrel.common.files import atomic_write
-from vitrel.convert.from_timm import from_timm
-from vitrel.convert.recognize import as_vitrel
-from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, stored_arguments
 from vitrel.models.create import create_model, create_sized
 from vitrel.models.segmenter import BODY, Segmenter
-from vitrel.weights.load import KNOWN, apply_plan, fitted, model_for
-from vitrel.weights.read import check_file, guarding, read_file, write_safetensors
+from vitrel.weights.from_timm import from_timm
+from vitrel.weights.plan import KNOWN, apply_plan, fitted, model_for
+from vitrel.weights.read import check_file, guarding, read_file, unwrap, write_safetensors
+from vitrel.weights.recognize import as_vitrel
 from vitrel.weights.record import check_encodings, position_record
-from vitrel.weights.unwrap import unwrap
+from vitrel.weights.relativize import absolute_scale, drop_absolute
 
 FORMAT = 2
 # Entries of 'vitrel' in a checkpoint of vitrel train: those with one value of a type, and those with a list of values.

@@ -15,10 +15,10 @@ from torch.fx.experimental import _config as fx_config
 
 from helpers import each
 from helpers.relativize_models import MODELS, TINY, build, image, position_parameters, randomize
-from vitrel.convert import absolute_scale, drop_absolute, relativize
 from vitrel.layers import Fade
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS
+from vitrel.weights import absolute_scale, drop_absolute, relativize
 
 ROPE = ("eva02", "cat", "mixed", "dinov3", "attention_rope")
 SILENT = ("table", "factorized", "clipped", "t5", "shaw", "decomposed", "transformer_xl")

@@ -7,7 +7,6 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
-from vitrel.convert.recognize import as_vitrel
 from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
@@ -15,6 +14,7 @@ from vitrel.models.segmenter import Segmenter
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, PositionEncoding, key_of, select_options, split_position
 from vitrel.position.terms import check_choice, parts_of
+from vitrel.weights.recognize import as_vitrel
 
 
 def relativize(

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from vitrel.any_size import adapter_of, any_size, side_multiple
 from vitrel.any_size.timm_policy import timm_sizes
-from vitrel.convert.recognize import as_vitrel, recognize, refusal
-from vitrel.convert.relativize import relativize
 from vitrel.models.create import check_model_name, create_model, create_sized, on_meta
 from vitrel.models.segmenter import Segmenter
-from vitrel.weights.load import KNOWN, rebuilt
-from vitrel.weights.read import ARRAYS, read_file
-from vitrel.weights.unwrap import unwrap
+from vitrel.weights.plan import KNOWN, rebuilt
+from vitrel.weights.read import ARRAYS, read_file, unwrap
+from vitrel.weights.recognize import as_vitrel, recognize, refusal
+from vitrel.weights.relativize import relativize
 
 
 def from_timm(

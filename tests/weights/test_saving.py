@@ -19,11 +19,11 @@ from helpers.small_runs import fit, small
 from helpers.timm_peers import apart, peer
 from helpers.variants import SMALL as FEW
 from helpers.variants import VARIANTS
-from vitrel.convert import absolute_to_relative, drop_absolute
 from vitrel.models.config import PREPROCESSING
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, create_position
+from vitrel.weights import absolute_to_relative, drop_absolute
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5)

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vitrel
 from helpers import each
 from helpers.timm_peers import NAMES, SMALL, apart, peer, scattered
-from vitrel.convert.recognize import as_vitrel
 from vitrel.models.create import create_model
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
+from vitrel.weights.recognize import as_vitrel
 
 LARGE = ("swin_base_patch4_window12_384", "swinv2_base_window12to24_192to384")
 TWO = dict(depths=(2, 1), num_heads=(1, 2))  # stages that hold whole windows of a small image

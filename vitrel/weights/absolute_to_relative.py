@@ -1,7 +1,7 @@
 """absolute_to_relative: convert a trained ViT or Swin to another position encoding, from unlabeled images.
 
 The original and the converted model run on the same images, and the blocks are fitted one after the other, each on the output
-of the blocks converted before (vitrel.convert.fit): the encoding to the original's attention, then the last linear layers of
+of the blocks converted before (vitrel.weights.fit): the encoding to the original's attention, then the last linear layers of
 both residual branches, by ridge regression, to its output. An absolute embedding contributes more than attention logits: its
 mean over the patches is added to the bias of the patch embedding and its rows of class and register tokens to these tokens,
 both exactly. At the end the whole model is trained for a few steps, without labels, on the original's last features.
@@ -9,17 +9,13 @@ both exactly. At the end the whole model is trained for a few steps, without lab
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vitrel.convert.fit import PREFIX_SHARE, Agreement, attended, distil, fit_attention, refit_linear
-from vitrel.convert.observe import layers, observe
-from vitrel.convert.recognize import as_vitrel
-from vitrel.convert.relativize import relativize
 from vitrel.grid import Grid
 from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
@@ -29,6 +25,9 @@ from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS
 from vitrel.position.absolute import Absolute
 from vitrel.position.terms import check_choice
+from vitrel.weights.fit import PREFIX_SHARE, Agreement, attended, distil, fit_attention, refit_linear
+from vitrel.weights.recognize import as_vitrel
+from vitrel.weights.relativize import relativize
 
 IMAGES = 256  # by default; with 64 the fit takes a third of the time and keeps clearly less accuracy
 STEPS = 32  # of distillation
@@ -138,6 +137,38 @@ def absolute_to_relative(
     report = ConversionReport(position, len(images), grid[:2], seconds, has_parameters, *zip(*fits, strict=True))
     result.conversion = report  # type: ignore[assignment]
     return result.train(model.training)
+
+
+class Observed(NamedTuple):
+    """Tensors of one block in one forward pass, [B, N, C] or [B, h, w, C]."""
+
+    attended: Tensor  # input of the attention's last linear layer
+    between: Tensor  # input of norm2: in pre-norm blocks the tokens after attention
+    hidden: Tensor  # input of the MLP's last linear layer
+    out: Tensor  # output of the block
+
+
+def observe(block: Block, x: Tensor, grid: Grid) -> Observed:
+    """Run a block once and return its intermediate tensors and its output."""
+    seen: dict[str, Tensor] = {}
+    recorded = {"attended": block.attn.proj, "between": block.norm2, "hidden": block.mlp.fc2}
+    hooks = [m.register_forward_pre_hook(lambda _, args, n=n: seen.update({n: args[0]})) for n, m in recorded.items()]
+    try:
+        out = block(x, grid)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Observed(**seen, out=out)
+
+
+def layers(model: Backbone) -> Iterator[tuple[nn.Module, Block]]:
+    """Yield (what is applied to the tokens before the block, the block) for all blocks in their order."""
+    if isinstance(model, Swin):
+        for stage in model.layers:
+            yield from zip([stage.downsample, *(nn.Identity() for _ in stage.blocks[1:])], stage.blocks, strict=True)
+    else:
+        for block in model.blocks:
+            yield nn.Identity(), block
 
 
 def cannot_fit(model: Backbone) -> str:

@@ -10,16 +10,15 @@ from torch import nn
 
 from helpers import each, shared
 from vitrel import Grid, create_position, load_pretrained
-from vitrel.convert.absolute_to_relative import absolute_to_relative
-from vitrel.convert.fit import attended, change_basis, fit_attention, minimize, refit_linear
-from vitrel.convert.observe import observe
-from vitrel.convert.relativize import relativize
 from vitrel.data import create_dataset
 from vitrel.layers import Attention, Block
 from vitrel.models.vit import ViT
 from vitrel.ops.window import windows
 from vitrel.position import POSITIONS, Terms, key_of
 from vitrel.position.terms import parts_of
+from vitrel.weights.absolute_to_relative import absolute_to_relative, observe
+from vitrel.weights.fit import attended, change_basis, fit_attention, minimize, refit_linear
+from vitrel.weights.relativize import relativize
 
 TINY = dict(img_size=(32, 48), patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)  # 4 x 6 patches
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import Config, preparation_of
 from vitrel.models.create import uninitialized
-from vitrel.weights.load import apply_plan, fitted
 from vitrel.weights.names import Rotation
+from vitrel.weights.plan import apply_plan, fitted
 
 _VITS = (
     vision_transformer.VisionTransformer, deit.VisionTransformerDistilled, eva.Eva, beit.Beit, relpos.VisionTransformerRelPos,

@@ -19,9 +19,8 @@ from vitrel.models.registry import set_weight_filter
 from vitrel.models.segmenter import Segmenter
 from vitrel.weights.names import Rotation, to_vitrel
 from vitrel.weights.positions import Resampled, fit_positions
-from vitrel.weights.read import read_file
+from vitrel.weights.read import read_file, unwrap
 from vitrel.weights.record import check_record, position_record
-from vitrel.weights.unwrap import unwrap
 
 # Dtypes that are cast to a float parameter. Quantized values (integers, 8-bit floats) are wrong without their scales.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
