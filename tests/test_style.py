@@ -180,7 +180,7 @@ def test_described_arguments_exist():
     assert wrong == {}
 
 
-@each("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+@each("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
 def test_configs_have_their_header(path: Path):
     header = [line.lower() for line in path.read_text().splitlines() if line.startswith("#")]
     for word in ("command", "hardware", "time", "expected", "measured"):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -48,7 +47,7 @@ assert "lacks lightning" in report and re.search('pip install .*"lightning>=', r
 assert "pandas" in said("compare", "quickstart", status=1) and "study_imagenet" in said("compare", "--help")
 assert "lightning" in said("train", "--data.data", "shapes", status=1)
 from vitrel.cli.options import packaged
-assert {"imagenet_swin_t", "train_imagefolder"} < packaged("train").keys()
+assert "quickstart" in packaged() and {"imagenet_swin_t", "scratch"} < packaged("train").keys()
 said("export", "vitrel_swin_n", "--weights", "swin.safetensors", "--format", "safetensors", "--out", "folder")
 """
 
@@ -80,21 +79,19 @@ def link_requirements(site):
 
 @pytest.mark.slow(seconds=9)
 def test_the_wheel_alone(tmp_path):
-    """Installed in an environment of what it requires, used in an empty folder."""
+    """Built from the source distribution, installed in an environment of what it requires, used in an empty folder."""
     pytest.importorskip("hatchling")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_TARGET"))}
 
-    def run(*command, status=0):
-        done = subprocess.run([*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    def run(*command, status=0, cwd=tmp_path):
+        done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
         assert done.returncode == status, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
         return done.stdout + done.stderr
 
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / "vitrel", source / "vitrel", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "vitrel_command.py"):
-        shutil.copy(ROOT / name, source / name)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
-    shutil.rmtree(source)
+    run(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", tmp_path, cwd=ROOT)
+    [sdist] = tmp_path.glob("vitrel-*.tar.gz")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, sdist)
+    sdist.unlink()
     [wheel] = tmp_path.glob("vitrel-*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     here = tmp_path / "venv" / "bin"

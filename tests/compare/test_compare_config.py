@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from helpers import ROOT
 from vitrel.compare.config import load_comparison
 
 CONFIG = {
@@ -167,7 +168,7 @@ def test_the_evaluation_may_have_data_of_its_own(load, tmp_path, monkeypatch):
         load(evaluate=CONFIG["evaluate"] | {"data": "none"})
 
 
-CONFIGURATIONS = sorted((Path(__file__).parents[2] / "vitrel" / "configs").glob("*.yaml"))
+CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

@@ -1,7 +1,6 @@
 import random
 import re
 from collections import Counter
-from importlib.resources import files
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from helpers import each, shared
+from vitrel.cli.options import packaged
 from vitrel.common.resources import first_line
 from vitrel.data import create_dataset
 from vitrel.data.aug_albumentations import _warping
@@ -151,7 +151,7 @@ def test_weights_of_a_mixture_are_numbers(text):
 
 def recipes():
     """The augmentation of every packaged recipe."""
-    sections = [yaml.safe_load(path.read_text())["data"] for path in (files("vitrel") / "configs" / "train").iterdir()]
+    sections = [yaml.safe_load(path.read_text())["data"] for path in packaged("train").values()]
     return [section["augment"] for section in sections if "policy" in (section.get("augment") or {})]
 
 

@@ -1,7 +1,5 @@
 """The packaged recipes train every family of models, on any number of images and for any number of epochs."""
 
-from importlib.resources import files
-
 import pytest
 import timm
 import torch
@@ -11,13 +9,14 @@ import vitrel
 from helpers.runs import read, rows
 from helpers.small_runs import Tensors, fit
 from vitrel import POSITIONS
+from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import Classifier, Mixing, Optimization, Tuning, run
 
 NAMES = timm.list_models("vitrel*")
 SMALLEST = [name for name in NAMES if "_n8_" in name or name in ("vitrel_swin_n", "vitrel_swin_n_shaw", "vitrel_swinv2_n")]
-SCRATCH = yaml.safe_load((files("vitrel") / "configs" / "train" / "scratch.yaml").read_text("utf-8"))["model"]
+SCRATCH = yaml.safe_load(packaged("train")["scratch"].read_text("utf-8"))["model"]
 
 
 def test_every_family_and_encoding_has_a_smallest_model():

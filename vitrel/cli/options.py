@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +191,11 @@ def is_name(model: str) -> bool:
 
 def packaged(folder: str = "") -> dict[str, Path]:
     """Return {name: path} of the configurations that come with the package: comparisons, or with "train" those of trainings."""
-    return {file.stem: file for file in sorted(Path(str(files("vitrel") / "configs" / folder)).glob("*.yaml"))}
+    package = Path(__file__).parents[1]
+    configs = package / "configs"  # a wheel's
+    if not configs.is_dir():
+        configs = package.parent / "configs"  # a clone's
+    return {file.stem: file for file in sorted((configs / folder).glob("*.yaml"))}
 
 
 def check_data(place: str) -> None:

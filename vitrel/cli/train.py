@@ -7,7 +7,7 @@
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
 `--ckpt_path auto` resumes an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
-those of vitrel/configs/train: segmentation.yaml with --task segmentation, distill.yaml with --distill, finetune.yaml where
+those of configs/train: segmentation.yaml with --task segmentation, distill.yaml with --distill, finetune.yaml where
 weights are given, else scratch.yaml.
 """
 
@@ -72,7 +72,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --n-train N, --seed N           number of training images (all); seed of weights, order, augmentation, drop path, mixing (0)
   --protocol native               every image at its own aspect ratio, with at most the tokens of --size, or --size 196t
   --out DIR                       folder of the run
-  --config FILE                   a YAML file, or a name in vitrel/configs/train; of several, later ones override earlier ones
+  --config FILE                   a YAML file, or a name in configs/train; of several, later ones override earlier ones
   --ckpt_path auto|FILE           resume the run in the folder of --out, or from a checkpoint
   --import MODULE                 import a Python module first, which registers encodings of your own
   --print_config                  print the complete configuration and stop

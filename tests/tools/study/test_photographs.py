@@ -35,7 +35,7 @@ def photographs(folder, side=40):
 @pytest.mark.slow
 def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     """Own training, tuning at another size, borrowed weights: every kind of line of the configuration, on twelve images."""
-    config = yaml.safe_load((ROOT / "vitrel" / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
+    config = yaml.safe_load((ROOT / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
     labels = ["absolute", "rope_mixed", "rope_mixed-mixed", "absolute-fixres"]
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]
     config |= {"data": str(photographs(tmp_path / "photographs")), "seeds": [0]}

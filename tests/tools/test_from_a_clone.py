@@ -1,0 +1,21 @@
+"""tools/train.py and tools/evaluate.py use the package of their clone, from any folder and whatever is installed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+
+@pytest.mark.slow(seconds=10)
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_the_package_beside_the_script_is_used(name, tmp_path):
+    (tmp_path / "vitrel").mkdir()
+    (tmp_path / "vitrel" / "__init__.py").write_text("raise ImportError('another installation')")
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"usage: vitrel {name}" in done.stdout
