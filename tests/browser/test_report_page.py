@@ -5,7 +5,7 @@ import pytest
 
 from helpers.explorer_page import NEEDS_BROWSER
 from helpers.rows import rows_of
-from vitrel.evaluate.pictures import Picture, Pictures, Section
+from vitrel.evaluate.pictures import Picture, Section
 from vitrel.evaluate.report import write
 from vitrel.evaluate.verdicts import judge
 
@@ -30,7 +30,7 @@ def page(request, tmp_path_factory):
                 Section("Where a patch attends", "", {name: {"64 px, first layer": [wide]} for name in levels})]  # fmt: skip
     settings = {"classes": [f"n0{at}_class_of_data" for at in range(40)], "data": f"/a/long/{'path/' * 20}", "n": 100}
     settings |= {"command": [f"vitrel evaluate {' '.join(NAMES)} --size {' '.join(sizes)}"], "device": "cpu"}
-    return write(tmp_path_factory.mktemp("report"), judge(rows), by_class, settings, Pictures(sections, ["maps: none"]))
+    return write(tmp_path_factory.mktemp("report"), judge(rows), by_class, settings, sections)
 
 
 @pytest.mark.parametrize("width", [390, 1280])

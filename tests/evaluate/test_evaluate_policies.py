@@ -12,7 +12,6 @@ from vitrel.evaluate.policies import (
     leak_at,
     policies_at,
     policies_of,
-    policy_parts,
     window_policies_at,
     with_policy,
 )
@@ -101,7 +100,6 @@ def test_a_policy_of_windows_and_encodings_is_that_of_a_copy_with_the_same_param
 
 def test_policies_of_windows_and_of_encodings_have_names_of_their_own():
     assert not {*WINDOW_POLICIES} & {policy for encoding in POSITIONS.values() for policy in encoding.policies}
-    assert policy_parts("divisor+keep") == {"divisor", "keep"} and policy_parts("none") == frozenset()
 
 
 def test_of_several_only_those_wanted(vit):

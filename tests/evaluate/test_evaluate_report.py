@@ -9,7 +9,7 @@ import pytest
 
 from helpers.rows import row, rows_of
 from vitrel.common.tables import markdown
-from vitrel.evaluate.pictures import Picture, Pictures, Section
+from vitrel.evaluate.pictures import Picture, Section
 from vitrel.evaluate.plots import against_cost, against_size, svg_of
 from vitrel.evaluate.report import class_tables, costs, first_screen, main_grid, other_grids, resampled_text, write
 from vitrel.evaluate.statistics import wilson
@@ -18,7 +18,7 @@ from vitrel.evaluate.verdicts import MARGIN, judge
 FOUR = {"swin": (90, 89.9, 90.1), "shaw": (80, 79.9, 80.1), "rope_mixed": (79, 60, 50), "absolute": (78, 70, 60)}
 
 
-def written(folder, rows, pictures=None, scores=None, by_class=None, **settings):
+def written(folder, rows, pictures=(), scores=None, by_class=None, **settings):
     judged = judge(rows, scores or {}, settings.get("margin") or MARGIN, settings.get("unused") or 0)
     return write(folder, judged, by_class or {}, settings, pictures).read_text("utf-8")
 
@@ -58,7 +58,8 @@ def test_other_protocols_policies_and_moved_content_have_a_table_each():
     ]
     moved = grids["Top-1 with the content moved down and right"]
     assert moved.columns == ["8 px", "16 px"] and [name for name, _ in moved.lines] == ["a at 64 px"]
-    assert [name for name, _ in grids["Top-1 under every policy, scale protocol"].lines] == ["a, clip", "a"]
+    policies = grids["Top-1 under every policy, scale protocol"]
+    assert policies.columns == ["96 px"] and [name for name, _ in policies.lines] == ["a, clip", "a, none"]
 
 
 def test_costs_stand_once_for_protocols_that_cost_the_same():
@@ -129,9 +130,7 @@ def test_a_chart_is_svg_with_text_that_fits_its_box():
 def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     rows = rows_of(FOUR) + rows_of(FOUR, protocol="canvas")
     picture = Picture("data:image/webp;base64,AAAA", 10, 10, "the image at 64 px", "64 px")
-    pictures = Pictures(
-        [Section("Inputs", "One image.", {"all": {"scale": [picture, None]}}, {"sky": "rgb(1, 2, 3)"})], ["maps: no"]
-    )
+    pictures = [Section("Inputs", "One image.", {"all": {"scale": [picture, None]}}, {"sky": "rgb(1, 2, 3)"})]
     settings = {"same": {"device": "cpu", "images": "a" * 64}, "models": {"swin|0": {"mean": [0.5]}}, "n": 100}
     settings |= {"title": "Four <models>", "data": "folder", "unused": 0, "command": ["vitrel evaluate a"], "classes": ["cat"]}
     page = written(tmp_path, rows, pictures, **settings)
@@ -139,7 +138,7 @@ def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     assert page.count("<strong>Bold</strong>") == page.count("Use swin at any size") == 1
     assert page.count('<table class="grid">') == 2  # a protocol each
     assert page.count('<span class="value best">') == 3
-    for text in ("vitrel evaluate a", "aaaaaaaaaaaa", "swin, seed 0", "the image at 64 px", "rgb(1, 2, 3)", "maps: no", "<svg"):
+    for text in ("vitrel evaluate a", "aaaaaaaaaaaa", "device: cpu", "the image at 64 px", "rgb(1, 2, 3)", "<svg"):
         assert text in page
     table = (tmp_path / "table.md").read_text("utf-8")
     assert table.startswith("# Four <models>\n") and first_screen(judge(rows)).rstrip() in table

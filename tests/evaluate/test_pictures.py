@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitrel.evaluate import pictures as module
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.pictures import Picture, Pictures, Section, collect, limited
+from vitrel.evaluate.pictures import MODELS, collect
 from vitrel.evaluate.run import opened
 from vitrel.evaluate.sweep import Settings
 from vitrel.tasks import task_named
@@ -43,16 +43,13 @@ def segmenter(key="table"):
 
 
 @pytest.mark.usefixtures("brief_figures")
-def test_the_input_is_shown_in_every_protocol_at_every_size(noise, trained):
-    found = made(
-        [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_absolute")], sizes=(48, "32x64"), protocols=("scale", "canvas")
-    )
-    inputs, *_ = found.sections
-    [lines] = inputs.tables.values()
-    assert [*lines] == ["scale", "canvas"] and [picture.caption for picture in lines["scale"]] == ["32 px", "32x64 px", "48 px"]
-    small, wide, large = lines["scale"]
-    assert small.width < large.width and wide.width == 2 * wide.height  # in proportion
-    assert opened_picture(wide).shape[1] == 2 * opened_picture(wide).shape[0]
+def test_the_input_is_shown_once_in_every_protocol_at_every_size(noise, trained):
+    models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_absolute")]
+    inputs, *_ = made(models, sizes=(48, "32x64"), protocols=("scale", "canvas"))
+    assert [*inputs.tables] == ["scale protocol", "canvas protocol"]
+    [line] = inputs.tables["scale protocol"].values()
+    assert [picture.caption for picture in line] == ["32 px", "32x64 px", "48 px"]
+    assert line[1].width == 2 * line[1].height and opened_picture(line[1]).shape[1] == 2 * opened_picture(line[1]).shape[0]
 
 
 @pytest.mark.slow(seconds=10)
@@ -63,7 +60,7 @@ def test_attention_and_position_are_shown_of_every_model_at_its_first_and_larges
         trained("vitrel_vit_n8_none"),
         trained("vitrel_swin_n"),
     ]
-    _, attends, adds = made(models, sizes=(48, 64)).sections
+    _, attends, adds = made(models, sizes=(48, 64))
     assert [*attends.tables] == [model.label for model in models]
     names = ["32 px, first layer", "32 px, last layer", "64 px, first layer", "64 px, last layer"]
     assert all([*lines] == names for lines in attends.tables.values())
@@ -74,10 +71,8 @@ def test_attention_and_position_are_shown_of_every_model_at_its_first_and_larges
 @pytest.mark.slow(seconds=5)
 def test_without_photographs_there_is_no_image_of_the_data(noise, trained):
     shown, hidden = (made([trained("vitrel_vit_n8_table")], photographs=allowed, sizes=(32,)) for allowed in (True, False))
-    assert [section.title for section in hidden.sections] == ["Where a patch attends", "Position in attention"]
-    first, second = (
-        sections[-2].tables["vitrel_vit_n8_table"]["32 px, first layer"][0] for sections in (shown.sections, hidden.sections)
-    )
+    assert [section.title for section in hidden] == ["Where a patch attends", "Position in attention"]
+    first, second = (sections[-2].tables["vitrel_vit_n8_table"]["32 px, first layer"][0] for sections in (shown, hidden))
     panel = np.s_[60:120, 30:130]
     assert opened_picture(first)[panel].std() > 3 * opened_picture(second)[panel].std()
 
@@ -85,7 +80,7 @@ def test_without_photographs_there_is_no_image_of_the_data(noise, trained):
 @pytest.mark.usefixtures("brief_figures")
 def test_predictions_of_every_model_at_every_size_with_all_classes():
     found = made([segmenter(), segmenter("shaw")], "shapes-dense", sizes=(48,), protocols=("scale", "canvas"))
-    section = found.sections[0]
+    section = found[0]
     assert section.title == "Predictions" and [*section.tables] == ["scale protocol", "canvas protocol"]
     lines = section.tables["scale protocol"]
     assert [*lines] == ["image", "truth", "table", "shaw"] and all(len(cells) == 2 for cells in lines.values())
@@ -93,7 +88,7 @@ def test_predictions_of_every_model_at_every_size_with_all_classes():
     assert len(section.colors) == 6 and len({*section.colors.values()}) == 6  # the legend is whole
     colors = {tuple(color) for color in opened_picture(lines["truth"][0]).reshape(-1, 3)}
     assert colors <= {tuple(map(int, text[4:-1].split(","))) for text in section.colors.values()} | {module.NOTHING}
-    hidden = made([segmenter()], "shapes-dense", photographs=False).sections[0].tables["scale protocol"]
+    hidden = made([segmenter()], "shapes-dense", photographs=False)[0].tables["scale protocol"]
     assert [*hidden] == ["truth", "table"]
 
 
@@ -103,17 +98,11 @@ def test_a_picture_that_cannot_be_made_is_named_and_the_others_stay(noise, train
         UserWarning, match="left out of the report: attention of vitrel_vit_n8_table at 32x32 .*division by zero"
     ):
         found = made([trained("vitrel_vit_n8_table")])
-    assert [section.title for section in found.sections] == ["Inputs"] and len(found.left_out) == 2
+    assert [section.title for section in found] == ["Inputs"]
 
 
-def test_pictures_that_exceed_the_size_of_the_page_are_left_out():
-    def lines(size):
-        return {"line": [Picture("x" * size, 1, 1, "", ""), None]}
-
-    whole = Pictures(
-        [Section("A", "", {"one": lines(50), "two": lines(60)}), Section("B", "", {"three": lines(40)})], ["before"]
-    )
-    found = limited(whole, 100)
-    assert [(section.title, [*section.tables]) for section in found.sections] == [("A", ["one"]), ("B", ["three"])]
-    assert found.left_out == ["before", "A, two: left out to limit the size of the page"]
-    assert limited(whole, 1000).sections == whole.sections
+@pytest.mark.usefixtures("brief_figures")
+def test_pictures_are_of_a_few_models(noise, trained):
+    models = [trained("vitrel_vit_n8_table", label=f"m{at}") for at in range(MODELS + 1)]
+    _, attends, _ = made(models, sizes=(32,))
+    assert [*attends.tables] == [f"m{at}" for at in range(MODELS)]

@@ -1,6 +1,7 @@
-"""Plots of top-1 against image side as small multiples: a panel per model, with the same reference in each."""
+"""Curves of a model and policy over sizes, and plots of them as small multiples: a panel per model, a reference in each."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -8,11 +9,43 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.verdicts import curves
+from vitrel.evaluate.policies import WINDOW_POLICIES
 from vitrel.tasks import Row
 
 Curve = tuple[str, str]  # label and policy, "none" for a model without policies
 MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for color blindness
+
+
+def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield (label, policy, rows) of aggregated rows or of those of all seeds, a curve over sizes a model and policy.
+
+    The rows are those of the table, in its order, of all protocols: for one curve per protocol, pass the rows of one. A policy
+    that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that at other sizes
+    only. A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
+    "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
+    """
+    by_label: dict[str, list[Row]] = defaultdict(list)
+    for row in table:
+        by_label[row["label"]].append(row)
+    for label, group in by_label.items():
+        at: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        for row in group:
+            at[row["policy"]].add(_at(row))
+        parts = {policy: frozenset(policy.split("+")) - {"none"} for policy in at}
+        for policy, names in parts.items():
+            if any(names < larger and not at[policy] & at[other] for other, larger in parts.items()):
+                continue
+            fixed = {"fixed" if name in WINDOW_POLICIES else name for name in names}
+            chosen: dict[tuple[str, str], str] = {}
+            for covering in (names, fixed):  # of the rows at a place, that of the longest policy within this one
+                fitting = sorted((one for one in parts if parts[one] <= covering), key=lambda one: -len(parts[one]))
+                for one in fitting:
+                    chosen = dict.fromkeys(at[one], one) | chosen
+            yield label, policy, [row for row in group if chosen.get(_at(row)) == row["policy"]]
+
+
+def _at(row: Row) -> tuple[str, str]:
+    return row["protocol"], row["img_size"]
 
 
 def draw_protocols(

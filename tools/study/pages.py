@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tools.study.curves import Curve
+from tools.study.curves import Curve, curves
 from vitrel.common.tables import markdown
-from vitrel.evaluate.verdicts import by_area, curves, main_metric, task_of
+from vitrel.evaluate.verdicts import by_area, main_metric, task_of
 from vitrel.tasks import Row
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], comma
 
 
 class Curves:
-    """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.verdicts.curves`)."""
+    """The rows of an evaluation by curve, size and protocol (`tools.study.curves.curves`)."""
 
     def __init__(self, table: Sequence[Row], name: str) -> None:
         """Arrange rows of single seeds, or aggregated rows; `name` says in errors whose they are."""

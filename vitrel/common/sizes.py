@@ -52,12 +52,17 @@ def nearest_size(size: Size, others: Iterable[Size]) -> Size:
     return min(others, key=lambda other: abs(log(other[0] * other[1] / (size[0] * size[1]))))
 
 
+def listed(names: Sequence[str]) -> str:
+    """Join names in words: "a", "a and b", "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def sizes_in_words(sizes: Sequence[Size | Budget]) -> str:
-    """Return sizes in words: "64x64 px", "48x48, 80x80 and 64x96 px"; budgets as "native shape, 196 tokens at most"."""
-    budgets = [str(size.tokens) for size in sizes if isinstance(size, Budget)]
-    *first, last = budgets or [format_size(size) for size in sizes]
-    listed = f"{', '.join(first)} and {last}" if first else last
-    return f"native shape, {listed} tokens at most" if budgets else f"{listed} px"
+    """Return sizes in words: "64 px", "48, 80 and 64x96 px"; budgets as "native shape, 196 tokens at most"."""
+    if budgets := [str(size.tokens) for size in sizes if isinstance(size, Budget)]:
+        return f"native shape, {listed(budgets)} tokens at most"
+    return f"{listed([*map(short_size, sizes)])} px"
 
 
 def token_count(size: Size, patch: Size) -> int:

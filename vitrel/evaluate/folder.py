@@ -59,12 +59,6 @@ COLUMNS = {
     "majority": "accuracy (top-1, or mIoU) of always predicting the most frequent class, percent",
     "left_out": "number of images that could not be read; bad_images in settings.json names them",
     "retention": "top-1, or mIoU, divided by that at the nearest training size, same protocol and crop",
-    "best_size": "smallest size with the highest top-1, or mIoU, for the same model, seed, protocol, crop and policy",
-    **{
-        f"{task_named(task).metric}_area": f"area under the curve of {task_named(task).metric} over log2 sqrt(height x width), "
-        "divided by its width: a mean in percent"
-        for task in TASKS
-    },
     "tokens": "patch tokens, without class tokens; native: mean over images; sliding: of all windows",
     "window": "window of every stage in tokens, height x width; native: at img_size",
     "pad_fraction": "share of padding in the grid that a stage's windows cover, for every stage; native: mean as for gflops",
@@ -214,8 +208,7 @@ def columns_of(task: str) -> list[str]:
     """Return the columns of results.csv for a task: COLUMNS without those of other tasks."""
 
     def own(name: str) -> set[str]:
-        ends = ("_low", "_high", "_area")
-        return {*task_named(name).columns, *(f"{task_named(name).metric}{end}" for end in ends)}
+        return {*task_named(name).columns, *(f"{task_named(name).metric}{end}" for end in ("_low", "_high"))}
 
     others = set().union(*(own(other) for other in TASKS if other != task)) - own(task)
     return [name for name in COLUMNS if name not in others]

@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 SIDE = 150  # pixels of the longer side of an image
 DPI = 80  # of a figure
+MODELS = 4  # of which there are pictures: the page stays below 2 MB
 HEADS = 4  # heads of a layer that are drawn
 LARGEST = 2500  # number of tokens above which attention is not drawn
-BYTES = 1_200_000  # of all pictures, as text in the page
 NOTHING = (255, 255, 255)  # color of pixels without a class, or that the model's input does not show
 
 
@@ -61,47 +61,40 @@ class Section:
     colors: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class Pictures:
-    """The sections of pictures of a page, and what was left out, with the reason."""
+def collect(trials: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> list[Section]:
+    """Return the pictures of an evaluation, of MODELS models at most.
 
-    sections: list[Section] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-
-def collect(trials: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> Pictures:
-    """Return the pictures of an evaluation.
-
-    These are the first image as the input of the first model in every protocol at every size; for segmentation its mask and
-    what every model predicts; and of every model, in its first protocol at its first and its largest size, where the patch in
-    the middle attends in the first and the last layer, and what position adds there. A picture that cannot be made is left out
-    with a warning: the rows, which took the time, must not be lost for it.
+    These are the first image in every protocol at every size; for segmentation its mask and what every model predicts; and of
+    every model, in its first protocol at its first and its largest size, where the patch in the middle attends in the first
+    and the last layer, and what position adds there. A picture that cannot be made is left out with a warning.
 
     Args:
         photographs: whether images of the data may be shown.
     """
-    pictures = Pictures()
-    firsts = {trial.trained.label: trial.trained for trial in reversed(trials)}
+    firsts = {trial.trained.label: trial.trained for trial in reversed(trials)}  # the first seed
+    labels = [*dict.fromkeys(trial.trained.label for trial in trials)][:MODELS]
     plan = [one for one in trials if one.trained is firsts[one.trained.label] and not one.view.translation]
     plan = [*{(one.trained.label, one.protocol, one.size): one for one in reversed(plan)}.values()][::-1]  # the first policy
-    if plan[0].view.masks:
-        with _optional("predictions", pictures):
-            pictures.sections.append(_predictions(plan, images, device, photographs))
-    elif photographs:
-        with _optional("the input at every size", pictures):
-            pictures.sections.append(_inputs([one for one in plan if one.trained is plan[0].trained], images))
-    heading = "Where a patch attends", "Position in attention"
-    attends, adds = Section(heading[0], _ATTENDS), Section(heading[1], _ADDS)
-    for label in dict.fromkeys(one.trained.label for one in plan):
+    plan = [one for one in plan if one.trained.label in labels]
+    seen = Section("Predictions", _PREDICTIONS) if plan[0].view.masks else Section("Inputs", _INPUTS)
+    attends, adds = Section("Where a patch attends", _ATTENDS), Section("Position in attention", _ADDS)
+    if photographs or plan[0].view.masks:
+        with _optional(seen.title):
+            _images(plan, images, device, photographs, seen)
+    for label in labels:
         own = [one for one in plan if one.trained.label == label]
         own = [one for one in own if one.protocol == own[0].protocol]
         for trial in dict.fromkeys([own[0], max(own, key=lambda one: by_area(format_size(one.size)))]):
-            with _optional(f"attention of {trial.name}", pictures):
+            with _optional(f"attention of {trial.name}"):
                 _attention(trial, images, device, photographs, attends, adds)
-    pictures.sections += [section for section in (attends, adds) if section.tables]
-    return limited(pictures, BYTES)
+    return [section for section in (seen, attends, adds) if section.tables]
 
 
+_INPUTS = "One image as the models get it."
+_PREDICTIONS = (
+    "One image, its mask, and what each model predicts at each size, with the mIoU of this image. White: no class, or not in "
+    "the model's input."
+)
 _ATTENDS = (
     "Attention of the outlined patch to all patches of an image, mean over heads: with position, without it, and the "
     "difference. An embedding that is added to the tokens is not taken away."
@@ -113,61 +106,40 @@ _ADDS = (
 
 
 @contextmanager
-def _optional(what: str, pictures: Pictures) -> Iterator[None]:
-    """Context for a picture: where it cannot be made, for whatever reason, a warning says so and the run goes on."""
+def _optional(what: str) -> Iterator[None]:
+    """Context for a picture: where it cannot be made, for whatever reason, a warning says so, and the page is written."""
     try:
         yield
     except Exception as error:
-        pictures.left_out.append(f"{what}: {one_line(error) or type(error).__name__}")
-        warnings.warn(f"left out of the report: {pictures.left_out[-1]}", stacklevel=3)
-
-
-def _inputs(plan: Sequence["Trial"], images: Images) -> Section:
-    """The first image as every protocol shows it at every size."""
-    section = Section("Inputs", f"One image as {shown(plan[0].trained.label)} gets it, drawn in proportion to its size.")
-    largest = max(max(one.size) for one in plan)
-    lines: dict[str, dict[str, Picture]] = defaultdict(dict)
-    for trial in plan:
-        _, pixels, _ = next(images.items(trial.view, range(len(images))))
-        size, side = format_size(trial.size), max(24, round(SIDE * max(pixels.shape[-2:]) / largest))
-        alt = f"the image at {size}, {trial.protocol} protocol"
-        lines[trial.protocol][size] = _picture(_photograph(trial, pixels), alt, f"{short_size(trial.size)} px", side)
-    section.tables["every protocol and size"] = _aligned(lines)
-    return section
+        warnings.warn(f"left out of the report: {what}: {one_line(error) or type(error).__name__}", stacklevel=3)
 
 
 @torch.inference_mode()
-def _predictions(plan: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> Section:
-    """The first image, its mask, and what every model predicts at every size, at the image's own resolution."""
-    text = (
-        "One image, its mask, and what each model predicts at each size, with the mIoU of this image. White: no class, or not "
-    )
-    section = Section("Predictions", f"{text}in the model's input.")
+def _images(plan: Sequence["Trial"], images: Images, device: torch.device, photographs: bool, section: Section) -> None:
+    """Add the first image in every protocol at every size, its mask, and what every model predicts at the mask's resolution."""
     tables: dict[str, dict[str, dict[str, Picture]]] = defaultdict(lambda: defaultdict(dict))
     for trial in plan:
         _, pixels, target = next(images.items(trial.view, range(len(images))))
+        lines, label, size = tables[f"{trial.protocol} protocol"], shown(trial.trained.label), format_size(trial.size)
+        where, caption = f"at {size}, {trial.protocol} protocol", f"{short_size(trial.size)} px"
+        if photographs and size not in lines["image"]:
+            lines["image"][size] = _picture(_photograph(trial, pixels), f"the image {where}", caption)
+        if not trial.view.masks:
+            continue
         with AtSizes(trial.trained.model, trial.policy, device, window=trial.view.window) as at:
-            size = pixels.shape[-2], pixels.shape[-1]
-            logits = at(size)(pixels[None].to(device)).float().cpu()
+            logits = at((pixels.shape[-2], pixels.shape[-1]))(pixels[None].to(device)).float().cpu()
         best, visible = predicted_classes(logits[0], target, torch.tensor(trial.outputs))
         kept = trial.task.keep(logits, [target], trial.outputs, trial.trained.restrict)
         arrays = {name: np.asarray(values) for name, values in kept.items()}
         iou = trial.task.score(Kept(arrays, np.ones(1, bool)))[trial.task.metric]
-        name, where = format_size(trial.size), f"at {format_size(trial.size)}, {trial.protocol} protocol"
-        lines, label = tables[f"{trial.protocol} protocol"], shown(trial.trained.label)
-        if photographs:
-            lines["image"].setdefault(
-                name, _picture(_photograph(trial, pixels), f"the image {where}", f"{short_size(trial.size)} px")
-            )
         truth = np.where(target.labels == IGNORED, NO_CLASS, target.labels.astype(int))
-        lines["truth"].setdefault(
-            name, _picture(_colored(truth), f"the mask {where}", "" if photographs else f"{short_size(trial.size)} px")
-        )
+        lines["truth"][size] = _picture(_colored(truth), f"the mask {where}", caption)
         found = np.where(visible.numpy(), best.numpy(), NO_CLASS)
-        lines[label][name] = _picture(_colored(found), f"prediction of {label} {where}", f"{iou:.0f} %")
-    section.tables = {protocol: _aligned(lines) for protocol, lines in tables.items()}
-    section.colors = {name: "rgb({}, {}, {})".format(*_color(at)) for at, name in enumerate(images.classes or ())}
-    return section
+        lines[label][size] = _picture(_colored(found), f"prediction of {label} {where}", f"{iou:.0f} %")
+        section.colors = {name: "rgb({}, {}, {})".format(*_color(at)) for at, name in enumerate(images.classes or ())}
+    for protocol, lines in tables.items():
+        sizes = sorted({size for cells in lines.values() for size in cells}, key=by_area)
+        section.tables[protocol] = {name: [*map(cells.get, sizes)] for name, cells in lines.items() if cells}
 
 
 def _attention(
@@ -207,12 +179,6 @@ def _attention(
             adds.tables.setdefault(label, {})[f"{short_size(size)} px"] = [_drawn(figure, alt)]
 
 
-def _aligned(lines: dict[str, dict[str, Picture]]) -> dict[str, list[Picture | None]]:
-    """Lines {size: picture} as lists with the same sizes, by area."""
-    sizes = sorted({size for cells in lines.values() for size in cells}, key=by_area)
-    return {name: [*map(cells.get, sizes)] for name, cells in lines.items()}
-
-
 def _photograph(trial: "Trial", pixels: Tensor) -> np.ndarray:
     """Normalized pixels [3, H, W] as uint8 [H, W, 3]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (trial.view.mean, trial.view.std))
@@ -234,7 +200,7 @@ def _color(index: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def _picture(pixels: np.ndarray, alt: str, caption: str, side: int = SIDE) -> Picture:
+def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) -> Picture:
     """uint8 [h, w, 3] as a picture of at most `side` pixels; one of few colors, such as a mask, keeps them."""
     picture = Image.fromarray(pixels)
     drawn = len(picture.getcolors(256) or ()) > 0
@@ -243,32 +209,13 @@ def _picture(pixels: np.ndarray, alt: str, caption: str, side: int = SIDE) -> Pi
     if factor < 1:
         picture = picture.resize((width, height), Image.Resampling.NEAREST if drawn else Image.Resampling.BILINEAR)
     file = io.BytesIO()
-    picture.save(file, "WEBP", lossless=drawn, quality=78, method=4)
-    return Picture(_uri(file), width, height, alt, caption)
+    picture.save(file, "WEBP", lossless=drawn, quality=80, method=4)
+    return Picture(f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}", width, height, alt, caption)
 
 
 def _drawn(figure: "Figure", alt: str) -> Picture:
-    """A figure as a picture."""
+    """A figure as a picture, in its own size."""
     file = io.BytesIO()
-    figure.savefig(file, format="webp", dpi=DPI, pil_kwargs={"quality": 82})
-    width, height = Image.open(file).size
-    return Picture(_uri(file), width, height, alt, "")
-
-
-def _uri(file: io.BytesIO) -> str:
-    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def limited(pictures: Pictures, most: int) -> Pictures:
-    """Return the pictures without the tables that do not fit into `most` bytes after those before them; they are named."""
-    left, kept, left_out = most, [], [*pictures.left_out]
-    for section in pictures.sections:
-        fitting = {}
-        for name, lines in section.tables.items():
-            size = sum(len(picture.uri) for cells in lines.values() for picture in cells if picture)
-            if size <= left:
-                fitting[name], left = lines, left - size
-            else:
-                left_out.append(f"{section.title}, {name}: left out to limit the size of the page")
-        kept += [replace(section, tables=fitting)] if fitting else []
-    return Pictures(kept, left_out)
+    figure.savefig(file, format="png", dpi=DPI)
+    pixels = np.asarray(Image.open(file).convert("RGB"))
+    return _picture(pixels, alt, side=max(pixels.shape))

@@ -154,11 +154,6 @@ def join_policy(window: str, encoding: str) -> str:
     return window if encoding == "none" else f"{window}+{encoding}"
 
 
-def policy_parts(policy: str) -> frozenset[str]:
-    """Split a policy into its names: "rescale+geometric" -> {"rescale", "geometric"}, "none" -> {}."""
-    return frozenset(policy.split("+")) - {"none"}
-
-
 class ModelWithPolicy(NamedTuple):
     """A model for images of one size, and what is resampled for it.
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
+from vitrel.common.sizes import sizes_in_words
 from vitrel.common.tables import markdown
-from vitrel.evaluate.pictures import Pictures
+from vitrel.evaluate.pictures import Section
 from vitrel.evaluate.plots import against_cost, against_size, svg_of
-from vitrel.evaluate.sentences import PROTOCOLS, capital, legend, notes, sentences, size_name, training_in_words, unit
+from vitrel.evaluate.sentences import PROTOCOLS, capital, legend, notes, sentences, size_name, unit
 from vitrel.evaluate.statistics import estimate, wilson
-from vitrel.evaluate.verdicts import Judged, Row, by_area, curves, is_training, known_number, main_metric
+from vitrel.evaluate.verdicts import Judged, Row, by_area, is_training, known_number, main_metric, train_sizes_of
 
 with optional_import():
     from jinja2 import Environment, PackageLoader
@@ -52,10 +54,6 @@ class Grid(NamedTuple):
     lines: list[tuple[str, list[Row | None]]]
     bold: frozenset[int] = frozenset()
 
-    def is_bold(self, row: Row) -> bool:
-        """Whether a row is shown to be better than those of every other model."""
-        return id(row) in self.bold
-
     def markdown(self) -> str:
         """The table as Markdown: accuracy ± half its interval, and the verdict."""
         return markdown([self.corner, *self.columns], [[name, *map(self._cell, rows)] for name, rows in self.lines])
@@ -63,7 +61,7 @@ class Grid(NamedTuple):
     def _cell(self, row: Row | None) -> str:
         if row is None:
             return "-"
-        value = f"**{main_metric(row):.1f}**" if self.is_bold(row) else f"{main_metric(row):.1f}"
+        value = f"**{main_metric(row):.1f}**" if id(row) in self.bold else f"{main_metric(row):.1f}"
         return f"{value} ±{(row['high'] - row['low']) / 2:.1f} {verdict_of(row)}".rstrip()
 
 
@@ -78,7 +76,7 @@ def write(
     judged: Judged,
     by_class: ByClass,
     settings: Mapping[str, Any],
-    pictures: Pictures | None = None,
+    pictures: Sequence[Section] = (),
 ) -> Path:
     """Write table.md, plots/*.png and report.html of an evaluation into its folder; return the path of report.html.
 
@@ -86,10 +84,9 @@ def write(
         judged: the rows of the evaluation with their verdicts.
         by_class: {row["key"]: (of each class, those of them that are right)}: numbers of images [K]; or of pixels [n, K] for
             every image, their union and intersection.
-        settings: of the evaluation; of these title, classes, command, margin and unused (images) have a place of their own.
+        settings: of the evaluation, as in settings.json.
         pictures: of single images and layers.
     """
-    folder = Path(folder)
     title, classes = shown(settings.get("title") or folder.resolve().name), settings.get("classes") or ()
     protocols = [*dict.fromkeys(row["protocol"] for row in judged.rows)]
     figures = {f"accuracy_{re.sub(r'[^a-z0-9]+', '_', protocol)}": against_size(judged, protocol) for protocol in protocols}
@@ -106,9 +103,13 @@ def write(
         part.write_text("\n\n".join(text.rstrip() for text in parts) + "\n", "utf-8")
     environment = Environment(loader=PackageLoader("vitrel.evaluate", "."), autoescape=True, trim_blocks=True)
     environment.filters["breaking"] = lambda name: Markup(re.sub(r"([_./-])", r"\1<wbr>", str(escape(name))))
+    models = {label: next(iter(model.used.values())) for label, model in judged.models.items()}
+    told = {name: settings[name] for name in ("data", "n", "data_seed", "same") if name in settings}
     page = environment.get_template("report.html.j2").render(
         title=title,
-        lead=_lead(judged, settings),
+        models=", ".join(models) if len(models) <= 4 else f"{len(models)} models",
+        trained="; ".join(dict.fromkeys(sizes_in_words(train_sizes_of(row)) for row in models.values())),
+        data=shown(str(settings.get("data") or "the data")),
         sentences=sentences(judged),
         notes=notes(judged),
         caption=caption_of(judged, "with its 95 % interval"),
@@ -117,14 +118,14 @@ def write(
         others=other_grids(judged),
         verdict_of=verdict_of,
         metric=main_metric,
-        ends_of=ends_of,
+        id=id,
         charts={name: svg_of(figure, name) for name, figure in drawn.items()},
         protocols={name: text for name, text in PROTOCOLS.items() if any(one.split(",")[0] == name for one in protocols)},
         costs=costs(judged),
         classes=class_tables(judged, by_class, classes),
         only_some=len(classes) > CLASSES,
-        pictures=pictures or Pictures(),
-        settings=_settings(settings),
+        pictures=pictures,
+        settings=yaml.safe_dump(told, allow_unicode=True, sort_keys=False),
         commands=settings.get("command") or (),
     )
     with atomic_write(folder / "report.html") as part:
@@ -135,12 +136,6 @@ def write(
 def verdict_of(row: Row) -> str:
     """Return the verdict of a judged row, "trained" for a training size."""
     return row.get("verdict") or ("trained" if is_training(row) and not row.get("translation") else "")
-
-
-def ends_of(row: Row) -> str:
-    """Return the interval of a row in percent as "76.0–81.4", or "34–90" where it is wide."""
-    digits = 1 if row["high"] - row["low"] < 10 else 0
-    return f"{row['low']:.{digits}f}–{row['high']:.{digits}f}"
 
 
 def caption_of(judged: Judged, ends: str) -> str:
@@ -154,7 +149,7 @@ def caption_of(judged: Judged, ends: str) -> str:
 
 
 def main_grid(judged: Judged) -> Grid:
-    """Return the table of every model in its first protocol, under the policies that sizes are judged by."""
+    """Return the table of every model in its first protocol, under its first policy at each size."""
     models = judged.models
     bold = frozenset(id(model.used[size]) for model in models.values() for size in model.ahead)
     return _grid({label: model.used for label, model in models.items()})._replace(bold=bold)
@@ -162,20 +157,19 @@ def main_grid(judged: Judged) -> Grid:
 
 def other_grids(judged: Judged) -> dict[str, Grid]:
     """Return {title: table} of the other protocols, of every policy where there are several at a size, and of moved content."""
-    found, title = {}, capital(judged.task.title)
-    firsts = {label: model.protocol for label, model in judged.models.items()}
+    found, title = dict[str, Grid](), capital(judged.task.title)
     for protocol in dict.fromkeys(row["protocol"] for row in judged.rows):
-        rows = [row for row in judged.rows if row["protocol"] == protocol]
         series: dict[str, dict[str, Row]] = defaultdict(dict)
+        policies: dict[str, dict[str, Row]] = defaultdict(dict)
+        rows = [row for row in judged.rows if row["protocol"] == protocol]
+        several = {(row["label"], row["img_size"]) for row in rows if not row["used"]}
         for row in rows:
-            if row["used"] and firsts[row["label"]] != protocol:
+            if row["used"] and judged.models[row["label"]].protocol != protocol:
                 series[row["label"]][row["img_size"]] = row
-        if series:
-            found[f"{title}, {protocol} protocol"] = _grid(series)
-        if not all(row["used"] for row in rows):
-            of_policy = {label if policy == "none" else f"{label}, {policy}": part for label, policy, part in curves(rows)}
-            lines = {name: {row["img_size"]: row for row in part} for name, part in of_policy.items()}
-            found[f"{title} under every policy, {protocol} protocol"] = _grid(lines)
+            if (row["label"], row["img_size"]) in several:
+                policies[f"{row['label']}, {row['policy']}"][row["img_size"]] = row
+        found |= {f"{title}, {protocol} protocol": _grid(series)} if series else {}
+        found |= {f"{title} under every policy, {protocol} protocol": _grid(policies)} if policies else {}
     pixels = sorted({row["translation"] for row in judged.moved})
     by_name: dict[str, dict[int, Row]] = defaultdict(dict)
     for row in judged.moved:
@@ -264,38 +258,3 @@ def _of_classes(counts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
 
 def _class_cell(value: float, low: float, high: float) -> str:
     return "" if math.isnan(value) else f"{value:.0f} ({low:.0f}–{high:.0f})"
-
-
-def _lead(judged: Judged, settings: Mapping[str, Any]) -> str:
-    """The sentence below the title: models, where they were trained, data."""
-    models = f"{len(judged.models)} models" if len(judged.models) > 4 else ", ".join(judged.models)
-    trained = dict.fromkeys(training_in_words(next(iter(model.used.values()))) for model in judged.models.values())
-    return f"{models}, trained at {'; '.join(trained)}, evaluated on {shown(str(settings.get('data') or 'the data'))}."
-
-
-def _settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings as text, without empty and long ones and those with a place of their own."""
-    flat = {name: value for name, value in settings.items() if name not in _PLACED and not isinstance(value, Mapping)}
-    flat |= {name: value for group in settings.values() if isinstance(group, Mapping) for name, value in group.items()}
-    texts = {_setting(name): shown(_as_text(value)) for name, value in flat.items() if value is not None}
-    return {name: text for name, text in texts.items() if 0 < len(text) < 400}
-
-
-def _setting(name: str) -> str:
-    """The name of a setting in words; "label|seed" is that of a model."""
-    label, is_model, seed = name.partition("|")
-    if not is_model:
-        return name.replace("_", " ")
-    return label if seed == "None" else f"{label}, seed {seed}"
-
-
-_PLACED = ("title", "classes", "command", "margin", "unused")
-
-
-def _as_text(value: Any) -> str:
-    """A setting as text: "a, b" for several values, "name a, other b" for a mapping, the first digits of a digest."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_as_text(one)}" for name, one in value.items() if one not in ("", None))
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_as_text, value))
-    return value[:12] if re.fullmatch("[0-9a-f]{64}", str(value)) else str(value)

@@ -48,7 +48,7 @@ from vitrel.evaluate.predict import (
 from vitrel.evaluate.report import first_screen, write
 from vitrel.evaluate.statistics import estimate
 from vitrel.evaluate.sweep import Settings, Trial, trials
-from vitrel.evaluate.verdicts import judge, with_curves
+from vitrel.evaluate.verdicts import judge, with_retention
 from vitrel.tasks import Kept, Row, Task
 from vitrel.weights.record import state_hash
 
@@ -130,7 +130,7 @@ def _evaluated(
                     folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
             raise _with_what_is_saved(error, folder) from error
-        rows = with_curves(folder.rows)
+        rows = with_retention(folder.rows)
         folder.write_table(rows)
         if told:
             with _unchanged(models):

@@ -1,11 +1,10 @@
 """What is shown of every model in plain words: which to use at which size, where it is safe, and what the data cannot tell."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from vitrel.common.sizes import Budget, format_size, parse_size
+from vitrel.common.sizes import Budget, listed, parse_size, short_size, sizes_in_words
 from vitrel.evaluate.verdicts import (
     LOSES,
     SAFE,
@@ -20,9 +19,8 @@ from vitrel.evaluate.verdicts import (
 )
 from vitrel.inspect.attention import NEGLIGIBLE
 
-MOST_MORE = 50  # times the number of images: that many more are not recommended
 PROTOCOLS = {
-    "scale": "every size shows the same field of view: the image is resized, and objects grow with it",
+    "scale": "the image is resized, and objects grow with it",
     "canvas": "objects keep their size in pixels: a smaller size is a center crop, a larger one shows more around, or padding",
     "sliding": "the images of canvas, in half overlapping windows of the training size, whose outputs are averaged",
     "native": "every image keeps its own aspect ratio and is resized to a maximum number of tokens, without cropping",
@@ -35,7 +33,7 @@ def sentences(judged: Judged) -> dict[str, str]:
 
 
 def notes(judged: Judged) -> list[str]:
-    """Return what holds for all sentences: whether they are about these trained models, and how much more data would tell."""
+    """Return what holds for all sentences: whether they are about these trained models, and whether images were left out."""
     rows = [row for model in judged.models.values() for row in model.used.values()]
     found = []
     if all(row["seeds"] == 1 for row in rows):
@@ -43,35 +41,30 @@ def notes(judged: Judged) -> list[str]:
             ("One seed each", "these trained models") if len(judged.models) > 1 else ("One seed", "this trained model")
         )
         found.append(f"{each}: this is about {these}; trained again, results may differ.")
-    open_rows = [row for row in rows if row["verdict"] == UNKNOWN]
-    if judged.unused and (open_rows or any(model.level for model in judged.models.values())):
-        found.append(f"{_counted(judged.unused, 'image')} of the data were not used: give a larger --n, or none, to tell more.")
-    elif open_rows and all(row["more"] and row["more"] <= MOST_MORE * row["n"] for row in open_rows):
-        more = _rounded(max(row["more"] for row in open_rows))
-        where = f'where the table says "{UNKNOWN}", if the differences stay as they are'
-        found.append(f"About {_counted(more, 'more image')} would decide {where}.")
+    is_open = any(row["verdict"] == UNKNOWN for row in rows) or any(model.level for model in judged.models.values())
+    if judged.unused and is_open:
+        found.append(f"{judged.unused:,} images of the data were not used: give a larger --n, or none, to tell more.")
     return found
 
 
 def legend(judged: Judged) -> dict[str, str]:
     """Return {word of the table: what it means}, of the words that occur."""
-    words = {row["verdict"] for model in judged.models.values() for row in model.used.values()}
-    trained = any(is_training(row) for model in judged.models.values() for row in model.used.values())
-    return {
-        **({"bold": "shown to be better than every other model"} if any(m.ahead for m in judged.models.values()) else {}),
-        **({"trained": "the training size, with which the others are compared"} if trained else {}),
-        **({SAFE: f"shown to lose less than {judged.margin:g} points against the training size"} if SAFE in words else {}),
-        **({LOSES: "shown to lose against the training size"} if LOSES in words else {}),
-        **({UNKNOWN: "neither is shown"} if UNKNOWN in words else {}),
+    rows = [row for model in judged.models.values() for row in model.used.values()]
+    words = {row["verdict"] for row in rows} | {"trained" for row in rows if is_training(row)}
+    words |= {"bold" for model in judged.models.values() if model.ahead}
+    meanings = {
+        "bold": "shown to be better than every other model",
+        "trained": "the training size, with which the others are compared",
+        SAFE: f"shown to lose less than {judged.margin:g} points against the training size",
+        LOSES: "shown to lose against the training size",
+        UNKNOWN: "neither is shown",
     }
+    return {word: text for word, text in meanings.items() if word in words}
 
 
 def size_name(row: Row) -> str:
     """Return the size of a row without its unit: "48" for 48x48 px, "64x96", or the tokens of a budget."""
-    if known_number(row.get("budget")):
-        return f"{row['budget']:g}"
-    height, width = parse_size(row["img_size"])
-    return f"{height}" if height == width else row["img_size"]
+    return f"{row['budget']:g}" if known_number(row.get("budget")) else short_size(parse_size(row["img_size"]))
 
 
 def unit(row: Row) -> str:
@@ -79,12 +72,9 @@ def unit(row: Row) -> str:
     return "tokens" if known_number(row.get("budget")) else "px"
 
 
-def training_in_words(row: Row) -> str:
-    """Return where the model of a row was trained: "64 px", "48 and 64x96 px", "native shape, 196 tokens at most"."""
-    sizes = train_sizes_of(row)
-    if budgets := [str(size.tokens) for size in sizes if isinstance(size, Budget)]:
-        return f"native shape, {_list(budgets)} tokens at most"
-    return f"{_list([size_name({'img_size': format_size(size)}) for size in sizes])} px"
+def capital(text: str) -> str:
+    """Return a text with a capital, as it begins a sentence; mIoU stays as it is."""
+    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"
 
 
 def _of_model(model: Model, judged: Judged) -> str:
@@ -95,125 +85,101 @@ def _of_model(model: Model, judged: Judged) -> str:
             f"Train {model.label} first: its {judged.task.title} of {main_metric(anchor):.1f} % at {_at([anchor])} is not "
             f"shown to be above the {majority:.1f} % of always predicting the most frequent class."
         )
-    found = [text for text in (_comparison(model),) if text]
-    found.append(_sizes(model, judged, "it" if found else model.label))
-    if found[0].startswith("these") and found[-1].startswith("whether"):
-        found[0] += f", nor {found.pop().partition(' these ')[0]}"
-    by_policy = defaultdict(list)
-    for size, policy in model.policies.items():
-        by_policy[policy].append(model.used[size])
-    if by_policy:
-        found.append(f"this is with --policy {_list([f'{policy} at {_at(rows)}' for policy, rows in by_policy.items()])}")
-    for protocol, at in model.elsewhere.items():
-        rows = [model.used[size] for size in at]
-        what = f"the {protocol} protocol ({_protocol(protocol, rows)})"
-        found.append(f"at {_at(rows)} {what} is better by {_points(at.values())}, at the same cost")
+    found = [*_comparison(model), *_sizes(model, judged)]
+    alternatives: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in model.better.values():
+        alternatives[row["protocol"], row["policy"] if row["protocol"] == model.protocol else ""].append(row)
+    for (protocol, policy), rows in alternatives.items():
+        by = _points(main_metric(row) - main_metric(model.used[row["img_size"]]) for row in rows)
+        what = f"--policy {policy} is better by {by}"
+        if not policy:
+            what = f"the {protocol} protocol is better by {by}, at the same cost ({PROTOCOLS[protocol.split(',')[0]]})"
+        found.append(f"At {_at(rows)} {what}")
     share = anchor.get("position_share")
     if known_number(share) and share < NEGLIGIBLE:
-        found.append(f"its position encoding does next to nothing: it changes attention by {100 * share:.2g} %")
-    texts = [text for text in found if text]
-    name = re.compile(rf"{re.escape(model.label)}\b")  # which stays as it is
-    return " ".join(f"{text if name.match(text) else capital(text)}." for text in texts)
+        found.append(f"Its position encoding does next to nothing: it changes attention by {100 * share:.2g} %")
+    return "".join(f"{text}. " for text in found).rstrip()
 
 
-def _comparison(model: Model) -> str:
-    """How the model compares with the others; "" where there are none."""
-    if not model.others:
-        return ""
-    compared = [size for size in model.used if size in model.ahead or size in model.behind or size in model.level]
-    only = model.others[0] if len(model.others) == 1 else ""
-    found = []
+def _comparison(model: Model) -> list[str]:
+    """How the model compares with the others, a sentence; none where there are none."""
+    rest = "the others" if len(model.others) > 1 else "".join(model.others)
+    compared = len(model.ahead) + len(model.behind) + len(model.level)
+    clauses = []
     if model.ahead:
         where = _where([*model.ahead], model, compared)
-        by = _points(model.ahead.values()) if only else f"{_floor(min(model.ahead.values()))} points or more"
-        better = f"it is better than {only or 'the others'}"
-        if len(model.used) == 1:
-            found.append(f"use {model.label}: {better} at {where}, by {by}")
-        else:
-            there = "at each of them" if where.startswith("any") else "there"
-            found.append(f"use {model.label} at {where}: {better} {there}, by {by}")
-    by_other: dict[str, list[str]] = defaultdict(list)
-    for size, (other, _) in model.behind.items():
-        by_other[other].append(size)
-    if len(by_other) > 2:
-        by_other = {"others": [*model.behind]}
-    if by_other:
-        behind = [f"behind {other} at {_where(sizes, model, compared, 'every size')}" for other, sizes in by_other.items()]
-        points = _points([points for _, points in model.behind.values()])
-        found.append(f"{'it' if found else model.label} is {_list(behind)}, by {points}")
-    if model.level:
-        where = "elsewhere" if found else f"at {_where([*model.level], model, compared)}"
-        if only and found:
-            found.append(f"{where} {_evidence(model.used)} cannot tell the two apart")
-        elif all(len(names) == len(model.others) for names in model.level.values()) and not found:
-            found.append(f"{_evidence(model.used)} cannot tell {model.label} from {only or 'the others'} {where}")
-        else:
-            than = "" if found else f" than {model.label}"
-            found.append(f"{where if found else ''} no other is shown to be better{than} {'' if found else where}".strip())
-    return "; ".join(found)
+        there = "at each of them" if where.startswith("any") else "there"
+        by = _points(model.ahead.values())
+        if len(model.others) > 1:
+            least = min(model.ahead.values())
+            by = f"{_points([math.floor(least) if least > 10 else math.floor(10 * least) / 10])} or more"
+        clauses.append(f"Use {model.label} at {where}: it is better than {rest} {there}, by {by}")
+    if model.behind:
+        where = _where([*model.behind], model, compared, "every size")
+        better = {other for other, _ in model.behind.values()}
+        by = _points(points for _, points in model.behind.values())
+        clauses.append(
+            f"{'it' if clauses else model.label} is behind {better.pop() if len(better) == 1 else 'others'} at {where}, by {by}"
+        )
+    if model.level and clauses:
+        clauses.append("elsewhere no other is shown to be better")
+    elif model.level:
+        where = _where(model.level, model, compared)
+        clauses.append(
+            f"{capital(_evidence(model))} cannot tell {model.label} from {rest} at {where}"
+            if len(model.others) == 1
+            else f"No other is shown to be better than {model.label} at {where}"
+        )
+    return ["; ".join(clauses)] if clauses else []
 
 
-def _sizes(model: Model, judged: Judged, name: str) -> str:
-    """What changes from the training size to the others, a sentence about `name`."""
-    used, trained = model.used, [row for row in model.used.values() if is_training(row)]
+def _sizes(model: Model, judged: Judged) -> list[str]:
+    """What changes from the training size to the others, a sentence; none where there are no others."""
+    used, name = model.used, "it" if model.ahead or model.behind else model.label
+    trained, others = ([size for size, row in used.items() if is_training(row) == is_trained] for is_trained in (True, False))
     if not trained:
         row = next(iter(used.values()))
-        option = "--protocol native" if isinstance(train_sizes_of(row)[0], Budget) else f"--size {row['train_size']}"
-        return f"add {option}: {name} was trained at {training_in_words(row)}, and without that no size can be called safe"
-    if len(trained) == len(used):
-        values = _list([f"{main_metric(row):.1f} % at {_at([row])}" for row in trained])
-        where = f"its training size{'s' if len(trained) > 1 else ''}; no other was evaluated"
-        return "" if name == "it" else f"the {judged.task.title} of {name} is {values}, {where}"
-    others = [size for size in used if not is_training(used[size])]
-    gains = [size for size in others if size in model.gains and used[size]["difference"] > 0]
-    safe = [size for size in model.with_verdict(SAFE) if size not in gains]
-    loses, unknown = model.with_verdict(LOSES), model.with_verdict(UNKNOWN)
+        sizes = train_sizes_of(row)
+        option = "--protocol native" if isinstance(sizes[0], Budget) else f"--size {row['train_size']}"
+        where = sizes_in_words(sizes)
+        return [f"Add {option}: {name} was trained at {where}, and without that no size can be called safe"]
+    home = f"its training size{'s' if len(trained) > 1 else ''}"
+    if not others:
+        values = listed([f"{main_metric(used[size]):.1f} % at {_at([used[size]])}" for size in trained])
+        alone = f"The {judged.task.title} of {model.label} is {values}, {home}; no other was evaluated"
+        return [] if model.others else [alone]
+    unknown, parts = [size for size in others if used[size]["verdict"] == UNKNOWN], []
     if len(unknown) == len(others):
-        return f"whether {name} changes with the size {_evidence(used)} cannot tell"
-    parts = []
-    if gains:
-        points = _points([used[size]["difference"] for size in gains])
-        parts.append(f"gains {points} at {_where(gains, model, others)}")
-    if safe:
-        parts.append(f"is safe at {_where(safe, model, others)} (less than {judged.margin:g} points lost)")
-    if loses:
-        points = _points([-used[size]["difference"] for size in loses])
-        parts.append(f"loses {points} at {_where(loses, model, others)} (fine-tune it there)")
-    home = f"against its training size{'s' if len(trained) > 1 else ''}, {_at(trained)}"
-    text = f"{home}, {name} {_list(parts)}"
-    return f"{text}; for {_where(unknown, model, others)} {_evidence(used)} cannot tell" if unknown else text
+        return [f"Whether {name} changes with the size {_evidence(model)} cannot tell"]
+    if gains := [size for size in others if used[size]["gains"]]:
+        by = _points(used[size]["difference"] for size in gains)
+        parts.append(f"gains {by} at {_where(gains, model, len(others))}")
+    if safe := [size for size in others if used[size]["verdict"] == SAFE and size not in gains]:
+        parts.append(f"is safe at {_where(safe, model, len(others))} (less than {judged.margin:g} points lost)")
+    if loses := [size for size in others if used[size]["verdict"] == LOSES]:
+        by = _points(-used[size]["difference"] for size in loses)
+        parts.append(f"loses {by} at {_where(loses, model, len(others))} (fine-tune it there)")
+    text = f"Against {home}, {_at([used[size] for size in trained])}, {name} {listed(parts)}"
+    return [f"{text}; for {_where(unknown, model, len(others))} {_evidence(model)} cannot tell" if unknown else text]
 
 
-def _where(sizes: Sequence[str], model: Model, of: Sequence[str], all_sizes: str = "any size") -> str:
-    """Sizes in words; `all_sizes` for all that were evaluated, "any other size" for all but those of training."""
-    if len(sizes) == len(of) > 1:
-        return all_sizes if len(of) == len(model.used) else all_sizes.replace(" size", " other size")
+def _where(sizes: Sequence[str], model: Model, most: int, all_sizes: str = "any size") -> str:
+    """Sizes in words; `all_sizes` where they are `most`, and all that were evaluated; "any other size" for all but some."""
+    if len(sizes) == most > 1:
+        return all_sizes if most == len(model.used) else all_sizes.replace(" size", " other size")
     return _at([row for size, row in model.used.items() if size in sizes])
 
 
 def _at(rows: Sequence[Row]) -> str:
     """The sizes of rows: "48 and 64x96 px", "196 tokens"."""
-    return f"{_list([*map(size_name, rows)])} {unit(rows[0])}"
+    return f"{listed([*map(size_name, rows)])} {unit(rows[0])}"
 
 
-def _protocol(name: str, rows: Sequence[Row]) -> str:
-    """A protocol in a few words, at the sizes of the rows."""
-    if name.startswith("canvas"):
-        areas = [max(math.prod(size) if isinstance(size, tuple) else math.inf for size in train_sizes_of(row)) for row in rows]
-        smaller = all(math.prod(parse_size(row["img_size"])) < area for row, area in zip(rows, areas, strict=True))
-        return "a center crop instead of a smaller image" if smaller else "objects keep their size in pixels"
-    return {"scale": "the image resized", "sliding": "windows of the training size"}.get(name.split(",")[0], "whole images")
-
-
-def _evidence(used: dict[str, Row]) -> str:
+def _evidence(model: Model) -> str:
     """The images and seeds that a statement rests on."""
-    row = next(iter(used.values()))
-    images = _counted(int(row["n"]), "image")
+    row = next(iter(model.used.values()))
+    images = f"{int(row['n']):,} images"
     return f"these {images}" if row["seeds"] == 1 else f"these {row['seeds']} seeds and {images}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _points(differences: Iterable[float]) -> str:
@@ -221,23 +187,3 @@ def _points(differences: Iterable[float]) -> str:
     values = [*differences]
     ends = [f"{end:.1f}".removesuffix(".0") if round(end, 1) < 10 else f"{end:.0f}" for end in (min(values), max(values))]
     return f"{' to '.join(dict.fromkeys(ends))} point{'' if ends == ['1', '1'] else 's'}"
-
-
-def _floor(value: float) -> str:
-    return f"{math.floor(10 * value) / 10:.1f}".removesuffix(".0") if value < 10 else f"{math.floor(value)}"
-
-
-def _rounded(number: int) -> int:
-    """A number rounded up to two digits: 1234 -> 1300."""
-    step = 10 ** max(0, len(str(number)) - 2)
-    return -(-number // step) * step
-
-
-def _list(names: Sequence[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def capital(text: str) -> str:
-    """Return a text with a capital, as it begins a sentence; mIoU stays as it is."""
-    return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"

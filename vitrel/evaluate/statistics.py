@@ -1,4 +1,4 @@
-"""Means and differences of per-image scores over seeds and images: intervals, tests, and how many images would decide.
+"""Means and differences of per-image scores over seeds and images: intervals and tests.
 
 One method for every comparison, the analysis of seeds × images that studies with several readers use for readers × cases
 (Obuchowski and Rockette 1995): seeds and images are both random, every seed scores the same images. For a difference of two
@@ -18,7 +18,6 @@ a proportion, Bonett and Price 2012 for a difference): no interval then has a wi
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +48,6 @@ class Estimate:
         images: number of images.
         between: variance of a single seed's mean; 0 with one seed, where it is not known.
         shared: variance that all seeds have in common, because they score the same images.
-        noise: the part of `between` that more images would reduce.
         freedom: degrees of freedom of `between`, None: seeds - 1.
     """
 
@@ -59,7 +57,6 @@ class Estimate:
     images: int
     between: Number
     shared: Number
-    noise: Number = 0.0
     freedom: int | None = None
 
     @property
@@ -131,12 +128,11 @@ def estimate(plus: Sequence[np.ndarray], minus: Sequence[np.ndarray] = ()) -> Es
     added = np.array([0.0, len(plus), -len(minus), len(plus) - len(minus)])
     of_seeds, single = _mean_and_variance(scores, added)  # [..., S]
     center, shared = _mean_and_variance(scores.mean(-2), added)  # of the mean over seeds; with one seed, all of it
-    between, single = np.zeros(center.shape), single.mean(-1)
+    between = np.zeros(center.shape)
     if seeds > 1:
         between = of_seeds.var(-1, ddof=1) + ROUNDING / images**2
-        shared = np.maximum((seeds * shared - single) / (seeds - 1), 0.0)
-    noise = np.maximum(single - shared, 0.0)
-    return Estimate(100 * scores.mean((-2, -1)), 100 * center, seeds, images, 1e4 * between, 1e4 * shared, 1e4 * noise)
+        shared = np.maximum((seeds * shared - single.mean(-1)) / (seeds - 1), 0.0)
+    return Estimate(100 * scores.mean((-2, -1)), 100 * center, seeds, images, 1e4 * between, 1e4 * shared)
 
 
 def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +199,7 @@ def p_values(estimates: Sequence[Estimate], value: float = 0.0, above: bool = Tr
     found = np.empty(len(estimates))
     for seeds, freedom in {(one.seeds, one.freedom) for one in estimates}:
         at = [index for index, one in enumerate(estimates) if (one.seeds, one.freedom) == (seeds, freedom)]
-        names = ("mean", "center", "between", "shared", "noise")
+        names = ("mean", "center", "between", "shared")
         arrays = {name: np.array([getattr(estimates[index], name) for index in at]) for name in names}
         together = Estimate(seeds=seeds, images=0, freedom=freedom, **arrays)
         found[at] = together.p_above(value) if above else together.p_below(value)
@@ -222,18 +218,6 @@ def pooled(estimates: Sequence[Estimate], models: int) -> list[Estimate]:
     together = float(np.mean([one.between for one in estimates]))
     freedom = (models - 1) * (estimates[0].seeds - 1)
     return [replace(one, between=max(float(one.between), together), freedom=freedom) for one in estimates]
-
-
-def needed(estimate: Estimate, distance: float, tail: float = TAIL, most: int = 1_000_000) -> int | None:
-    """Return how many images are needed for an end at most `distance` points from the center, None for more than `most`."""
-    known = max(0.0, estimate.between - estimate.noise)
-
-    def reaches(images: int) -> bool:
-        fewer = estimate.images / images
-        own, shared = (known + estimate.noise * fewer) / estimate.seeds, estimate.shared * fewer
-        return bool(_critical(estimate.seeds, own / (own + shared), tail) * math.sqrt(own + shared) <= distance)
-
-    return bisect_left(range(most + 1), True, estimate.images, key=reaches) if reaches(most) else None
 
 
 def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = None) -> Number:

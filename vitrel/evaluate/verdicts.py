@@ -13,23 +13,22 @@ Holm         The rows of a model in a protocol (sizes and policies) are one fami
              levels of Holm's procedure for "safe", the upper ends at those for "loses". The probability that any row of the
              family is wrongly called safe is at most 2.5 %, and the same for loses. All comparisons of two models at a size are
              another family, whose ends err in at most 2.5 % each; their variance over seeds is that of the models together.
-policy       A size is judged under the first policy in the rows, unless another is shown better (Holm), or is safe there
-             where the first is not; then under the most accurate of these.
+policy       A size is judged under the first policy in the rows. Where another policy, or another protocol at the same cost, is
+             shown to be better (Holm over all of them), the model has its row in `better`.
 one seed     The verdicts are about the trained model; with several seeds about models that are trained in this way.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitrel.common.sizes import Budget, Size, nearest_size, parse_size, parse_size_or_budget
-from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
-from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means, holm, needed, p_values, pooled
+from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means, holm, p_values, pooled
 from vitrel.tasks import Row, Task, task_named
 
 SAFE, LOSES, UNKNOWN = "safe", "loses", "cannot tell"
@@ -132,7 +131,7 @@ def is_training(row: Row) -> bool:
     return parse_size(row["img_size"]) in trained
 
 
-# Rows over seeds, and as curves over sizes
+# Rows over seeds
 
 
 def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
@@ -198,80 +197,22 @@ def _in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=place)
 
 
-def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield (label, policy, rows) of aggregated rows or of those of all seeds, a curve over sizes a model and policy.
+def with_retention(rows: Sequence[Row]) -> list[Row]:
+    """Return copies of the rows of all seeds with the column retention.
 
-    The rows are those of the table, in its order, of all protocols: for one curve per protocol, pass the rows of one. A policy
-    that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that at other sizes
-    only. A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
-    "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
+    It is the metric divided by that at the nearest training size of the same model, seed, protocol and crop, NaN without one.
     """
-    by_label: dict[str, list[Row]] = defaultdict(list)
-    for row in table:
-        by_label[row["label"]].append(row)
-    for label, group in by_label.items():
-        at: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        for row in group:
-            at[row["policy"]].add(_at(row))
-        parts = {policy: policy_parts(policy) for policy in at}
-        for policy, names in parts.items():
-            if any(names < larger and not at[policy] & at[other] for other, larger in parts.items()):
-                continue
-            fixed = {"fixed" if name in WINDOW_POLICIES else name for name in names}
-            chosen: dict[tuple[str, str], str] = {}
-            for covering in (names, fixed):  # of the rows at a place, that of the longest policy within this one
-                fitting = sorted((one for one in parts if parts[one] <= covering), key=lambda one: -len(parts[one]))
-                for one in fitting:
-                    chosen = dict.fromkeys(at[one], one) | chosen
-            yield label, policy, [row for row in group if chosen.get(_at(row)) == row["policy"]]
-
-
-def _at(row: Row) -> tuple[str, str]:
-    return row["protocol"], row["img_size"]
-
-
-def with_curves(rows: Sequence[Row]) -> list[Row]:
-    """Return copies of the rows of all seeds with the columns retention, best_size and <metric>_area (`curve_summary`).
-
-    retention is the metric divided by that at the nearest training size of the same model, seed, protocol and crop, NaN without
-    one. A row has the other two of the curve of its own policy, else of the only curve that includes it; empty where several
-    do.
-    """
-    groups: dict[tuple, list[Row]] = defaultdict(list)
+    same = ("label", "seed", "protocol", "crop_pct", "translation")
+    references: dict[tuple, dict[Size, float]] = defaultdict(dict)
     for row in rows:
-        place = tuple(str(row.get(name)) for name in ("seed", "protocol", "crop_pct", "translation"))
-        groups[row["label"], place].append(row)
-    columns: dict[int, Row] = {}
-    for group in groups.values():
-        references: dict[Size, float] = {}
-        for row in group:
-            if is_training(row):
-                references.setdefault(parse_size(row["img_size"]), main_metric(row))
-        of_curves = [(policy, curve_summary(curve), {*map(id, curve)}) for _, policy, curve in curves(group)]
-        for row in group:
-            trained = references[nearest_size(parse_size(row["img_size"]), references)] if references else 0.0
-            retention = round(main_metric(row) / trained, 4) if trained else math.nan
-            of_row = [(policy, summary) for policy, summary, members in of_curves if id(row) in members]
-            own = [summary for policy, summary in of_row if policy == row["policy"]] or [summary for _, summary in of_row]
-            empty = {"best_size": "", f"{task_of(row).metric}_area": math.nan}
-            columns[id(row)] = {"retention": retention, **(own[0] if len(own) == 1 else empty)}
-    return [row | columns[id(row)] for row in rows]
-
-
-def curve_summary(curve: Sequence[Row]) -> Row:
-    """Return {best_size, <metric>_area} of a curve: the smallest size with the highest metric, its mean over log2 sqrt(h w).
-
-    The mean is the area by trapezoids divided by the width. Sizes of equal area count once, with their mean; NaN where all
-    sizes have the same area.
-    """
-    at: dict[int, list[float]] = defaultdict(list)
-    for row in curve:
-        at[math.prod(parse_size(row["img_size"]))].append(main_metric(row))
-    points = [(math.log2(area) / 2, sum(values) / len(values)) for area, values in sorted(at.items())]
-    under = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(points))
-    mean = under / (points[-1][0] - points[0][0]) if len(points) > 1 else math.nan
-    best = min(curve, key=lambda row: (-main_metric(row), math.prod(parse_size(row["img_size"]))))
-    return {"best_size": best["img_size"], f"{task_of(best).metric}_area": round(mean, 4)}
+        if is_training(row):
+            references[tuple(row.get(name) for name in same)].setdefault(parse_size(row["img_size"]), main_metric(row))
+    found = []
+    for row in rows:
+        at = references.get(tuple(row.get(name) for name in same))
+        trained = at[nearest_size(parse_size(row["img_size"]), at)] if at else 0.0
+        found.append(row | {"retention": round(main_metric(row) / trained, 4) if trained else math.nan})
+    return found
 
 
 # Verdicts
@@ -283,29 +224,21 @@ class Model:
 
     Args:
         used: {size: the row that the size is judged by}, by area.
-        policies: {size: policy}, of sizes that are judged by another policy than their first.
+        better: {size: the most accurate row of another policy or protocol that is shown to be better there}.
+        others: the models that it is compared with.
         ahead: {size: points to the next}, where it is shown to be better than all others.
         behind: {size: (the best of those shown to be better, points)}.
-        level: {size: the others that are not shown to be worse}, where none is shown to be better.
-        others: the models that it is compared with.
-        gains: sizes at which it is shown to be better than at the training size.
-        elsewhere: {other protocol: {size: points}}, where that is shown to be better at the same cost.
+        level: other sizes at which it is compared.
     """
 
     label: str
     protocol: str
     used: dict[str, Row]
-    policies: dict[str, str]
+    better: dict[str, Row]
+    others: list[str] = field(default_factory=list)
     ahead: dict[str, float] = field(default_factory=dict)
     behind: dict[str, tuple[str, float]] = field(default_factory=dict)
-    level: dict[str, list[str]] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-    gains: list[str] = field(default_factory=list)
-    elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def with_verdict(self, verdict: str) -> list[str]:
-        """The sizes with a verdict."""
-        return [size for size, row in self.used.items() if row["verdict"] == verdict]
+    level: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -314,8 +247,8 @@ class Judged:
 
     Args:
         rows: aggregated rows, with the columns difference, difference_low, difference_high (to the training size, points),
-            verdict, more (how many more images would decide, if the difference stays the same; None: not known), and used
-            (whether the size is judged under this policy).
+            verdict, gains (whether it is shown to be better than the training size), and used (whether the size is judged by
+            it).
         models: by label.
         margin: in points.
         task: of the rows.
@@ -332,15 +265,13 @@ class Judged:
 
 
 class Place(NamedTuple):
-    """A model at one size under one policy: the aggregated row, the sample of its seeds, whether the policy is the first."""
+    """A model at one size in a protocol under a policy: the aggregated row, and the sample of its seeds."""
 
     row: Row
     sample: Sample
-    is_default: bool
 
 
-Sizes = dict[str, dict[str, Place]]  # {size: {policy: place}}, by area; of the policies, the first in the rows is the first
-Used = dict[str, Place]  # {size: place under the policy that it is judged by}
+Used = dict[str, Place]  # {size: place that it is judged by}, by area
 
 
 def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MARGIN, unused: int = 0) -> Judged:
@@ -360,123 +291,58 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
         raise ValueError("there are no rows to judge: evaluate first")
     if not margin > 0:
         raise ValueError(f"the margin is a loss in points and must be above 0, got {margin:g}")
-    places = _places(rows, scores)
-    gains = _add_verdicts(places, margin)
-    used: dict[str, dict[str, Used]] = defaultdict(dict)  # by label and protocol
-    for ((label, protocol), sizes), chosen in zip(places.items(), _used([*places.values()]), strict=True):
-        used[label][protocol] = chosen
-        for size, policies in sizes.items():
-            for place in policies.values():
-                place.row["used"] = place is chosen[size]
-    models = {}
-    for label, of_label in used.items():
-        trained = [name for name, sizes in of_label.items() if any(is_training(place.row) for place in sizes.values())]
-        protocol = [*trained, *of_label][0]
-        own = of_label[protocol]
-        policies = {size: place.row["policy"] for size, place in own.items() if not place.is_default}
-        models[label] = Model(label, protocol, {size: place.row for size, place in own.items()}, policies)
-        models[label].gains += [size for size, place in own.items() if id(place.row) in gains]
-        models[label].elsewhere |= _elsewhere(own, {name: at for name, at in of_label.items() if name != protocol})
-    _compare(models, {label: used[label][model.protocol] for label, model in models.items()})
-    judged = [place.row for sizes in places.values() for policies in sizes.values() for place in policies.values()]
+    families: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))  # by label and protocol
+    for protocol, group in groups_of(rows):
+        place = Place(merged(protocol, group, scores), sample_of(group, scores))
+        families[place.row["label"]][protocol].append(place)
+    models, compared = dict[str, Model](), dict[str, Used]()
+    for label, of_label in families.items():
+        for family in of_label.values():
+            _add_verdicts(family, margin)
+        trained = (name for name, family in of_label.items() if any(is_training(place.row) for place in family))
+        protocol = next(trained, next(iter(of_label)))
+        own = sorted((place for place in of_label[protocol] if place.row["used"]), key=lambda one: by_area(one.row["img_size"]))
+        used = compared[label] = {place.row["img_size"]: place for place in own}
+        better = _better(used, [place for family in of_label.values() for place in family])
+        models[label] = Model(label, protocol, {size: place.row for size, place in used.items()}, better)
+    _compare(models, compared)
+    judged = [place.row for of_label in families.values() for family in of_label.values() for place in family]
     return Judged(_in_order(judged), models, margin, task_of(rows[0]), unused, aggregate(moved, scores))
 
 
-def _places(rows: Sequence[Row], scores: Scores | None) -> dict[tuple[str, str], Sizes]:
-    """{(label, protocol): sizes}, labels in the order of the rows."""
-    found: dict[tuple[str, str], Sizes] = {}
-    for protocol, group in groups_of(rows):
-        row = merged(protocol, group, scores)
-        policies = found.setdefault((row["label"], row["protocol"]), {}).setdefault(row["img_size"], {})
-        policies[row["policy"]] = Place(row, sample_of(group, scores), not policies)
-    return {key: {size: sizes[size] for size in sorted(sizes, key=by_area)} for key, sizes in found.items()}
+def _add_verdicts(family: Sequence[Place], margin: float) -> None:
+    """Add the columns difference to used to the rows of a model in a protocol."""
+    firsts: dict[Size, Place] = {}
+    for place in family:
+        first = firsts.setdefault(parse_size(place.row["img_size"]), place)
+        nothing = dict.fromkeys(("difference", "difference_low", "difference_high"), math.nan)
+        place.row.update(nothing, verdict="", gains=False, used=first is place)
+    references = {size: place for size, place in firsts.items() if is_training(place.row)}
+    others = [place for place in family if place not in references.values()]
+    if not references or not others:
+        return
+    nearest = [references[nearest_size(parse_size(place.row["img_size"]), references)] for place in others]
+    found = [contrast([place.sample], [reference.sample]) for place, reference in zip(others, nearest, strict=True)]
+    safe, loses, gains = p_values(found, -margin), p_values(found, above=False), p_values(found)
+    for place, one, *levels, gain in zip(others, found, holm(safe), holm(loses), gains <= holm(gains), strict=True):
+        low, high = float(one.low(levels[0])), float(one.high(levels[1]))
+        verdict = SAFE if low > -margin else LOSES if high < 0 else UNKNOWN
+        ends = {"difference_low": low, "difference_high": high}
+        place.row.update(ends, difference=float(one.mean), verdict=verdict, gains=bool(gain))
 
 
-def _used(models: Sequence[Sizes]) -> list[Used]:
-    """For each model in a protocol the place that each size is judged by, after `_add_verdicts`; a family per model."""
-    defaults = [{size: next(iter(policies.values())) for size, policies in sizes.items()} for sizes in models]
-    others = [[(size, place) for size in sizes for place in [*sizes[size].values()][1:]] for sizes in models]
-    gains = [
-        [contrast([place.sample], [default[size].sample]) for size, place in of_model]
-        for default, of_model in zip(defaults, others, strict=True)
-    ]
-    chosen = []
-    for default, of_model, p in zip(defaults, others, _by_family(gains), strict=True):
-        better: dict[str, list[Place]] = defaultdict(list)
-        for (size, place), shown in zip(of_model, p <= holm(p), strict=True):
-            better[size] += [place] if shown else []
-        for size, place in of_model:
-            if place.row["verdict"] == SAFE and default[size].row["verdict"] in (UNKNOWN, LOSES) and place not in better[size]:
-                better[size].append(place)
-        chosen.append({size: max(better[size], key=_preferred, default=default[size]) for size in default})
-    return chosen
-
-
-def _preferred(place: Place) -> tuple[bool, float]:
-    """Sort key of policies: safe ones, then the most accurate."""
-    return place.row["verdict"] == SAFE, main_metric(place.row)
-
-
-def _add_verdicts(models: Mapping[tuple[str, str], Sizes], margin: float) -> set[int]:
-    """Add the columns difference to more to the rows of every model in a protocol; a family each.
-
-    Return the ids of the rows that are shown to be better than their reference.
-    """
-    families: list[list[Place]] = []
-    found: list[list[Estimate]] = []
-    for sizes in models.values():
-        every = [place for policies in sizes.values() for place in policies.values()]
-        for place in every:
-            place.row.update(
-                dict.fromkeys(("difference", "difference_low", "difference_high"), math.nan), verdict="", more=None
-            )
-        firsts = {parse_size(size): next(iter(policies.values())) for size, policies in sizes.items()}
-        references = {size: place for size, place in firsts.items() if is_training(place.row)}
-        if references:
-            families.append([place for place in every if place not in references.values()])
-            nearest = [references[nearest_size(parse_size(place.row["img_size"]), references)] for place in families[-1]]
-            pairs = zip(families[-1], nearest, strict=True)
-            found.append([contrast([place.sample], [reference.sample]) for place, reference in pairs])
-    tests = [_by_family(found, -margin), _by_family(found, 0.0, above=False), _by_family(found)]
-    better: set[int] = set()
-    for places, estimates, safe, loses, gains in zip(families, found, *tests, strict=True):
-        better |= {id(place.row) for place, shown in zip(places, gains <= holm(gains), strict=True) if shown}
-        for place, one, *levels in zip(places, estimates, holm(safe), holm(loses), strict=True):
-            low, high = float(one.low(levels[0])), float(one.high(levels[1]))
-            verdict = SAFE if low > -margin else LOSES if high < 0 else UNKNOWN
-            more = _more(one, margin, *levels) if verdict == UNKNOWN else None
-            place.row.update(difference=float(one.mean), difference_low=low, difference_high=high, verdict=verdict, more=more)
-    return better
-
-
-def _by_family(families: Sequence[Sequence[Estimate]], value: float = 0.0, above: bool = True) -> list[np.ndarray]:
-    """The p-values of every family, computed together."""
-    p = p_values([one for family in families for one in family], value, above)
-    return np.split(p, np.cumsum([len(family) for family in families])[:-1]) if families else []
-
-
-def _more(one: Estimate, margin: float, safe_level: float, loses_level: float) -> int | None:
-    """The number of images that would tell in addition, with the same difference."""
-    loss = -float(one.center)
-    # the interval has to exclude the margin, or 0: whichever is farther from the loss
-    images = needed(one, *max((margin - loss, safe_level), (loss, loses_level)))
-    return None if images is None else max(1, images - one.images)
-
-
-def _elsewhere(own: Used, others: Mapping[str, Used]) -> dict[str, dict[str, float]]:
-    """{protocol: {size: points}}, where another protocol than a model's own is shown to be better, and costs the same."""
+def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
+    """{size: the most accurate row of another policy, or of another protocol at the same cost, that is shown to be better}."""
     pairs = [
-        (protocol, size, place, own[size])
-        for protocol, used in others.items()
-        for size, place in used.items()
-        if size in own and _costs_the_same(place.row, own[size].row)
+        (place, own)
+        for place in places
+        if (own := used.get(place.row["img_size"])) is not None
+        and place is not own
+        and (place.row["protocol"] == own.row["protocol"] or (place.row["used"] and _costs_the_same(place.row, own.row)))
     ]
-    p = p_values([contrast([there.sample], [here.sample]) for _, _, there, here in pairs])
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for (protocol, size, there, here), shown in zip(pairs, p <= holm(p), strict=True):
-        if shown:
-            found[protocol][size] = main_metric(there.row) - main_metric(here.row)
-    return found
+    p = p_values([contrast([place.sample], [own.sample]) for place, own in pairs])
+    shown = [place.row for (place, _), is_shown in zip(pairs, p <= holm(p), strict=True) if is_shown]
+    return {row["img_size"]: row for row in sorted(shown, key=main_metric)}  # of a size the last
 
 
 def _costs_the_same(row: Row, other: Row) -> bool:
@@ -486,51 +352,48 @@ def _costs_the_same(row: Row, other: Row) -> bool:
 
 
 def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
-    """Compare every model with every other at the sizes and in the protocol that both have, one family (Holm); fill in ahead,
-    behind and level.
+    """Compare every model with every other at the sizes and in the protocol that both have, one family (Holm); fill in others,
+    ahead, behind and level.
     """
     pairs = [
         (size, a, b)
         for a, b in combinations(used, 2)
         if models[a].protocol == models[b].protocol
         for size in used[a]
-        if size in used[b] and _comparable(used[a][size], used[b][size])
+        if size in used[b] and _comparable(used[a][size].sample, used[b][size].sample)
     ]
     found = _pooled(pairs, [contrast([used[a][size].sample], [used[b][size].sample]) for size, a, b in pairs])
     p = [p_values(found, above=above) for above in (True, False)]
-    levels = holm(np.minimum(*p))
     shown: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)  # (label, size): {other: 1 worse, -1 better, 0 not shown}
-    for (size, a, b), above, below, level in zip(pairs, *p, levels, strict=True):
+    for (size, a, b), above, below, level in zip(pairs, *p, holm(np.minimum(*p)), strict=True):
         order = int(above <= level) - int(below <= level)
         shown[a, size][b], shown[b, size][a] = order, -order
     for (label, size), by_other in shown.items():
-        model, accuracy = models[label], {other: main_metric(used[other][size].row) for other in by_other}
-        own = main_metric(used[label][size].row)
+        model, own = models[label], main_metric(used[label][size].row)
+        accuracy = {other: main_metric(used[other][size].row) for other in models if other in by_other}
         model.others = [other for other in models if other in model.others or other in by_other]
-        better = [other for other in models if by_other.get(other) == -1]
+        better = [other for other in accuracy if by_other[other] == -1]
         if better:
             best = max(better, key=accuracy.__getitem__)  # of equal ones the first
             model.behind[size] = best, accuracy[best] - own
         elif all(order == 1 for order in by_other.values()):
             model.ahead[size] = own - max(accuracy.values())
         else:
-            model.level[size] = [other for other in models if by_other.get(other) == 0]
+            model.level.append(size)
 
 
-def _comparable(ours: Place, theirs: Place) -> bool:
+def _comparable(ours: Sample, theirs: Sample) -> bool:
     """Whether two models have one seed each, or two or more in common: one common seed of several tells nothing about seeds."""
-    seeds = [{*place.sample.seeds} for place in (ours, theirs)]
-    return len(seeds[0]) == len(seeds[1]) == 1 or len(seeds[0] & seeds[1]) > 1
+    return len(ours.seeds) == len(theirs.seeds) == 1 or len({*ours.seeds} & {*theirs.seeds}) > 1
 
 
 def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
     """Estimates of pairs (size, a, b) of models, at each size with the variance over seeds that its models have together."""
-    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for at, ((size, *_), one) in enumerate(zip(pairs, found, strict=True)):
-        groups[size, one.seeds].append(at)
-    by_pair = [*found]
-    for chosen in groups.values():
-        models = len({label for index in chosen for label in pairs[index][1:]})
-        for index, one in zip(chosen, pooled([found[index] for index in chosen], models), strict=True):
-            by_pair[index] = one
-    return by_pair
+    groups: dict[tuple[str, int], dict[tuple[str, str, str], Estimate]] = defaultdict(dict)
+    for pair, one in zip(pairs, found, strict=True):
+        groups[pair[0], one.seeds][pair] = one
+    together: dict[tuple[str, str, str], Estimate] = {}
+    for of_size in groups.values():
+        labels = {label for _, *both in of_size for label in both}
+        together |= zip(of_size, pooled([*of_size.values()], len(labels)), strict=True)
+    return [together[pair] for pair in pairs]
