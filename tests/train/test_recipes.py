@@ -12,7 +12,7 @@ from vitrel import POSITIONS
 from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.evaluate.checkpoint import load_checkpoint
-from vitrel.train import Classifier, Mixing, Optimization, Tuning, run
+from vitrel.train import Classifier, Optimization, Tuning, run
 
 NAMES = timm.list_models("vitrel*")
 SMALLEST = [name for name in NAMES if "_n8_" in name or name in ("vitrel_swin_n", "vitrel_swin_n_shaw", "vitrel_swinv2_n")]
@@ -28,8 +28,8 @@ def test_every_family_and_encoding_has_a_smallest_model():
 
 
 def recipe(name, **how):
-    settings = {"optim": Optimization(**SCRATCH["optim"]), "mixing": Mixing(**SCRATCH["mixing"])}
-    return Classifier(name, 4, 32, SCRATCH["model_args"], **settings, label_smoothing=SCRATCH["label_smoothing"], **how)
+    optim = Optimization(**SCRATCH["optim"])
+    return Classifier(name, 4, 32, SCRATCH["model_args"], optim=optim, label_smoothing=SCRATCH["label_smoothing"], **how)
 
 
 @pytest.mark.slow
