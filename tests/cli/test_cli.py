@@ -188,7 +188,7 @@ def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
 
 
 @pytest.mark.slow(seconds=10)
-def test_short_commands_import_no_more_than_they_need_and_end_at_once():
+def test_short_commands_import_no_more_than_they_need():
     doctor, _, heavy = started("doctor")
     assert doctor.returncode == 0 and heavy == {"torch", "numpy"} and "attention:" in doctor.stdout
     listed, _, heavy = started("list", "vitrel_vit_n8_none")

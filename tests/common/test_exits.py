@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
 
-from helpers import ROOT, each
 from vitrel.common.exits import Terminated, reported, terminable
 
 
@@ -83,19 +81,12 @@ def test_names_that_are_no_utf8_can_be_printed(tmp_path, monkeypatch):
     assert (tmp_path / "out").read_text("utf-8") == "caf\\udce9\n"
 
 
-@each(("last", "status", "said"), [("pass", 0, ""), ("sys.exit('no')", 1, "no\n"), ("sys.exit(2)", 2, "")])
-def test_a_short_program_ends_with_its_output_and_status(last, status, said):
-    program = f"""
-import atexit, sys, types
-sys.modules["vitrel"] = types.ModuleType("vitrel")  # of which no more than one module is needed
-sys.modules["vitrel"].__path__ = ["{ROOT / "vitrel"}"]
-from vitrel.common.exits import at_once
-atexit.register(print, "handler")
-with at_once():
-    print("output")
-    {last}
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": ""}
-    )
-    assert (done.returncode, done.stderr, done.stdout) == (status, said, "output\nhandler\n")
+def test_a_reader_that_goes_ends_the_command_without_a_word(monkeypatch, capsys):
+    """As `vitrel list | head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    with pytest.raises(SystemExit) as caught, reported():
+        print("a line")
+    sys.stdout.close()  # flushes again
+    assert (caught.value.code, capsys.readouterr().err) == (141, "")

@@ -9,9 +9,8 @@ import re
 import sys
 import warnings
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 
-from vitrel.common.exits import at_once, reported, terminable
+from vitrel.common.exits import reported, terminable
 from vitrel.common.names import did_you_mean
 from vitrel.common.user_modules import import_modules
 from vitrel.version import __version__
@@ -29,8 +28,8 @@ COMMANDS = {  # {name: help}, in the order of a project
     "convert": "convert a timm model or a file of weights to a vitrel model, optionally with relative position",
     "export": "export a trained model as a torch.export program, an ONNX graph, or a folder for timm",
 }
-QUICK = ("doctor", "list", "explain")  # commands that take little more time than imports
-EPILOG = """exit status: 0 done, 1 bad settings, data or files, 2 bad usage, 130 stopped by ctrl-c, 143 stopped by SIGTERM
+EPILOG = """exit status: 0 done, 1 bad settings, data or files, 2 bad usage, 130 stopped by ctrl-c, 141 nobody
+reads the output, 143 stopped by SIGTERM
 
 vitrel COMMAND --help describes a command and its options."""
 
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Returns on success, and raises SystemExit with the statuses of EPILOG otherwise.
     """
-    whole = argv is None  # the process does nothing else
     argv = [*(sys.argv[1:] if argv is None else argv)]
     warnings.formatwarning = _plain
     if argv[:1] == ["train"]:  # Lightning parses the rest
@@ -56,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         kind = "there is no option" if unknown[0].startswith("-") else "unexpected argument"
         args.usage_error(f"{kind} {unknown[0]}{did_you_mean(unknown[0], args.option_names)}")
-    with at_once() if whole and argv[0] in QUICK else nullcontext(), reported(args.go_on), terminable():
+    with reported(args.go_on), terminable():
         import_modules(args.modules)
         args.run(args)
 

@@ -1,7 +1,5 @@
 """How commands end: a one-line error message, a sentence about saved work when interrupted, and the usual exit codes."""
 
-import atexit
-import gc
 import multiprocessing
 import os
 import re
@@ -9,13 +7,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 from vitrel.common.resources import lack_of, without_traceback
 
-INTERRUPTED, TERMINATED = (128 + number for number in (signal.SIGINT, signal.SIGTERM))
+INTERRUPTED, TERMINATED, UNREAD = 130, 143, 141  # 128 + SIGINT, SIGTERM, SIGPIPE
 
 
 class Terminated(KeyboardInterrupt):
@@ -27,6 +25,7 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
     """Context manager that ends the program with one line on stderr instead of a traceback.
 
     For invalid settings, data or files, a missing package and lack of memory or loader processes: `error: ...` and exit code 1.
+    If the reader of the output has gone, as `head` does: exit code 141 and no word.
     If the program is stopped: a sentence about what was saved and how to continue, with exit code 130 (ctrl-c) or 143
     (SIGTERM, under `terminable`).
 
@@ -37,11 +36,17 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by default
     try:
         yield
+        sys.stdout.flush()
     except KeyboardInterrupt as stop:
         code, word = (TERMINATED, "SIGTERM") if isinstance(stop, Terminated) else (INTERRUPTED, "interrupted")
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":  # only one of several processes prints
             print(f"{word}: {one_line(stop) or go_on}", file=sys.stderr)
         raise SystemExit(code) from None
+    except BrokenPipeError as error:
+        if text := lack_of(error):  # a pipe to a loader process
+            sys.exit(f"error: {one_line(error, text)}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        raise SystemExit(UNREAD) from None
     except (ValueError, OSError, MemoryError, FloatingPointError, ImportError) as error:
         text = "" if isinstance(error, MemoryError) and str(error) else lack_of(error)
         sys.exit(f"error: {one_line(error, text) or type(error).__name__}")
@@ -60,27 +65,6 @@ def one_line(error: BaseException, text: str = "") -> str:
         text = f"{error.filename}: {error.strerror}"
     parts = (text or without_traceback(str(error)), *getattr(error, "__notes__", ()))
     return "; ".join(re.sub(r"\s*\n\s*", " ", part.strip()) for part in parts if part)
-
-
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Context manager for a short program as a whole: collects garbage rarely, and ends the process without taking it apart.
-
-    Either takes about half a second of a program that imports torch and timm. Exit handlers run and the output is flushed.
-    """
-    gc.set_threshold(100_000, 50, 100)
-    status = 0
-    try:
-        yield
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-    atexit._run_exitfuncs()  # noqa: SLF001  os._exit would leave them out, and there is no public name
-    with suppress(OSError):  # the reader of a pipe has gone
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
 
 
 @contextmanager

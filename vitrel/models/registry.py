@@ -15,6 +15,7 @@ from vitrel.position import POSITIONS, PositionEncoding
 Rows = dict[str, tuple[dict, dict]]  # {name: (constructor arguments, entries of timm's pretrained cfg)}
 Encoding = TypeVar("Encoding", bound=PositionEncoding)
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # compositions with model names; "_" replaces "+" in them
+ARGUMENTS: dict[str, dict[str, Any]] = {}  # {name of a registered model: its trunk's arguments, defaults included}
 _FAMILIES: dict[type[nn.Module], Callable[[str], dict]] = {}  # {trunk: registers its models for a key}
 _weight_filter: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = None
 
@@ -47,6 +48,8 @@ def register_family(
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
     )
+    defaults = {name: parameter.default for name, parameter in inspect.signature(trunk).parameters.items()}
+    ARGUMENTS.update({name: defaults | arguments for name, (arguments, _) in rows.items()})
     # before registration, in which timm looks them up in the module
     namespace["default_cfgs"] = namespace.get("default_cfgs", {}) | cfgs
     for name, (arguments, _) in rows.items():
