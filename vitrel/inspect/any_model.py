@@ -5,6 +5,7 @@ of timm's models take every size, some resample an embedding inside forward (`dy
 (`set_input_size`), and some take only the size they were built for.
 """
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterable
@@ -363,6 +364,9 @@ def _brought(model: nn.Module, size: Size, share_weights: bool) -> tuple[nn.Modu
     """The model or its copy for a size, and the trace at that size if it was made."""
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
         return model, None
+    if size == trained_size(model):
+        with contextlib.suppress(*REFUSALS):  # as it was built
+            return model, trace(model, size)
     changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
     try:
         changed.set_input_size(img_size=size)

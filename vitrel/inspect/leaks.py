@@ -81,8 +81,8 @@ def find_leaks(call: Call) -> Leaks | None:
 
 def _beyond_gap(sees: Tensor, at: Tensor) -> Tensor:
     """[T, n] bool: what each token sees of [T, n], but not joined to its own index `at` [T] by an unbroken run of seen ones."""
-    index = torch.arange(sees.shape[1])
-    unseen, own = ~sees, at[:, None]
+    index = torch.arange(sees.shape[1], dtype=torch.int16)
+    unseen, own = ~sees, at[:, None].to(torch.int16)
     first = torch.where(unseen & (index < own), index + 1, 0).amax(1, keepdim=True)
     last = torch.where(unseen & (index > own), index, sees.shape[1]).amin(1, keepdim=True)
     return sees & ((index < first) | (index >= last))

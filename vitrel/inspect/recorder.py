@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -125,7 +126,7 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
 
-_LAYOUTS: dict[tuple, _Layout] = {}  # of the output of an operator, by the operator and its inputs
+_LAYOUTS: dict[tuple, list[_Layout]] = {}  # of the outputs of an operator, by the operator and its inputs
 
 
 class _Blank(Tensor):
@@ -163,27 +164,28 @@ class _Blank(Tensor):
                 return value.shape_only
             return value.to("meta") if isinstance(value, Tensor) else value
 
-        key = (func, *map(_layout, tree_leaves((args, kwargs))))
+        key = (func, *map(_layout, _leaves((args, kwargs))))
         if key in _LAYOUTS:  # blocks are alike, and shapes take Python as long as values take a small model
-            how = _LAYOUTS[key]
-            return cls(torch.empty_strided(how.size, how.stride, dtype=how.dtype, device="meta"), device)
-        inner_args, inner = tree_map(shape, args), tree_map(shape, kwargs)
+            made = [torch.empty_strided(how.size, how.stride, dtype=how.dtype, device="meta") for how in _LAYOUTS[key]]
+            return cls(made[0], device) if len(made) == 1 else tuple(cls(one, device) for one in made)
+        inner_args, inner = _mapped(shape, args), _mapped(shape, kwargs)
         if inner.get("device") is not None:
             inner["device"] = torch.device("meta")
         out = func(*inner_args, **inner)
         if name.endswith("_") and not isinstance(args[0], cls):  # written into a tensor with values
             return args[0]
-        if isinstance(out, Tensor) and id(out) not in known:
+        made = [out] if isinstance(out, Tensor) else list(out)
+        if all(isinstance(one, Tensor) and id(one) not in known for one in made):
             if len(_LAYOUTS) > 10_000:
                 _LAYOUTS.clear()
-            _LAYOUTS[key] = _Layout(out.size(), out.stride(), out.dtype)
+            _LAYOUTS[key] = [_layout(one) for one in made]
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return known[id(value)] if id(value) in known else cls(value, device)
 
-        return tree_map(wrapped, out)
+        return _mapped(wrapped, out)
 
 
 def blank(model: nn.Module, size: tuple[int, int], channels: int) -> Tensor:
@@ -217,7 +219,7 @@ def run(
         mode = _Recorder(model, images, replace, use, follow, plain)
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which is one operator
-        for hook in (*_named(model, mode.stack), *(() if own is None else _own_hooks(model, mode, own))):
+        for hook in (*_path_hooks(model, mode.stack), *(() if own is None else _own_hooks(model, mode, own))):
             stack.callback(hook.remove)
         # Not inference mode: a tensor that a model caches here could not be used in training afterwards.
         for context in (torch.inference_mode(False), evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH)):
@@ -252,13 +254,19 @@ def first_tensor(output: Any) -> Tensor:
     raise ValueError(f"the model returns no tensor, but {type(output).__name__}: wrap it in a module that returns one")
 
 
-def _named(model: nn.Module, stack: list[str]) -> Iterator[RemovableHandle]:
+def _path_hooks(model: nn.Module, stack: list[str]) -> tuple[RemovableHandle, RemovableHandle]:
     """Hooks that keep the path of the running module at the end of `stack`; nn.Softmax belongs to what calls it."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Softmax):
-            continue
-        yield module.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
-        yield module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
+    paths = {module: name for name, module in model.named_modules() if not isinstance(module, nn.Softmax)}
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        if module in paths:
+            stack.append(paths[module])
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        if module in paths:
+            stack.pop()
+
+    return register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
 
 
 def _own_hooks(
@@ -436,7 +444,7 @@ class _Recorder(TorchDispatchMode):
 
         if name.endswith("_") and trails.get(id(args[0])) is not None and trails[id(args[0])].plain is None:
             args = (args[0].clone(), *args[1:])
-        return func(*tree_map(swap, args), **tree_map(swap, kwargs))
+        return func(*_mapped(swap, args), **_mapped(swap, kwargs))
 
     def _bias(self, func: Any, name: str, args: tuple, kwargs: dict, image: list[Tensor]) -> Any:
         """What the output of an operator has of values that are added to a product; None for nothing."""
@@ -455,10 +463,10 @@ class _Recorder(TorchDispatchMode):
 
             if name in _SUM and len(unknown) == len(_tensors(args)):
                 return None
-            return getattr(torch.ops.aten, name.removesuffix("_"))(*tree_map(known, args), **kwargs)
+            return getattr(torch.ops.aten, name.removesuffix("_"))(*_mapped(known, args), **kwargs)
         if unknown:
             return None
-        swapped = tree_map(lambda v: self._trail[v].bias if isinstance(v, Tensor) and v in self._trail else v, (args, kwargs))
+        swapped = _mapped(lambda v: self._trail[v].bias if isinstance(v, Tensor) and v in self._trail else v, (args, kwargs))
         if name in _VIEWS:
             return swapped[0][0].reshape(args[1])
         return func(*swapped[0], **swapped[1])
@@ -522,7 +530,10 @@ class _Recorder(TorchDispatchMode):
             if name in _SAME and first is not None:
                 return [first] * len(made)
             if name in _VIEWS:
-                return [first.reshape(args[1])]
+                shape = made[0].shape
+                if first.stride(-1) == 0 and shape[-1] == first.shape[-1]:  # all channels have the place of their token
+                    return [first[..., :1].reshape(*shape[:-1], 1).expand(shape)]
+                return [first.reshape(shape)]
             if name in _MOVES:
                 return self._moved(func, name, args, kwargs, made)
             if name in _LINEAR and name != "convolution":
@@ -544,10 +555,10 @@ class _Recorder(TorchDispatchMode):
                 return self._trail[value].place
             return value.cpu() if value.dtype in (torch.int64, torch.bool) else _nowhere(value)
 
-        inputs = [tree_map(place, part) for part in args]
+        inputs = [_mapped(place, part) for part in args]
         if name == "constant_pad_nd":
             inputs[2:] = [-1]
-        moved = func(*inputs, **tree_map(place, kwargs))
+        moved = func(*inputs, **_mapped(place, kwargs))
         return _tensors(moved) if len(_tensors(moved)) == len(made) else [_nowhere(value) for value in made]
 
     def _pointwise(self, image: list[Tensor], made: Tensor) -> Tensor:
@@ -557,7 +568,7 @@ class _Recorder(TorchDispatchMode):
                 return place
         place = self._trail[image[0]].place
         try:
-            return _compact(place).expand(made.shape)
+            return _compact(place.expand(made.shape))
         except RuntimeError:
             return _nowhere(made)
 
@@ -702,7 +713,21 @@ def _base(func: Any) -> str:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return [value for value in _leaves(values) if isinstance(value, Tensor)]
+
+
+def _leaves(values: Any) -> list:
+    """What the arguments or outputs of an operator hold; `tree_leaves` takes several times as long for them."""
+    if isinstance(values, dict):
+        values = [*values.values()]
+    return [leaf for value in values for leaf in _leaves(value)] if type(values) in (tuple, list) else [values]
+
+
+def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """The arguments or outputs of an operator with a function applied to what they hold."""
+    if isinstance(values, dict):
+        return {name: _mapped(function, value) for name, value in values.items()}
+    return type(values)(_mapped(function, value) for value in values) if type(values) in (tuple, list) else function(values)
 
 
 def _overlaps(name: str, args: tuple) -> bool:
@@ -727,11 +752,12 @@ def _nowhere(value: Tensor) -> Tensor:
 
 def _compact(place: Tensor) -> Tensor:
     """Places with one number for each dimension along which they are the same, since logits of all pairs are large."""
-    for axis in range(place.dim()):
+    shape = place.shape
+    for axis, n in enumerate(shape):
         first = place.narrow(axis, 0, 1)
-        if place.stride(axis) and place.shape[axis] > 1 and bool((place == first).all()):
-            place = first.expand(place.shape)
-    return place
+        if place.stride(axis) == 0 or (n > 1 and bool((place == first).all())):
+            place = first
+    return place.expand(shape)
 
 
 def _nearest(place: Tensor, shape: torch.Size) -> Tensor:
