@@ -23,7 +23,7 @@ tool = command("check")
 
 
 def examined(model, size=(48, 64)):
-    return survey(model.eval(), model, size)
+    return survey(model.eval(), size)
 
 
 def test_rotations_are_those_of_the_closed_form():

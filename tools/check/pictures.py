@@ -96,7 +96,7 @@ def examined(model: nn.Module, size: tuple[int, int], fault: faults.Fault | None
             stack.enter_context(patch("torch.compiler.is_dynamo_compiling", return_value=True))
         if fault is not None and fault.check == "dtype":
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-        return survey(model, model, size)
+        return survey(model, size)
 
 
 def nearness(found: Survey, fault: faults.Fault) -> Tensor:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from vitrel.conformance.embedding import Derived, derived, difference, single_ax
 from vitrel.conformance.measure import (
     SAME,
     Bias,
+    Located,
     Rotation,
     aligned,
     apart,
@@ -24,8 +25,8 @@ from vitrel.conformance.measure import (
 )
 from vitrel.conformance.report import Finding
 from vitrel.conformance.subject import Subject
-from vitrel.conformance.survey import Located, Survey, survey
-from vitrel.inspect.any_model import shared_offsets
+from vitrel.conformance.survey import Survey, survey
+from vitrel.inspect.any_model import shared_offsets, trained_size
 
 ANGLE = 2 * SAME  # radians between two measured angles
 
@@ -43,13 +44,11 @@ class Examined:
     surveys: dict[Size, Survey]  # of the sizes, the native one first
     native: Size | None  # None: the native size is refused or too large to examine
     reference: "Examined | None" = None  # the model given as `like`
-    rotations: dict[tuple[Size, int], Rotation | None] = field(default_factory=dict)
-    biases: dict[tuple[Size, int], Bias | None] = field(default_factory=dict)
 
     @functools.cached_property
     def embeddings(self) -> list[Derived]:
         """Every embedding at every size, with how it follows from its master."""
-        return derived(self.surveys, self.subject.native(), self.subject.model)
+        return derived(self.surveys, trained_size(self.subject.model), self.subject.model)
 
     @functools.cached_property
     def one_module(self) -> bool:
@@ -63,23 +62,11 @@ class Examined:
             raise NotApplicableError("no two sizes with height and width exchanged")
         return self.sizes[0], self.sizes[1]
 
-    def rotation(self, size: Size, number: int) -> Rotation | None:
-        """The rotation of the attention `number` among the located ones, measured once."""
-        if (size, number) not in self.rotations:
-            self.rotations[size, number] = rotation(self.surveys[size].attentions[number])
-        return self.rotations[size, number]
-
-    def bias(self, size: Size, number: int) -> Bias | None:
-        """The bias of the attention `number` among the located ones, measured once."""
-        if (size, number) not in self.biases:
-            self.biases[size, number] = bias(self.surveys[size].attentions[number])
-        return self.biases[size, number]
-
     def measured(self, *sizes: Size) -> Iterator[tuple[Size, Located, Rotation | None, Bias | None]]:
         """(size, attention, its rotation, its bias) of all that could be located, at all sizes if none is given."""
         for size in sizes or self.surveys:
-            for number, found in enumerate(self.surveys[size].attentions):
-                yield size, found, self.rotation(size, number), self.bias(size, number)
+            for found in self.surveys[size].attentions:
+                yield size, found, found.rotation, found.bias
 
     def not_applicable(self, reason: str) -> NotApplicableError:
         """The error of a check that found nothing of its kind; where no attention was located, that is the reason."""
@@ -294,12 +281,11 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 def _beyond(examined: Examined) -> list[Derived]:
     """The embeddings at an image larger than the native one, if the model takes it."""
-    subject, (h, w) = examined.subject, examined.subject.native()
+    subject, (h, w) = examined.subject, trained_size(examined.subject.model)
     size = h + 2 * subject.unit(), w + 3 * subject.unit()
-    if subject.takes(size):
+    if subject.refusal(size):
         return []
-    model = subject.at(size)
-    surveys = {**examined.surveys, size: survey(subject.call(model), model, size, subject.channels)}
+    surveys = {**examined.surveys, size: survey(subject.at(size), size)}
     return [one for one in derived(surveys, (h, w), subject.model) if one.size == size and one.how is not None]
 
 

@@ -12,12 +12,11 @@ from vitrel.conformance.embedding import Derived, single_axis
 from vitrel.conformance.measure import (
     SAME,
     Bias,
+    Located,
     Rotation,
-    bias,
-    rotation,
     window_slots,
 )
-from vitrel.conformance.survey import Located, Survey
+from vitrel.conformance.survey import Survey
 
 _FLAT = 1e-4  # radians; a step below it is none: the slowest band of a base of 10,000 and 64 channels has 2.4e-4
 
@@ -58,11 +57,10 @@ def summary(found: list[Identity]) -> list[str]:
 
 def _attention(found: Located, others: list[Located], model: nn.Module) -> list[Identity]:
     made, details = [], _windows(found)
-    turn, rows = rotation(found), bias(found)
-    if turn is not None:
-        made.append(Identity(found.where, *named_rotation(turn, [rotation(other) for other in others])))
-    if rows is not None:
-        made.append(Identity(found.where, *named_bias(rows, model)))
+    if found.rotation is not None:
+        made.append(Identity(found.where, *named_rotation(found.rotation, [other.rotation for other in others])))
+    if found.bias is not None:
+        made.append(Identity(found.where, *named_bias(found.bias, model)))
     if details:
         kinds = [Identity(one.where, one.kind, one.details | details) for one in made]
         return kinds or [Identity(found.where, "none", details)]

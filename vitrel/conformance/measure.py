@@ -3,7 +3,9 @@
 Nothing here uses vitrel's encodings: angles are read from rotated queries, biases from logits without content.
 """
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,11 +13,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.common.sizes import Size
-from vitrel.conformance.survey import Located
 from vitrel.inspect.any_model import line_length
+from vitrel.inspect.recorder import HIDDEN
 
 SAME = 1e-3  # radians, or share of the largest bias: float32 leaves 1e-5 of angles up to 100, and of biases
 PAIRS = {"half": "channels p and p + D/2", "interleaved": "channels 2p and 2p + 1", "quarter": "channels p and p + D/4"}
+
+
+@dataclass
+class Located:
+    """One attention at one image size, with the position of its tokens."""
+
+    where: str  # path of the module
+    grid: Size  # tokens (h, w) of the image here
+    tokens: Tensor  # [W, N] index (row-major) of the token in each slot of a window; -1 for prefix tokens and padding
+    window: Size | None  # shape of a window's slots, which follow each other row by row; the grid where attention is global
+    heads: int
+    prefix: int  # tokens that are no patches; 0 in windows
+    logits: Tensor  # [B, W, H, N, N] of the constant pass: biases and masks
+    query: Tensor  # [B, W, H, N, D] of the constant pass
+    key: Tensor
+    unrotated: tuple[Tensor | None, Tensor | None]  # query and key before they are rotated; None: they are not
+
+    @property
+    def windows(self) -> int:
+        """Number of windows; 1 where attention is global."""
+        return len(self.tokens)
+
+    @property
+    def places(self) -> Tensor:
+        """[W, N, 2] (row, column) of the token in each slot; of no meaning where `tokens` is -1."""
+        at = self.tokens.clamp(min=0)
+        return torch.stack((at // self.grid[1], at % self.grid[1]), -1)
+
+    @functools.cached_property
+    def visible(self) -> Tensor:
+        """[W, N, N] bool: pairs that no head hides."""
+        logits = self.logits[0].amax(1)  # [W, N, N]
+        return logits >= logits.amax(-1, keepdim=True) + HIDDEN
+
+    @functools.cached_property
+    def rotation(self) -> "Rotation | None":
+        """The rotation of queries and keys; None if queries are the same at all patches."""
+        return rotation(self)
+
+    @functools.cached_property
+    def bias(self) -> "Bias | None":
+        """The bias by offset; None if all visible logits are equal."""
+        return bias(self)
 
 
 class Rotation(NamedTuple):

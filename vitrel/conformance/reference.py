@@ -9,9 +9,8 @@ from vitrel.common.sizes import format_size
 from vitrel.conformance.checks import ANGLE, Examined, NotApplicableError
 from vitrel.conformance.embedding import SAME_ROWS, difference
 from vitrel.conformance.identify import frequency_base, named_bias
-from vitrel.conformance.measure import SAME, Bias, Rotation, apart
+from vitrel.conformance.measure import SAME, Bias, Located, Rotation, apart
 from vitrel.conformance.report import Finding
-from vitrel.conformance.survey import Located
 
 
 def like(examined: Examined) -> Iterator[Finding]:

@@ -13,9 +13,9 @@ from vitrel.conformance.identify import identify, summary
 from vitrel.conformance.reference import like as as_reference
 from vitrel.conformance.report import Finding, Report
 from vitrel.conformance.runs import OF_RUNS
-from vitrel.conformance.subject import REFUSALS, Subject, load, one_line, sizes_of
+from vitrel.conformance.subject import REFUSALS, Subject, one_line, sizes_of
 from vitrel.conformance.survey import survey
-from vitrel.inspect.any_model import checked_size
+from vitrel.inspect.any_model import checked_size, trained_size
 
 CHECKS: dict[str, Callable[[Examined], Iterator[Finding]]] = {**OF_SURVEYS, **OF_RUNS, "like": as_reference}
 MOST_TOKENS = 1024  # patches of the native size up to which it is examined: the logits of all pairs are stored
@@ -56,10 +56,11 @@ def check(
     for name in checks or ():
         if name not in CHECKS:
             raise ValueError(f"there is no check {name!r}{did_you_mean(name, CHECKS)}; checks: {', '.join(CHECKS)}")
-    subject = _subject(model, options)
+    subject = Subject(model, **options)
     examined = _examine(subject, _sizes(subject, sizes), say)
     if like is not None:
-        examined.reference = _examine(_subject(like, {} if isinstance(like, nn.Module) else options), examined.sizes, say)
+        reference = Subject(like, **({} if isinstance(like, nn.Module) else options))
+        examined.reference = _examine(reference, examined.sizes, say)
     found = identify(examined.surveys, subject.model, examined.embeddings)
     report = Report(subject.name, examined.sizes, summary(found))
     for name in checks or CHECKS:
@@ -99,26 +100,15 @@ def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size]
     assert report.ok, str(report)
 
 
-def _subject(model: str | nn.Module, options: dict[str, Any]) -> Subject:
-    if isinstance(model, str):
-        return Subject(load(model, **options), model)
-    if options:
-        raise TypeError(f"options {', '.join(options)} are for a name; here the model is already built")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a torch.nn.Module or a name, not {type(model).__name__}")
-    return Subject(model)
-
-
 def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, ...]:
     if given is not None:
         found = tuple(dict.fromkeys(checked_size(size) for size in given))
         for size in found:
-            if reason := subject.takes(size):
+            if reason := subject.refusal(size):
                 raise ValueError(f"{subject.name} does not take images of {format_size(size)} px: {reason}")
         return found if len(found) > 1 else (*found, found[0][::-1]) if found[0] != found[0][::-1] else found
-    native = subject.native()
-    unit = subject.unit()
-    fits = native[0] * native[1] // unit**2 <= MOST_TOKENS and not subject.takes(native)
+    native = trained_size(subject.model)
+    fits = native[0] * native[1] // subject.unit() ** 2 <= MOST_TOKENS and not subject.refusal(native)
     try:
         two = sizes_of(subject)
     except ValueError:
@@ -129,11 +119,10 @@ def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, 
 
 
 def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], None]) -> Examined:
-    native, surveys = subject.native(), {}
+    native, surveys = trained_size(subject.model), {}
     for size in sorted(sizes, key=lambda size: size != native):  # the native one first
         say(f"{subject.name} at {format_size(size)} px")
-        model = subject.at(size)
-        surveys[size] = survey(subject.call(model), model, size, subject.channels)
+        surveys[size] = survey(subject.at(size), size)
     return Examined(subject, sizes, surveys, native if native in surveys else None)
 
 
@@ -176,9 +165,7 @@ def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Fi
         if time.monotonic() - start > _SECONDS or not examined.one_module:
             break
         try:
-            model = subject.at(size)
-            one = survey(subject.call(model), model, size, subject.channels)
-            pair = {size: one}
+            pair = {size: survey(subject.at(size), size)}
             if examined.native is not None:
                 pair[examined.native] = examined.surveys[examined.native]
             again = [f for f in CHECKS[name](Examined(subject, (size, size), pair, examined.native))

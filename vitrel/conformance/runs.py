@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from vitrel.common.sizes import Size, format_size
 from vitrel.conformance.checks import Examined, NotApplicableError
-from vitrel.conformance.measure import SAME, apart, bias, in_pairs, rotation
+from vitrel.conformance.measure import SAME, apart, in_pairs
 from vitrel.conformance.report import Finding
 from vitrel.conformance.subject import REFUSALS, Subject, one_line
 from vitrel.conformance.survey import Survey, survey
+from vitrel.inspect.any_model import on_images
 from vitrel.inspect.recorder import first_tensor
 
 LOW_PRECISION = 0.05  # radians, or share of the biases: queries in bfloat16 leave 0.01 after the mean over tokens
@@ -30,7 +31,7 @@ def _same(a: Tensor, b: Tensor) -> float:
 def _small(subject: Subject) -> list[Size]:
     """An image of 2 x 2 patches, which a window may exceed, if the model takes it."""
     size = 2 * subject.unit(), 2 * subject.unit()
-    return [] if subject.takes(size) else [size]
+    return [] if subject.refusal(size) else [size]
 
 
 def cache(examined: Examined) -> Iterator[Finding]:
@@ -123,10 +124,10 @@ def dtype(examined: Examined) -> Iterator[Finding]:
 
     def low(images: Tensor) -> object:
         with torch.autocast("cpu", torch.bfloat16):
-            return subject.call(model)(images)
+            return on_images(model)(images)
 
     try:
-        found = survey(low, model, size, subject.channels)
+        found = survey(model, size, low)
     except REFUSALS as error:
         raise NotApplicableError(f"the model does not run under autocast: {one_line(error)}") from error
     yield from _low_precision(examined, found, where)
@@ -135,14 +136,13 @@ def dtype(examined: Examined) -> Iterator[Finding]:
 def _low_precision(examined: Examined, low: Survey, where: str) -> Iterator[Finding]:
     for (_, one, turn, rows), other in zip(examined.measured(low.size), low.attentions, strict=False):
         if turn is not None and turn.pairs:
-            lost = rotation(other) is None
+            lost = other.rotation is None
             change = math.inf if lost else apart(turn.steps[0], in_pairs(other, turn.pairs))  # norms are not exact
             if change > LOW_PRECISION:
                 what = "the rotation disappears" if lost else f"angles change by {change:.2g} radians"
                 yield Finding("dtype", one.where, "angles in float32", f"{what} under autocast to bfloat16", where)
-        rows_low = bias(other)
-        if rows is not None and rows_low is not None and rows.content <= SAME:
-            change = float((rows.by_offset - rows_low.by_offset).abs().nan_to_num(0).max())
+        if rows is not None and other.bias is not None and rows.content <= SAME:
+            change = float((rows.by_offset - other.bias.by_offset).abs().nan_to_num(0).max())
             rounding = 2**-7 * float(rows.by_offset.nan_to_num(0).abs().max())  # of bfloat16, twice
             if change > max(LOW_PRECISION * rows.range, rounding):
                 text = f"biases change by {100 * change / rows.range:.0f}% of their range under autocast to bfloat16"
@@ -152,7 +152,7 @@ def _low_precision(examined: Examined, low: Survey, where: str) -> Iterator[Find
 def device(examined: Examined) -> Iterator[Finding]:
     """model.to(device)(image.to(device)) runs after a pass on the CPU; the meta device stands for another one."""
     subject, size = examined.subject, examined.sizes[0]
-    model = copy.deepcopy(subject.at(size))
+    model = subject.at(size)
     subject.output(model, subject.images(size))  # what it caches is on the first device
     try:
         subject.output(model.to("meta"), subject.images(size).to("meta"))
@@ -170,7 +170,7 @@ def compiled(examined: Examined) -> Iterator[Finding]:
     """torch.compile(model)(image) = model(image) at both sizes: its tracing, a graph per size, without code generation."""
     subject = examined.subject
     sizes = examined.sizes[:2] if examined.one_module else examined.sizes[:1]
-    model = copy.deepcopy(subject.at(sizes[0]))
+    model = subject.at(sizes[0])
     torch._dynamo.reset()
     fast = torch.compile(copy.deepcopy(model), backend="eager", dynamic=False)  # sizes as symbols take minutes
     for size in sizes:
@@ -188,11 +188,11 @@ def compiled(examined: Examined) -> Iterator[Finding]:
 def exported(examined: Examined) -> Iterator[Finding]:
     """torch.export.export(model).module()(image) = model(image), for one size."""
     subject, size = examined.subject, examined.sizes[0]
-    model, images = copy.deepcopy(subject.at(size)), subject.images(size)
+    model, images = subject.at(size), subject.images(size)
     expected = subject.output(model, images)
     try:
         with torch.no_grad():
-            program = torch.export.export(_Plain(subject, model), (images,), strict=False).module()
+            program = torch.export.export(_Plain(model), (images,), strict=False).module()
             change = _same(expected, program(images))
     except Exception as error:  # of the exporter, of many classes
         raise NotApplicableError(f"the model does not export: {one_line(error)}") from error
@@ -204,12 +204,12 @@ def exported(examined: Examined) -> Iterator[Finding]:
 class _Plain(nn.Module):
     """A model that returns one tensor and takes images only."""
 
-    def __init__(self, subject: Subject, model: nn.Module):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.extra = model, subject.extra
+        self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        return first_tensor(self.model(images, **self.extra))
+        return first_tensor(on_images(self.model)(images))
 
 
 OF_RUNS = {

@@ -12,47 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
-from vitrel.inspect.any_model import located
-from vitrel.inspect.recorder import HIDDEN, Added, Attention, constant, run
+from vitrel.conformance.measure import Located
+from vitrel.inspect.any_model import channels_of, located, on_images
+from vitrel.inspect.recorder import Added, Attention, constant, run
 
 CONTENTS = 3  # constant passes, each with other contents, so that no single content is degenerate
 
 
 class Unlocated(ValueError):
     """The tokens of an attention cannot be placed on the image; the message gives the reason."""
-
-
-@dataclass
-class Located:
-    """One attention at one image size, with the position of its tokens."""
-
-    where: str  # path of the module
-    grid: Size  # tokens (h, w) of the image here
-    tokens: Tensor  # [W, N] index (row-major) of the token in each slot of a window; -1 for prefix tokens and padding
-    window: Size | None  # shape of a window's slots, which follow each other row by row; the grid where attention is global
-    heads: int
-    prefix: int  # tokens that are no patches; 0 in windows
-    logits: Tensor  # [B, W, H, N, N] of the constant pass: biases and masks
-    query: Tensor  # [B, W, H, N, D] of the constant pass
-    key: Tensor
-    unrotated: tuple[Tensor | None, Tensor | None]  # query and key before they are rotated; None: they are not
-
-    @property
-    def windows(self) -> int:
-        """Number of windows; 1 where attention is global."""
-        return len(self.tokens)
-
-    @property
-    def places(self) -> Tensor:
-        """[W, N, 2] (row, column) of the token in each slot; of no meaning where `tokens` is -1."""
-        at = self.tokens.clamp(min=0)
-        return torch.stack((at // self.grid[1], at % self.grid[1]), -1)
-
-    @property
-    def visible(self) -> Tensor:
-        """[W, N, N] bool: pairs that no head hides."""
-        logits = self.logits[0].amax(1)  # [W, N, N]
-        return logits >= logits.amax(-1, keepdim=True) + HIDDEN
 
 
 class Embedding(NamedTuple):
@@ -77,15 +45,14 @@ class Survey:
     alike: bool = True  # equal patches give equal queries and keys in every attention, where no embedding is added
 
 
-def survey(call: Callable[[Tensor], Any], model: nn.Module, size: Size, channels: int = 3) -> Survey:
-    """Examine position in `model` at images of `size`. Raises what the model raises for the size.
+def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = None) -> Survey:
+    """Examine position in `model`, in float32 on the CPU, at images of `size`. Raises what the model raises for the size.
 
     Args:
-        call: runs the model on images [B, channels, height, width].
+        call: runs the model on images; by default as it takes images of any size.
     """
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    images = torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(0))
-    images = images.to(parameter.device, parameter.dtype)
+    call = on_images(model) if call is None else call
+    images = torch.randn(1, channels_of(model), *size, generator=torch.Generator().manual_seed(0))
     plain = run(call, model, images, follow=True)
     found = Survey(size, softmaxes=len(plain.attentions))
     if not plain.attentions and not plain.added:

@@ -8,6 +8,9 @@ of timm's models take every size, some resample an embedding inside forward (`dy
 import contextlib
 import copy
 import inspect
+import os
+import pkgutil
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from vitrel.inspect.recorder import Attention as Seen
 from vitrel.inspect.recorder import blank, hidden_pairs, run
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
+from vitrel.models.create import create_model
 from vitrel.ops.window import axis_shift, windows
 from vitrel.position import PositionEncoding, create_position, key_of
 from vitrel.position.terms import Composition, Terms, sum_counts
@@ -134,8 +138,13 @@ def checked_size(size: int | Size) -> Size:
 
 def trained_size(model: nn.Module) -> Size:
     """The image size (h, w) in pixels that a model was built for, or that its weights were trained at; else 224 x 224."""
-    built_for = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
-    built_for = built_for or getattr(getattr(model, "config", None), "image_size", None)  # transformers'
+    named = (
+        ("patch_embed", "img_size"),
+        ("", "img_size"),
+        ("config", "image_size"),
+        ("", "image_size"),
+    )  # transformers, torchvision
+    built_for = next((size for part, name in named if (size := getattr(getattr(model, part, model), name, None))), None)
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return tuple(to_2tuple(built_for or cfg.get("input_size", (3, 224, 224))[-2:]))
 
@@ -162,16 +171,66 @@ def channels_of(model: nn.Module) -> int:
     return config or getattr(model, "in_chans", None) or (3 if first is None else first.in_channels)
 
 
-def image_options(model: nn.Module) -> dict[str, Any]:
-    """Arguments with which models of transformers take images of any size."""
-    names = inspect.signature(model.forward).parameters
-    return {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
-
-
 def on_images(model: nn.Module) -> Callable[[Tensor], Any]:
     """A function that runs the model on images of any size that it takes; transformers' models are told to interpolate."""
-    extra = image_options(model)
+    names = inspect.signature(model.forward).parameters
+    extra = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
     return lambda images: model(images, **extra)
+
+
+def examinable(model: str | nn.Module, **options: Any) -> nn.Module:
+    """The model whose position is examined: uncompiled, and with noise where it has parameters of zeros, then as a copy.
+
+    Position cannot be seen in tables that were initialized with zeros (BEiT, SAM); the noise has a fixed seed.
+
+    Args:
+        model: a module; a name for timm.create_model, or an import path "package.module:thing" of a module or of a function or
+            class that returns one. A model that is built has random weights with a fixed seed.
+        options: arguments of timm.create_model, or of the function.
+
+    Raises:
+        ValueError: the name is unknown, or the model is on the meta device.
+        TypeError: options are given with a module, or are not those of the named one, or it is no module.
+    """
+    if isinstance(model, str):
+        name = model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = (
+                _imported(name, **options)
+                if ":" in name and not name.startswith(("hf", "local-dir:"))
+                else create_model(name, **options)
+            )
+    elif options:
+        raise TypeError(f"options {', '.join(options)} are for a name; here the model is already built")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a torch.nn.Module or the name of one, not {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            f"{model_name(model)} is on the meta device and has no values to examine: pass its name, or load weights"
+        )
+    zeros = [name for name, value in model.named_parameters() if value.dim() > 1 and not bool(value.any())]
+    if not zeros:
+        return model
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in zeros:
+            value = model.get_parameter(name)
+            value.copy_(0.02 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def _imported(name: str, **options: Any) -> Any:
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is neither a name of timm.list_models() nor an import path, as package.module:function: {error}"
+        ) from error
+    return found if isinstance(found, nn.Module) else found(**options)
 
 
 def trace(model: nn.Module, size: Size) -> Trace:

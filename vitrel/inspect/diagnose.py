@@ -6,7 +6,6 @@ rotations that enter their attention (`vitrel.inspect.any_model.trace`).
 """
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from vitrel.inspect.any_model import (
     Trace,
     at_size,
     checked_size,
+    examinable,
     model_name,
     shared_offsets,
     trace,
@@ -36,7 +36,6 @@ from vitrel.inspect.any_model import (
 from vitrel.inspect.leaks import Leaks, find_leaks
 from vitrel.inspect.recorder import rotates
 from vitrel.models.backbone import Backbone
-from vitrel.models.create import create_model
 from vitrel.ops.reference import rows_by_offset
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import Terms, parts_of
@@ -159,7 +158,7 @@ def diagnose(
     copy, since resampling does not change zeros.
 
     Args:
-        model: any model, or a name for timm.create_model, which gets random weights.
+        model: any model, or a name or import path as of `vitrel.check`, which gets random weights.
         size: of the images in pixels: an int, (h, w), or a list of them; None: the size that the model was built for, one and a
             half and two times it.
         progress: called before each size, for example with "test_vit at 160x160".
@@ -170,17 +169,8 @@ def diagnose(
         ValueError: the name is unknown, a size is not positive whole numbers, or the model is on the meta device.
         TypeError: options are given with a model, or are not those of the named one.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
     sizes = None if size is None else [checked_size(one) for one in (size if isinstance(size, list) else [size])]
-    if isinstance(model, str):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            model = create_model(model, **options).eval()
-    elif options:
-        raise TypeError(f"options {', '.join(options)} are for a name; here the model is already built")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{model_name(model)} is on the meta device and has no values to examine; pass its name instead")
-    model = _filled(model)
+    model = examinable(model, **options)
     trained, before, lines = trained_size(model), None, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch, about the code of other libraries
@@ -204,19 +194,6 @@ def _default_sizes(model: nn.Module) -> list[Size]:
     patch = next((m.stride for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride == m.kernel_size), (1, 1))
     native = trained_size(model)
     return [tuple(max(1, int(n * f) // p) * p for n, p in zip(native, patch, strict=True)) for f in (1, 1.5, 2)]  # type: ignore[misc]
-
-
-def _filled(model: nn.Module) -> nn.Module:
-    """The model, or a copy in which parameters of zeros are noise."""
-    zeros = [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and not bool(parameter.any())]
-    if not zeros:
-        return model
-    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name in zeros:
-            parameter = model.get_parameter(name)
-            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDiagnosis:
