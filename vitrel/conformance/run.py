@@ -71,19 +71,13 @@ def check(
         if findings and name in OF_SURVEYS:
             findings = _smallest(name, findings, examined)
         report.findings += findings
-        if reason and not findings:
-            report.skipped[name] = reason
-        elif not findings:
-            report.passed.append(name)
+        report.results[name] = "FINDING" if findings else reason or "passed"
+    kinds = {one.kind for one in found}
+    if expect is not None and expect not in kinds:
+        text, about = f"identified: {', '.join(sorted(kinds)) or 'none'}", f"image of {format_size(examined.sizes[0])} px"
+        report.findings.append(Finding("expect", subject.name, expect, text, about, "The encoding is the expected one."))
     if expect is not None:
-        kinds = {one.kind for one in found}
-        if expect in kinds:
-            report.passed.append("expect")
-        else:
-            text = f"identified: {', '.join(sorted(kinds)) or 'none'}"
-            report.findings.append(
-                Finding("expect", subject.name, expect, text, f"image of {format_size(examined.sizes[0])} px")
-            )
+        report.results["expect"] = "passed" if expect in kinds else "FINDING"
     report.seconds = time.monotonic() - start
     return report
 
@@ -146,7 +140,8 @@ def _merged(findings: Any, model: str) -> list[Finding]:
     """One finding for each text of a check, of its first layer and size, with the number of others."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        named = finding._replace(where=finding.where or model)
+        definition = (CHECKS[finding.check].__doc__ or "").partition("\n\n")[0]
+        named = finding._replace(where=finding.where or model, definition=definition)
         found.setdefault((finding.check, finding.expected), []).append(named)
     merged = []
     for same in found.values():

@@ -320,21 +320,21 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
     shift, strided = (0, 0), False
     if window is not None:
         shift, strided = _shift_and_stride(tokens, grid, window)
-    table = None if bias is None or strided else _by_offset(bias, visible, window or grid[:2], prefix)
+    table, shape = None, window or grid[:2]
+    if bias is not None and not strided and bias.shape[-1] == shape[0] * shape[1] + prefix:
+        number = 0 if visible is None else int(visible.sum((1, 2, 3)).argmax())  # of the window that hides least
+        pairs = bias[number] if visible is None else torch.where(visible[number], bias[number], torch.nan)
+        table = by_offset(pairs, shape, prefix)
     call = Call(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, table)
     return call._replace(rotation=found.rotation, heads_first=heads_first, square=same)
 
 
-def _by_offset(bias: Tensor, visible: Tensor | None, shape: Size, prefix: int) -> Tensor | None:
-    """Bias [2h-1, 2w-1, H] by offset from that of all pairs [W, H, N, N]; None if these are no windows of h x w slots."""
+def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
+    """Values [2h-1, 2w-1, H] by offset (query minus key) from those of all pairs [H, N, N] of h x w tokens after `prefix`."""
     h, w = shape
-    if bias.shape[-1] != h * w + prefix:
-        return None
-    number = 0 if visible is None else int(visible.sum((1, 2, 3)).argmax())
-    seen = bias[number] if visible is None else torch.where(visible[number], bias[number], torch.nan)
-    table = torch.full((len(seen), 2 * h - 1, 2 * w - 1), torch.nan, device=bias.device)
+    table = torch.full((len(pairs), 2 * h - 1, 2 * w - 1), torch.nan, device=pairs.device)
     for y, x in ((0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)):  # the queries in the corners have every offset
-        row = seen[:, prefix + y * w + x, prefix:].float().view(-1, h, w).flip(1, 2)
+        row = pairs[:, prefix + y * w + x, prefix:].float().view(-1, h, w).flip(1, 2)
         part = table[:, y : y + h, x : x + w]
         part.copy_(torch.where(row.isnan(), part, row))
     return table.movedim(0, -1)

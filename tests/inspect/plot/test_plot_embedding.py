@@ -32,8 +32,3 @@ def test_similarity_of_what_is_not_there():
         similarity(make("table", (3, 4)))
     with pytest.raises(ValueError, match=r"patch \(3, 0\) is outside the 3x4 patches of sincos"):
         similarity(make("sincos", (3, 4)), patches=[(3, 0)])
-    encoding = make("absolute", (3, 4))
-    with torch.no_grad():
-        encoding.pos_embed.fill_(torch.nan)
-    with pytest.raises(ValueError, match="absolute holds NaN"):
-        similarity(encoding)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 from timm.layers import to_2tuple
-from torch import Tensor, nn
+from torch import nn
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
@@ -26,28 +26,11 @@ DIVERGING = matplotlib.colormaps["RdBu_r"].with_extremes(bad=HIDDEN)
 SEQUENTIAL = matplotlib.colormaps["viridis"].with_extremes(bad=HIDDEN)
 
 
-def check_numbers(name: str, values: Tensor) -> Tensor:
-    """Return the values; ValueError if one is NaN, which a figure would show as hidden."""
-    if bool(values.isnan().any()):
-        raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
-    return values
-
-
 def source_name(source: Source) -> str:
     """The name of a model, an encoding or recorded layers in titles."""
     if isinstance(source, PositionEncoding):
         return encoding_name(source)
     return model_name(source) if isinstance(source, nn.Module) else "recorded attention"
-
-
-def chosen(layers: Sequence, indices: Sequence[int] | None) -> list:
-    """The `layers` at `indices` (negative ones count from the end), all for None; ValueError for an index out of range."""
-    if indices is None:
-        return list(layers)
-    for index in indices:
-        if layers and not -len(layers) <= index < len(layers):
-            raise ValueError(f"there is no layer {index}: the layers that can be drawn are 0 to {len(layers) - 1}")
-    return [layers[index] for index in indices] if layers else []
 
 
 def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
@@ -60,8 +43,6 @@ def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tupl
     Raises:
         ValueError: a size with another model that holds encodings.
     """
-    if size is not None and min(to_2tuple(size)) < 1:
-        raise ValueError(f"size is a side or (h, w), at least 1, not {size}")
     if isinstance(source, PositionEncoding):
         grids = (getattr(part, "grid", None) for part in source.modules())
         trained: Grid | None = next((grid for grid in grids if grid is not None), None)

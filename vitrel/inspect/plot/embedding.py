@@ -12,7 +12,6 @@ from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluated
 from vitrel.inspect.plot.common import (
     SEQUENTIAL,
-    check_numbers,
     color_bar,
     encodings_of,
     panel_height,
@@ -40,7 +39,7 @@ def similarity(source: nn.Module, size: int | Size | None = None, patches: Seque
     patches = list(patches or [(grid.h // 2, grid.w // 2)])
     if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
         raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
-    unit = torch.nn.functional.normalize(check_numbers(name, rows).float().flatten(0, 1), dim=-1)
+    unit = torch.nn.functional.normalize(rows.float().flatten(0, 1), dim=-1)
     alike = unit[[y * grid.w + x for y, x in patches]] @ unit.mT  # [M, h*w]
     title = f"{source_name(source)}: similarity of embeddings"
     if trained != grid[:2]:

@@ -1,20 +1,16 @@
 """`offset_maps`: the figure of what position adds to attention at every offset of query and key.
 
-An offset is query minus key, in patches. What position adds is read from the terms of encodings or from recorded layers. Terms
-that depend on content have no single number at an offset, so three quantities are drawn:
-bias: the part of the logit that does not depend on content, from the tables' biases and the parts of query and gated tables
-that remain for a projected query of zero (Transformer-XL's v . W r, PaPE's parabolas);
-rotation: the mean over frequencies of cos(angle of the query - angle of the key), which is q . k for q = k with equal energy in
-every frequency (xPos: times its decay);
-rows: the length of a query or key table's row (summed over both axes) times the scale of the logits, which is the largest term
-that a query or key of unit length can give.
+An offset is query minus key, in patches. Of recorded layers it is the mean of what position adds to the logits. Of an encoding
+it is what does not depend on content, by the definition of attention:
+bias: the logit of a query and a key of zeros (Transformer-XL's v . W r and PaPE's parabolas among them);
+rotation: the logit of equal query and key with the same energy in every frequency, which is the mean over frequencies of
+cos(angle of the query - angle of the key), for xPos times its decay.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -23,15 +19,12 @@ from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import evaluated
-from vitrel.inspect.attention import NEGLIGIBLE, Layer, layer_position_share, offset_mean, position_shares
+from vitrel.inspect.any_model import by_offset, evaluated
+from vitrel.inspect.attention import NEGLIGIBLE, Layer, layer_position_share, offset_mean
 from vitrel.inspect.plot.common import (
     DIVERGING,
     HIDDEN,
-    SEQUENTIAL,
     Source,
-    check_numbers,
-    chosen,
     color_bar,
     encodings_of,
     panel_height,
@@ -39,9 +32,9 @@ from vitrel.inspect.plot.common import (
     source_name,
     whole_numbers,
 )
-from vitrel.ops.reference import rows_by_offset
-from vitrel.position import PositionEncoding, Table, Terms, key_of
-from vitrel.position.terms import parts_of, upcast
+from vitrel.ops.reference import masked_logits
+from vitrel.position import PositionEncoding, Terms, key_of
+from vitrel.position.terms import parts_of
 
 
 class Lattice(NamedTuple):
@@ -55,13 +48,10 @@ class Lattice(NamedTuple):
     unit: str
     values: Tensor
     trained: Size | None  # training grid (h, w), None if unknown
-    signed: bool = True  # True: the values may have both signs, and 0 adds nothing
-    share: float | None = None  # of the layer's logits, see `position_shares`; None if unknown
+    share: float | None = None  # of the logits of a recorded layer, see `position_shares`
 
 
-def lattices(
-    source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, images: Tensor | None = None
-) -> list[Lattice]:
+def lattices(source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None) -> list[Lattice]:
     """List every quantity over offsets of a model or an encoding, layer by layer; the parts of a composition separately.
 
     Args:
@@ -69,30 +59,29 @@ def lattices(
             taken, including terms that depend on content.
         size: pixels for a model, patches for an encoding, one side or (h, w), by default that of training.
         layers: indices into the attention layers that have an encoding.
-        images: [B, C, height, width] by which the shares of a model's layers are measured.
 
     Raises:
-        ValueError: there is nothing to draw, for a reason in the message.
+        ValueError: there is nothing to draw.
     """
-    if not isinstance(source, nn.Module):
-        if size is not None:
-            raise ValueError("recorded layers have the size they were recorded at: leave size out")
-        measured = [_measured(layer) for layer in chosen(source, layers)]
-        if not any(bool(lattice.values.nan_to_num().any()) for lattice in measured):
-            raise ValueError("nothing to draw by offset: position adds nothing to the logits that were recorded")
-        return measured
-    found = [
-        lattice
-        for name, parts, grid in chosen(_in_attention(source, size), layers)
-        for part in parts
-        for lattice in _drawn(name, part, grid)
-    ]
+    if isinstance(source, nn.Module):
+        in_attention = [one for one in encodings_of(source, size) if any(p.site == "attention" for p in parts_of(one[1]))]
+        found = [
+            lattice
+            for name, encoding, grid in (in_attention if layers is None else [in_attention[n] for n in layers])
+            for part in parts_of(encoding)
+            for lattice in _of_encoding(name, part, grid)
+        ]
+    elif size is not None:
+        raise ValueError("recorded layers have the size they were recorded at: leave size out")
+    else:
+        found = [_measured(layer) for layer in (source if layers is None else [source[n] for n in layers])]
+    found = [lattice for lattice in found if bool(lattice.values.nan_to_num().any())]
     if not found:
-        raise ValueError(_nothing(source))
-    if images is None:
-        return found
-    shares = position_shares(source, images)
-    return [lattice._replace(share=_share_of(lattice.layer, shares)) for lattice in found]
+        hint = "record(model, images) of vitrel.inspect.attention measures what depends on content, in any model"
+        raise ValueError(
+            f"{source_name(source)} has nothing to draw by offset; {hint}; `similarity` draws embeddings of tokens"
+        )
+    return found
 
 
 def offset_maps(
@@ -100,34 +89,29 @@ def offset_maps(
     size: int | Size | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    images: Tensor | None = None,
 ) -> Figure:
     """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
 
     Arguments and errors as for `lattices`; the module lists the quantities. Red is positive, blue negative, white 0, on one
-    scale per row, of ±1 logit at least. Layers whose share of the logits is below NEGLIGIBLE are gray; the share is known of
-    recorded layers, and of a model with `images`. If a head's logits do not include 0, each head's mean over the visible
-    offsets is subtracted first (softmax does not depend on it), and the color bar says so. An outline encloses the offsets of a
-    smaller training grid.
+    scale per row, of ±1 logit at least. Recorded layers whose share of the logits is below NEGLIGIBLE are gray. If a head's
+    logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax does not depend on it), and
+    the color bar says so. An outline encloses the offsets of a smaller training grid.
 
     Args:
-        heads: indices, by default all.
-
-    Raises:
-        ValueError: no layer has these heads.
+        heads: indices, by default all; a layer shows those that it has.
     """
-    drawn = lattices(source, size, layers, images)
-    columns = _heads(drawn, heads)
-    width, title = (
-        1.75,
-        f"{source_name(source)}: position by offset\nquery minus key: dy > 0, key above; dx > 0, key to the left",
-    )
+    drawn = lattices(source, size, layers)
+    columns = [[h for h in range(len(d.values)) if heads is None or h in heads or len(d.values) == 1] for d in drawn]
+    if not any(columns):
+        raise ValueError(f"no layer has heads {heads}: the most is {max(len(d.values) for d in drawn)}")
+    width = 1.75
+    title = f"{source_name(source)}: position by offset\nquery minus key: dy > 0, key above; dx > 0, key to the left"
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
     for row, lattice, shown in zip(axes, drawn, columns, strict=True):
         values, centered = _centered(lattice)
-        reach, image = _reach(values[shown], lattice.signed, lattice.unit == "logits"), None
-        negligible = lattice.share is not None and lattice.share < NEGLIGIBLE
+        top = max([1.0 if lattice.unit == "logits" else 1e-9, *values[shown].nan_to_num().abs().flatten().tolist()])
+        negligible, image = lattice.share is not None and lattice.share < NEGLIGIBLE, None
         for column, panel in enumerate(row):
             if column >= len(shown):
                 panel.set_axis_off()
@@ -136,7 +120,7 @@ def offset_maps(
             if negligible:  # gray
                 drawn_values = torch.full_like(drawn_values, torch.nan)
                 panel.text(0.5, 0.5, "negligible", transform=panel.transAxes, ha="center", va="center", fontsize=8)
-            image = _draw(panel, drawn_values, lattice.trained, lattice.signed, reach)
+            image = _draw(panel, drawn_values, lattice.trained, top)
             panel.set_title("all heads" if len(values) == 1 else f"head {shown[column]}", fontsize=8)
             panel.set_xlabel("dx (patches)", fontsize=7)
         if image is not None:
@@ -148,123 +132,38 @@ def offset_maps(
     return figure
 
 
-def _in_attention(source: nn.Module, size: int | Size | None) -> list[tuple[str, list[PositionEncoding], Grid]]:
-    named = [
-        (name, [part for part in parts_of(encoding) if part.site == "attention" and part.at_larger_grid != "nothing"], grid)
-        for name, encoding, grid in encodings_of(source, size)
-    ]
-    return [layer for layer in named if layer[1]]
-
-
-def _nothing(source: nn.Module) -> str:
-    name = source_name(source)
-    added = {key_of(part) for _, encoding, _ in encodings_of(source) for part in parts_of(encoding) if part.site == "tokens"}
-    if added:
-        keys = " and ".join(sorted(added))
-        return f"nothing to draw by offset: {keys} of {name} adds to tokens; use vitrel.inspect.plot.similarity"
-    if any(isinstance(module, PositionEncoding) for module in source.modules()):
-        return f"nothing to draw by offset: {name} has no position in attention"
-    return f"{name} holds no encodings of vitrel: give vitrel.inspect.attention.record(model, images), which sees timm's layers"
-
-
 def _measured(layer: Layer) -> Lattice:
-    position = layer.needed("position")
-    check_numbers(layer.name, layer.weights)
-    share = layer_position_share(layer)
-    return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, position), None, share=share)
-
-
-def _share_of(layer: str, shares: dict[str, float]) -> float | None:
-    """The largest share of the attention at the path `layer` or below it; of all layers for one encoding of "all blocks"."""
-    inside = [share for name, share in shares.items() if layer == "all blocks" or f"{name}.".startswith(f"{layer}.")]
-    return max(inside, default=None)
+    values = offset_mean(layer, layer.needed("position"))
+    return Lattice(layer.name, "mean of what position adds", "logits", values, None, layer_position_share(layer))
 
 
 @torch.no_grad()
-def _drawn(name: str, encoding: PositionEncoding, grid: Grid) -> list[Lattice]:
+def _of_encoding(name: str, encoding: PositionEncoding, grid: Grid) -> Iterator[Lattice]:
+    """The rotation and the bias of an encoding, whichever it has."""
     terms = evaluated(encoding, grid)
-    key, trained = key_of(encoding), None if encoding.grid is None else tuple(encoding.grid[:2])
-    found = [
-        Lattice(name, f"{key} {what}", unit, check_numbers(name, values.detach()), trained, signed)
-        for what, unit, values, signed in _pictures(terms, grid)
-    ]
-    return [lattice for lattice in found if _varies(lattice.values)] or found[:1]
+    parts = [part for part in terms.in_attention if part is not None and part.dim() > 1]
+    if encoding.site == "tokens" or not parts:
+        return
+    content = [part for table in terms.tables for part in (table.query, table.key, *(table.gated or ())[:1])]
+    width = next((part.shape[-1] for part in (*content, terms.query_bias) if part is not None), 1)
+    about = None if encoding.grid is None else tuple(encoding.grid[:2])
 
+    def lattice(what: str, unit: str, logits: Tensor) -> Lattice:
+        values = by_offset(logits, grid[:2], grid.prefix).movedim(-1, 0).cpu()
+        return Lattice(name, f"{key_of(encoding)} {what}", unit, values, about)
 
-def _pictures(terms: Terms, grid: Grid) -> Iterator[tuple[str, str, Tensor, bool]]:
-    """(what, unit, values, signed) of everything in the terms that has a number at each offset."""
-    bias, content = zero_query_bias(terms, grid), any(table.gated is not None for table in terms.tables)
+    zeros = parts[0].new_zeros(max(map(len, parts)), grid.tokens, width)
+    bias = masked_logits(zeros, zeros, terms._replace(rotary=None, key_rotary=None), grid)
     if terms.rotary is not None:
-        kernel = _kernel(terms, grid)
-        if bias is not None:  # a field of view
-            kernel = torch.where(bias == float("-inf"), bias, kernel)
-        yield "rotation", "mean cos of angle", kernel, True
-    if bias is not None:
-        yield "bias, query 0" if content or terms.query_bias is not None else "bias", "logits", bias, True
-    for kind in ("query", "key"):
-        rows = [_lattice(getattr(t, kind), t.axis, grid) for t in terms.tables if getattr(t, kind) is not None]
-        if rows:
-            scale = float(terms.content_scale(rows[0].shape[-1]))
-            length = torch.linalg.vector_norm(sum(rows), dim=-1) * scale
-            yield f"{kind} rows, length", f"logits per unit of {kind}", length.cpu(), False
-
-
-def _kernel(terms: Terms, grid: Grid) -> Tensor:
-    """Mean over frequencies of cos(angle of query - angle of key), times xpos's decay, [H|1, 2h-1, 2w-1]."""
-    y, x = grid.offsets(device=terms.rotary[0].device).unbind(-1)
-    query, key = (grid.prefix + dy.clamp(min=0) * grid.w + dx.clamp(min=0) for dy, dx in ((y, x), (-y, -x)))
-    cos_q, sin_q = (t[..., query, :] for t in terms.rotary)  # [H|1, R, D/2]
-    cos_k, sin_k = (t[..., key, :] for t in terms.key_rotary or terms.rotary)
-    kernel = upcast(cos_q * cos_k + sin_q * sin_k).mean(-1)
-    return kernel.unflatten(1, (2 * grid.h - 1, 2 * grid.w - 1)).cpu()
-
-
-def zero_query_bias(terms: Terms, grid: Grid) -> Tensor | None:
-    """Logits that all tables add for a key of zero and a query of zero plus Terms.query_bias, [H, 2h-1, 2w-1], on the CPU.
-
-    None if the terms hold no table with such logits.
-    """
-    parts = [part for table in terms.tables for part in _of_zero_query(table, terms, grid)]
-    return sum(parts[1:], parts[0]).cpu() if parts else None
-
-
-def _of_zero_query(table: Table, terms: Terms, grid: Grid) -> Iterator[Tensor]:
-    if table.bias is not None:
-        yield _lattice(table.bias[..., None], table.axis, grid)[..., 0]
-    if table.query is not None and terms.query_bias is not None:
-        scale = float(terms.content_scale(table.query.shape[-1]))
-        rows = upcast(table.query) @ upcast(terms.query_bias)[..., None]  # [H, R, 1]
-        yield _lattice(rows, table.axis, grid)[..., 0] * scale
-    if table.gated is not None:
-        weights, rows = (upcast(part) for part in table.gated)
-        query = weights.new_zeros(weights.shape[-1]) if terms.query_bias is None else upcast(terms.query_bias)[:, None]
-        gates = F.softplus((weights * query).sum(-1))  # [H, G]
-        scale = float(terms.content_scale(weights.shape[-1]))
-        yield _lattice(rows @ gates[..., None], table.axis, grid)[..., 0] * scale
-
-
-def _lattice(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Rows [H, R, D] of a table -> [H, 2h-1, 2w-1, D]."""
-    return upcast(rows_by_offset(rows, axis, grid)).expand(-1, 2 * grid.h - 1, 2 * grid.w - 1, -1)
-
-
-def _varies(values: Tensor) -> bool:
-    seen = values[values.isfinite()]
-    return seen.numel() > 0 and bool(seen.max() - seen.min() > 1e-6 * max(1.0, float(seen.abs().max())))
-
-
-def _heads(drawn: Sequence[Lattice], heads: Sequence[int] | None) -> list[list[int]]:
-    """The indices among `heads` that each layer has; [0] if one row of values stands for all heads.
-
-    ValueError if no layer has any of them.
-    """
-    found = []
-    for lattice in drawn:
-        rows = range(len(lattice.values))
-        found.append(list(rows) if heads is None or len(rows) == 1 else [head for head in heads if head in rows])
-    if not any(found):
-        raise ValueError(f"no layer has heads {list(heads)}: the most is {max(len(d.values) for d in drawn)}")
-    return found
+        n = 2 * terms.rotary[0].shape[-1]
+        equal = terms.rotary[0].new_full((len(terms.rotary[0]), grid.tokens, n), n**-0.25)
+        rotation = masked_logits(equal, equal, Terms(rotary=terms.rotary, key_rotary=terms.key_rotary), grid)
+        rotation = torch.where(bias == float("-inf"), bias, rotation) if terms.tables else rotation  # a field of view
+        yield lattice("rotation", "mean cos of angle", rotation)
+    finite = bias[bias.isfinite()]
+    if terms.tables and bool((finite != finite[:1]).any()):
+        gated = any(table.gated is not None for table in terms.tables)
+        yield lattice("bias, query 0" if gated or terms.query_bias is not None else "bias", "logits", bias)
 
 
 def _centered(lattice: Lattice) -> tuple[Tensor, bool]:
@@ -279,23 +178,15 @@ def _centered(lattice: Lattice) -> tuple[Tensor, bool]:
     return seen - seen.flatten(1).nanmean(1)[:, None, None], True
 
 
-def _reach(values: Tensor, signed: bool, logits: bool = False) -> tuple[float, float]:
-    """Values of the first and last color: symmetric about 0 for signed values, from 0 for others; of logits 1 at least."""
-    top = max(float(values.nan_to_num().abs().max()), 1.0 if logits else 1e-9) if values.numel() else 1.0
-    return (-top if signed else 0.0), top
-
-
-def _draw(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
+def _draw(axes: Axes, values: Tensor, trained: Size | None, top: float) -> AxesImage:
     """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
 
     Args:
-        reach: the values of the first and last color.
+        top: the value of the last color, and less 0 of the first.
     """
     h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
     shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()
-    image = axes.imshow(
-        shown, DIVERGING if signed else SEQUENTIAL, vmin=reach[0], vmax=reach[1], extent=(-w, w, h, -h), interpolation="nearest"
-    )
+    image = axes.imshow(shown, DIVERGING, vmin=-top, vmax=top, extent=(-w, w, h, -h), interpolation="nearest")
     y, x = (h, w) if trained is None else (min(trained[0] - 0.5, h), min(trained[1] - 0.5, w))
     if y < h or x < w:
         axes.add_patch(Rectangle((-x, -y), 2 * x, 2 * y, fill=False, color="black", lw=1.2))

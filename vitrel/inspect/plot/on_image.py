@@ -1,6 +1,5 @@
 """`attention`: the figure of one patch's attention on an image, with and without position."""
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,15 +10,12 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from vitrel.common.sizes import format_size
 from vitrel.inspect.attention import NEGLIGIBLE, Layer, layer_position_share, record
 from vitrel.inspect.plot.common import (
     DIVERGING,
     HIDDEN,
     SEQUENTIAL,
     Source,
-    check_numbers,
-    chosen,
     panel_height,
     sheet,
     source_name,
@@ -51,22 +47,20 @@ def attention(
             undone.
 
     Raises:
-        ValueError: a layer, head or patch does not exist, or the layers were recorded without `content`.
+        ValueError: the patch is outside the grid, or the layers were recorded without `content`.
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
-    (seen,) = chosen(layers, [layer])
+    seen = layers[layer]
     alone = seen.needed("content")
-    window, slot = slot_of(seen, query)
-    check_numbers(seen.name, seen.weights[0])
+    (y, x), grid = query, seen.grid
+    if not (0 <= y < grid.h and 0 <= x < grid.w):
+        raise ValueError(f"query ({y}, {x}) is outside the {grid.h}x{grid.w} patches of {seen.name}")
+    window, slot = (seen.tokens == grid.prefix + y * grid.w + x).nonzero()[0].tolist()
     both = torch.stack((seen.weights[0, window, :, slot], alone[0, window, :, slot]))  # [2, H, N]
     count = both.shape[1]
-    if heads is not None and not len(heads):
-        raise ValueError("heads is empty: leave it out for the mean of all heads")
-    if heads is not None and (missing := [head for head in heads if not 0 <= head < count]):
-        raise ValueError(f"{seen.name} has heads 0 to {count - 1}, not {missing[0]}")
     both = both.mean(1, keepdim=True) if heads is None else both[:, list(heads)]
     names = [f"mean of {count} heads"] if heads is None else [f"head {head}" for head in heads]
-    picture = picture_of(source, image) if shown is None else shown
+    picture = _picture_of(source, image) if shown is None else shown
     height, width = _extent(seen)
     title = f"{source_name(source)}, {seen.name}: attention of patch ({query[0]}, {query[1]})"
     title += f" of {seen.grid.h}x{seen.grid.w}"
@@ -78,28 +72,9 @@ def attention(
     return figure
 
 
-def slot_of(layer: Layer, query: tuple[int, int]) -> tuple[int, int]:
-    """(window, slot) of the patch `query` (row, column) in a recorded layer; ValueError for a patch outside its grid."""
-    (y, x), grid = map(operator.index, query), layer.grid
-    if not (0 <= y < grid.h and 0 <= x < grid.w):
-        raise ValueError(f"query ({y}, {x}) is outside the {grid.h}x{grid.w} patches of {layer.name}")
-    window, slot = (layer.tokens == grid.prefix + y * grid.w + x).nonzero()[0].tolist()
-    return window, slot
-
-
-def on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
-    """Values of a window's slots [N] -> map [h, w] of the patches in these slots, NaN at other patches."""
-    values = torch.full((layer.grid.h * layer.grid.w,), torch.nan)
-    patches = layer.patches[window]
-    values[layer.tokens[window][patches] - layer.grid.prefix] = row[patches].float()
-    return values.view(layer.grid.h, layer.grid.w)
-
-
-def picture_of(source: Source, image: Tensor) -> Tensor:
+def _picture_of(source: Source, image: Tensor) -> Tensor:
     """The image [3, height, width] from 0 to 1, with the model's normalization undone, or stretched if that is unknown."""
     image = image.detach().float().cpu()
-    if len(image) not in (1, 3):
-        raise ValueError(f"an image of {len(image)} channels has no colors to draw: pass shown, [3, height, width] from 0 to 1")
     known = getattr(source, "pretrained_cfg", None) or {}
     if "mean" in known and "std" in known:
         mean, std = (torch.tensor(known[name])[:, None, None] for name in ("mean", "std"))
@@ -107,20 +82,23 @@ def picture_of(source: Source, image: Tensor) -> Tensor:
     return (image - image.min()) / (image.max() - image.min()).clamp(min=1e-6)
 
 
-def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False) -> None:
+def _on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
+    """Values of a window's slots [N] -> map [h, w] of the patches in these slots, NaN at other patches."""
+    values = torch.full((layer.grid.h * layer.grid.w,), torch.nan)
+    patches = layer.patches[window]
+    values[layer.tokens[window][patches] - layer.grid.prefix] = row[patches].float()
+    return values.view(layer.grid.h, layer.grid.w)
+
+
+def _draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False) -> None:
     """Draw the image at its size in pixels, with room for padding to whole patches."""
     height, width = picture.shape[1:]
-    if layer.image is not None and (height, width) != layer.image:
-        raise ValueError(
-            f"a picture of {format_size((height, width))} pixels for attention on {format_size(layer.image)}: "
-            "it belongs to another image"
-        )
     axes.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, width, height, 0), alpha=0.35 if faded else 1.0)
     h, w = _extent(layer)
     axes.set(xlim=(0, w), ylim=(h, 0), xticks=[], yticks=[])
 
 
-def outline(axes: Axes, layer: Layer, patch: tuple[int, int], color: str) -> None:
+def _outline(axes: Axes, layer: Layer, patch: tuple[int, int], color: str) -> None:
     """Draw a frame around a patch (row, column), with a white border that makes it visible on any image."""
     (y, x), (h, w) = patch, layer.stride
     for ink, width in (("white", 3.2), (color, 1.8)):
@@ -139,10 +117,10 @@ def _row(
     window, query = at
     weights, content = both
     seen = (weights > 0) | (content > 0)  # a window at the border may include patches of the opposite side
-    maps = [on_grid(layer, window, values.masked_fill(~seen, torch.nan)) for values in (weights, content, weights - content)]
+    maps = [_on_grid(layer, window, values.masked_fill(~seen, torch.nan)) for values in (weights, content, weights - content)]
     top = max(float(values.nan_to_num().max()) for values in maps[:2])
     largest = max(float(maps[2].nan_to_num().abs().max()), 1e-9)
-    draw_picture(row[0], layer, picture)
+    _draw_picture(row[0], layer, picture)
     row[0].set_ylabel(name, fontsize=9)
     row[0].set_title("image", fontsize=8)
     prefix = layer.tokens[window] < layer.grid.prefix
@@ -155,13 +133,13 @@ def _row(
     scales = [(SEQUENTIAL, 0.0, top)] * 2 + [(GRAY if negligible else DIVERGING, -largest, largest)]
     titles.append("difference: negligible" if negligible else "difference")
     for panel, title, values, scale in zip(row[1:], titles, maps, scales, strict=True):
-        draw_picture(panel, layer, picture, faded=True)
+        _draw_picture(panel, layer, picture, faded=True)
         image = _overlay(panel, layer, values, scale)
         panel.set_title(title, fontsize=8)
         bar = figure.colorbar(image, ax=panel, shrink=0.75, pad=0.02, aspect=16)
         bar.ax.tick_params(labelsize=6)
     for panel in row:
-        outline(panel, layer, query, "#0072B2")
+        _outline(panel, layer, query, "#0072B2")
 
 
 def _overlay(axes: Axes, layer: Layer, values: Tensor, scale: tuple) -> AxesImage:
