@@ -17,10 +17,14 @@ from vitrel.compare import jobs
 
 tool = command("compare")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
+ROPE = {"name": "vitrel_vit_n8_none", "label": "rope", "model_args": {"position": "rope_mixed"}}
 CONFIG = {
     "name": "trial",
     "data": "shapes",
-    "models": ["vitrel_vit_n8_absolute", {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "rope"}],
+    "models": [
+        "vitrel_vit_n8_absolute",
+        ROPE,
+    ],
     "seeds": [0, 1],
     "train": {
         "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
@@ -169,7 +173,7 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
 @pytest.mark.slow
 def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
-    aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
+    aid = {"name": "vitrel_vit_n8_none", "label": "aid", "weights_of": "rope"}
     aid |= {"model_args": {"position_args": {"policy_strength": 0.5, "policy": "ntk"}}}
     place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
     path = tmp_path / "trial.yaml"

@@ -74,7 +74,8 @@ def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tm
     ("models", "message"),
     [
         ([{"name": ABSOLUTE, "label": "a", "train": {"model": {"tuning": {"init_from": "gone.ckpt"}}}}], r"gone\.ckpt"),
-        ([CONFIG["models"][1], CONFIG["models"][0] | {"position": "table"}], "aid cannot have the weights that it names"),
+        ([CONFIG["models"][1], CONFIG["models"][0] | {"model_args": {"position": "table"}}], "aid cannot have the weights"),
+        (["vitrel_vit_n8_tabel"], "vitrel_vit_n8_tabel cannot be built: .*vitrel_vit_n8_table"),
         ([CONFIG["models"][1], CONFIG["models"][0] | {"model_args": {"depht": 2}}], "aid cannot have .*depht"),
         ([CONFIG["models"][1] | {"train": {"model": {"tuning": {"position": "tabel"}}}}], "roped cannot be built: .*tabel"),
     ],

@@ -8,10 +8,14 @@ import yaml
 from helpers import ROOT
 from vitrel.compare.config import load_comparison
 
+ROPE = {"name": "vitrel_vit_n8_none", "label": "rope", "model_args": {"position": "rope_mixed"}}
 CONFIG = {
     "name": "trial",
     "data": "shapes",
-    "models": ["vitrel_vit_n8_table", {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "rope"}],
+    "models": [
+        "vitrel_vit_n8_table",
+        ROPE,
+    ],
     "seeds": [0, 1],
     "train": {
         "trainer": {"max_epochs": 2},
@@ -55,7 +59,6 @@ def test_a_configuration_is_read_whole(load, tmp_path):
             "model_args": {"drop_path_rate": 0.1, "position": "rope_mixed"},
         },
     }
-    assert load(evaluate={"sizes": [64], "checkpoint": "best"}).runs[0].checkpoint.name == "best.ckpt"
 
 
 def test_training_of_its_own_is_merged_over_that_of_the_comparison(load):
@@ -84,7 +87,7 @@ def test_several_data_sets_are_a_comparison_each_with_what_differs_there(load):
     assert place.runs[0].training["data"]["n_train"] == 64 and "n_train" not in shapes.runs[0].training["data"]
 
 
-NONE = {"name": "vitrel_vit_n8_none", "position": "rope_mixed"}
+NONE = {"name": "vitrel_vit_n8_none", "model_args": {"position": "rope_mixed"}}
 
 
 def test_weights_of_another_and_tuning_from_another(load, tmp_path):
@@ -103,7 +106,7 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
     assert base.checkpoint == source and not base.tuned and base.options is None
     assert tuned.training["model"]["tuning"] == {"trainable": ["head"], "init_from": str(source)} and tuned.tuned
     assert (aid.checkpoint, aid.training, aid.seed) == (tuned.checkpoint, tuned.training, 1)
-    assert aid.options == {"position": "rope_mixed", "position_args": {"policy": "ntk"}}
+    assert aid.options == {"position_args": {"policy": "ntk"}} and tuned.training["model"]["model_args"]["position"]
     with pytest.raises(ValueError, match="tuned needs the weights of nothing, which is no label of a model here"):
         load(models=[models[0] | {"tuned_from": "nothing"}, models[1]])
 
@@ -111,15 +114,13 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modles": []}, "unknown key 'modles'; did you mean 'models'"),
-        ({"models": []}, "models is missing or empty; a comparison needs name, data, models, seeds, train, evaluate"),
-        ({"models": ["vitrel_vit_n8_tabel"]}, "unknown model 'vitrel_vit_n8_tabel'; the nearest are vitrel_vit_n8_table,"),
-        ({"models": [{"nmae": "vitrel_swin_n"}]}, "models: unknown key 'nmae'; did you mean 'name'"),
+        ({"modles": []}, "unknown key 'modles': did you mean models"),
+        ({"models": []}, "models is missing or empty; needed are name, data, models, seeds, train, evaluate"),
+        ({"models": [{"nmae": "vitrel_swin_n"}]}, "models: unknown key 'nmae': did you mean name"),
+        ({"models": [{"label": "swin"}]}, "models: name is missing"),
         ({"models": ["vitrel_swin_n"] * 2}, "two models have the same label"),
-        ({"models": [{"name": "vitrel_swin_n", "label": "a/b"}]}, "'a/b' names a folder: letters, digits and"),
-        ({"name": ".."}, "'..' names a folder"),
         ({"train": {"trainer": {}, "data": {"size": 64}}}, "needs train.trainer.max_epochs and train.data.size"),
-        ({"evaluate": {"size": [64]}}, "evaluate: unknown key 'size'; did you mean 'sizes'"),
+        ({"evaluate": {"size": [64]}}, "evaluate: unknown key 'size': did you mean sizes"),
         ({"evaluate": {"sizes": ["64*96"]}}, r"'64\*96' is not an image size: write pixels as 96"),
         ({"evaluate": {"sizes": [64], "protocols": ["zoom"]}}, "unknown protocol 'zoom'"),
     ],
@@ -139,24 +140,21 @@ def test_what_is_no_configuration_is_refused(load):
         load("name: a\nevaluate:\n  n: 1\n  n: 2\n")
 
 
-def test_data_are_found_from_here_beside_the_file_or_where_it_is_said(load, tmp_path, monkeypatch):
-    for name in ("images", "elsewhere/flowers", "elsewhere/images"):
+def test_data_are_where_the_file_or_the_command_says(load, tmp_path, monkeypatch):
+    for name in ("images", "elsewhere/flowers"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert load(text=yaml.safe_dump(CONFIG | {"data": "flowers"})).data == "flowers"
     monkeypatch.chdir(tmp_path)
     assert load(text=yaml.safe_dump(CONFIG | {"data": "images"})).data == "images"
     one, several = (
-        yaml.safe_dump(CONFIG | {"data": data}) for data in ("path/to/flowers", ["path/to/flowers", "images", "shapes"])
+        yaml.safe_dump(CONFIG | {"data": data}) for data in ("path/to/flowers", ["path/to/flowers", "path/to/images", "shapes"])
     )
-    with pytest.raises(FileNotFoundError, match=r"no data folder path/to/flowers .*--data path/to/flowers.*shapes"):
+    with pytest.raises(FileNotFoundError, match=r"no data folder path/to/flowers: give --data path/to/flowers.*shapes"):
         load(one)
     assert load(one, "./images").data == "./images"  # one data set may lie anywhere
     assert load(several, "elsewhere/flowers").data == "elsewhere/flowers"
     assert load(several, "images").name == "trial/images"  # the others need not be there
-    for asked in ("./elsewhere", "none/flowers", "birds"):
-        with pytest.raises(ValueError, match=f"--data {asked}: .* are flowers, images, shapes"):
-            load(several, asked)
+    with pytest.raises(ValueError, match=r"--data \./elsewhere: .* are flowers, images, shapes"):
+        load(several, "./elsewhere")
 
 
 def test_the_evaluation_may_have_data_of_its_own(load, tmp_path, monkeypatch):
@@ -173,7 +171,7 @@ CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_the_configurations_of_the_repository_are_valid(path, monkeypatch):
-    monkeypatch.setattr("vitrel.compare.config._data", lambda data, path: data)
+    monkeypatch.setattr(Path, "is_dir", lambda place: True)
     for found in load_comparison(path, Path("runs")):
         assert found.name.split("/")[0] == path.stem and len(found.runs) >= 4
     header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]

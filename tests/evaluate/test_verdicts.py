@@ -189,6 +189,7 @@ def test_rows_over_seeds_have_the_mean_and_an_interval_over_seeds_and_images():
 
 def test_samples_are_paired_by_seed():
     rows = [row(top1=80.0 + seed, seed=seed) for seed in (0, 1)]
-    assert sample_of(rows).of_seeds(["1"]).means == (81.0,)
+    assert sample_of(rows).means == {"0": 80.0, "1": 81.0}
+    assert contrast([sample_of(rows)], [sample_of(rows[1:])]).mean == 0.0  # over the seed that both have
     with pytest.raises(ValueError, match="no seed in common between m at 64x64"):
         contrast([sample_of(rows)], [sample_of([row(seed=5)])])

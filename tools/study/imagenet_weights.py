@@ -226,13 +226,13 @@ class Evaluated:
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""
-        return fmean(self.sample(curve, size, protocol, column).means)
+        return fmean(self.sample(curve, size, protocol, column).means.values())
 
     def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval over seeds and images."""
         sample = self.sample(curve, size, protocol, column)
         low, high = contrast([sample]).of_share()
-        return f"{fmean(sample.means):.1f} ±{(high - low) / 2:.1f}"
+        return f"{fmean(sample.means.values()):.1f} ±{(high - low) / 2:.1f}"
 
     def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return the difference in top-1 to another curve, ± half its 95 % interval."""

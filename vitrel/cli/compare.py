@@ -4,10 +4,9 @@
     vitrel compare my_comparison.yaml --data /data/flowers
 
 Writes an evaluation and a folder per model and seed into runs/<name>/, or into runs/<name>/<data set>/ where the configuration
-has several data sets; --data NAME uses only one of these, and --data path/to/NAME gives its folder. All models are trained with
-the first seed before any with the second. The same command goes on where it was stopped; one with other sizes, models or
-protocols adds rows. On a CPU, one model per core is trained at a time, and as many processes share the images of the
-evaluation; --jobs sets the number.
+has several data sets; --data path/to/NAME uses only the one of this name. All models are trained with the first seed before any
+with the second. The same command goes on where it was stopped; one with other sizes, models or protocols adds rows. On a CPU,
+one model per core is trained at a time, and as many processes share the images of the evaluation; --jobs sets the number.
 """
 
 import argparse
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into = "folder in which the comparison's folder is made; default %(default)s"
     add("--out", "-o", type=Path, default=Path("runs"), help=into)
     add("--jobs", type=count, help="models trained at a time, and processes of the evaluation; default 1, on a CPU its cores")
-    add("--data", help="use only the data set of this name; a path also gives its folder")
+    add("--data", help="folder of the data; of several data sets in the file, only that of the same name is used")
     add("--overwrite", action="store_true", help="evaluate anew where the folder holds another evaluation; runs are kept")
     add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures")
@@ -49,6 +48,8 @@ def run(args: argparse.Namespace) -> None:
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
         raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(packaged())}")
+    import torch
+
     from vitrel.compare.config import load_comparison
 
     comparisons = load_comparison(config, args.out, args.data)
@@ -57,28 +58,8 @@ def run(args: argparse.Namespace) -> None:
     how = {"margin": args.margin, "report": args.report, "photographs": args.photographs, "overwrite": args.overwrite}
     how["command"] = shlex.join(["vitrel", *sys.argv[1:]])
     for comparison in comparisons:
-        compare(comparison, args.jobs or default_jobs(comparison), how)
-
-
-def default_jobs(comparison: "Comparison") -> int:
-    """Return the default of --jobs: the number of runs evaluated, at most PyTorch's threads; 1 where training or evaluation
-    would not run on the CPU, or trainer.devices is neither "auto" nor 1.
-
-    Small models gain little from several threads, so a thread per model is faster.
-    """
-    import torch
-
-    trainers = [run.training["trainer"] for run in comparison.runs]
-    other = torch.accelerator.is_available() and any(trainer.get("accelerator", "auto") != "cpu" for trainer in trainers)
-    if other or not _on_cpu(comparison) or any(trainer.get("devices", "auto") not in ("auto", 1) for trainer in trainers):
-        return 1
-    return min(torch.get_num_threads(), len(comparison.runs))
-
-
-def _on_cpu(comparison: "Comparison") -> bool:
-    from vitrel.common.processes import local_device
-
-    return local_device(comparison.settings.get("device", "auto")).type == "cpu"
+        own = 1 if torch.accelerator.is_available() else min(torch.get_num_threads(), len(comparison.runs))
+        compare(comparison, args.jobs or own, how)
 
 
 def check(comparison: "Comparison") -> None:
@@ -90,14 +71,13 @@ def check(comparison: "Comparison") -> None:
     from vitrel.evaluate.policies import at_size_with
     from vitrel.evaluate.run import opened
     from vitrel.evaluate.sweep import Settings
-    from vitrel.tasks import task_named
 
     if all(run.checkpoint.exists() for run in comparison.runs):
         return
     models = untrained_models(comparison)
-    task: Any = "segmentation" if task_named(models[0].task).dense else "classification"
+    how: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "n": 1, "task": models[0].task}
     try:
-        create_dataset(comparison.data, "train", models[0].img_size, mean=(0.5,) * 3, std=(0.5,) * 3, n=1, task=task)
+        create_dataset(comparison.data, "train", models[0].img_size, **how)
     except ValueError as error:
         raise ValueError(f"training on {comparison.data}: {error}") from error
     _, plan = opened(models, comparison.evaluated, Settings(**comparison.settings))
@@ -113,24 +93,22 @@ def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
         how: arguments of `at_sizes`.
     """
     from vitrel.common.lock import only_writer
-    from vitrel.common.processes import shared_with
+    from vitrel.common.processes import local_device, shared_with
     from vitrel.compare.jobs import train_all
     from vitrel.compare.models import evaluate
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    start, seeds = time.perf_counter(), dict.fromkeys(run.seed for run in comparison.runs)
-    trainings = {run.folder: run for run in comparison.runs}
-    labels, runs = dict.fromkeys(run.label for run in comparison.runs), f"{len(trainings)} runs of {len(seeds)} seeds"
+    start, seeds = time.perf_counter(), [*dict.fromkeys(run.seed for run in comparison.runs)]
+    labels, trainings = dict.fromkeys(run.label for run in comparison.runs), {run.folder: run for run in comparison.runs}
     on = comparison.data + (f", evaluated on {comparison.evaluated}" if comparison.evaluated != comparison.data else "")
-    print(f"{comparison.name}: {', '.join(labels)}; {runs} on {on}, {jobs} at a time, in {comparison.folder}", flush=True)
+    print(f"{comparison.name}: {', '.join(labels)}; {len(trainings)} runs of {len(seeds)} seeds on {on}, {jobs} at a time, "
+          f"in {comparison.folder}", flush=True)  # fmt: skip
     with only_writer(comparison.folder), terminable():
-        # all models with the first seed, then all with the second; what is tuned comes after what it starts from, and with
-        # several at a time all of it waits until the weights that it starts from are trained
-        in_order = sorted(trainings.values(), key=lambda run: ([*seeds].index(run.seed), run.tuned))
-        for part in [in_order] if jobs == 1 else [[run for run in in_order if run.tuned == tuned] for tuned in (False, True)]:
-            train_all({run.folder: run.training for run in part}, jobs)
+        for tuned in (False, True):  # what is tuned comes after what it starts from
+            runs = sorted((run for run in trainings.values() if run.tuned == tuned), key=lambda run: seeds.index(run.seed))
+            train_all({run.folder: run.training for run in runs}, jobs)
         trained = time.perf_counter()
-        others = jobs - 1 if _on_cpu(comparison) else 0
+        others = jobs - 1 if local_device(comparison.settings.get("device", "auto")).type == "cpu" else 0
         with shared_with(others, evaluate, comparison, how):
             evaluate(comparison, how)
     print(f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s")

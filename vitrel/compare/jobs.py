@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from vitrel.common.plain_yaml import load_yaml, read_yaml
+from vitrel.common.plain_yaml import read_yaml
 from vitrel.train.running.command import run as run_command
 from vitrel.train.running.resume_check import values_that_differ
 from vitrel.weights.read import read_file
@@ -43,18 +43,17 @@ def train_all(runs: Mapping[Path, dict[str, Any]], jobs: int) -> None:
                 _check_end(config, folder)
             else:
                 waiting[folder] = arguments
-    running: dict[Path, subprocess.Popen] = {}
-    share = str(max(1, torch.get_num_threads() // max(1, min(jobs, len(waiting)))))
     if waiting:
         print(f"{jobs} at a time; their output goes to {next(iter(waiting)).parent}/*/train.log", flush=True)
+    running: dict[Path, subprocess.Popen] = {}
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // max(1, min(jobs, len(waiting)))))}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 folder = next(iter(waiting))
                 command = [sys.executable, "-m", "vitrel", "train", *waiting.pop(folder)]
                 with (folder / "train.log").open("a") as log:  # a session of its own: ctrl-c comes to this process alone
-                    how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
-                    running[folder] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": share}, **how)
+                    running[folder] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 if status := running.pop(folder).returncode:
                     raise ValueError(f"{folder}: training ended with status {status}; its train.log gives the reason")
@@ -76,24 +75,20 @@ def _check_end(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def begin(config: dict[str, Any], folder: Path) -> list[str]:
-    """Prepare a run: write <folder>/train.yaml, print the state, and return the arguments of `vitrel train`.
+    """Prepare a run: write <folder>/train.yaml, print the state, and return the arguments of `vitrel train`, [] if it is done.
 
-    The list is empty, and nothing is written, if the run is finished. A new run also writes the SHA-256 of the file that it is
-    tuned from.
-
-    Raises:
-        ValueError: the folder holds a run of another configuration, or one that started from other weights.
+    A new run also writes the SHA-256 of the file that it is tuned from. ValueError where the folder holds a run of another
+    configuration, or one that started from other weights.
     """
     last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
-    path, start = ((config.get("model") or {}).get("tuning") or {}).get("init_from"), folder / "init_from.sha256"
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else ""
-    config = load_yaml(yaml.safe_dump(config))  # for the comparison: YAML turns tuples into lists
+    source, start = Path(config["model"].get("tuning", {}).get("init_from") or ""), folder / "init_from.sha256"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
     arguments = ["fit", "--config", str(settings)]
     if last.exists():
-        values = values_that_differ((read_yaml(settings) if settings.exists() else None) or {}, config)
+        values = values_that_differ(read_yaml(settings), config)
         differ = [f"{name}: {old!r} then, {new!r} now" for name, old, new in values if name not in FREE]
-        if start.exists() and digest and digest != start.read_text("utf-8"):
-            differ.append(f"other weights in {path}, SHA-256 {digest:.8} now")
+        if digest and digest != start.read_text("utf-8"):
+            differ.append(f"other weights in {source}, SHA-256 {digest:.8} now")
         if differ:
             raise ValueError(
                 f"{folder} holds a run of another configuration ({'; '.join(differ)}): remove that folder to train again, or "

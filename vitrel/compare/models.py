@@ -16,7 +16,7 @@ from vitrel.data import class_names
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of, load_checkpoint, trained_model
 from vitrel.evaluate.run import at_sizes
 from vitrel.models.segmenter import Segmenter
-from vitrel.tasks import task_named
+from vitrel.train.module import Classifier
 from vitrel.train.tuning import Tuning
 
 
@@ -47,21 +47,19 @@ def untrained_models(comparison: Comparison) -> list[TrainedModel]:
     models = []
     for run in {run.label: run for run in reversed(comparison.runs)}.values():
         settings, size = run.training["model"], run.training["data"]["size"]
-        task = task_named(settings.get("task", "classification"))
-        classes = class_names(comparison.data, task="segmentation" if task.dense else "classification")
-        start = {"init_from": None} if run.tuned else {}
+        task = settings.get("task", "classification")
+        classes = class_names(comparison.data, task=task)
+        tuning = {**settings.get("tuning", {}), **({"init_from": None} if run.tuned else {})}
+        built = {name: settings[name] for name in ("model_args", "task", "head") if name in settings}
         try:
-            tuning = Tuning(**{**(settings.get("tuning") or {}), **start, "reset_head": None})
-            size = (size, size) if isinstance(size, int) else tuple(size)
             with contextlib.redirect_stdout(io.StringIO()):  # it tells what happens to position
-                backbone, _ = tuning.build(settings["model"], task.head_classes(len(classes)), size, settings["model_args"])
-            model = task.with_head(backbone, len(classes), settings.get("head", "linear"))
-            tuning.freeze(model)
+                module = Classifier(settings["model"], len(classes), size, tuning=Tuning(**tuning), **built)
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{run.label} cannot be built: {error}") from error
+        model = module.model
         if run.options is not None:
             model = _with_options(model, settings["model"], run.options, run.label)
-        trained = trained_model(model.eval(), settings["model"], label=run.label, img_size=size, task=task.name)
+        trained = trained_model(model.eval(), settings["model"], label=run.label, img_size=module.img_size, task=task)
         models.append(replace(trained, classes=tuple(classes)))
     return models[::-1]
 

@@ -120,9 +120,7 @@ def _draw(axes: Any, number: int, label: str, x: Sequence[float], rows: Sequence
 def _name_models(figure: "Figure", axes: Any) -> None:
     """Name the models below a chart of several."""
     handles, names = axes.get_legend_handles_labels()
-    firsts = dict(zip(reversed(names), reversed(handles), strict=True))
+    firsts = {name: handles[names.index(name)] for name in names}
     if len(firsts) > 1:
         columns = max(1, min(len(firsts), int(figure.get_figwidth() * 72 / (36 + 4.6 * max(map(len, firsts))))))
-        once = [*dict.fromkeys(names)]
-        handles = [firsts[name] for name in once]
-        figure.legend(handles, once, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+        figure.legend(firsts.values(), firsts, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)

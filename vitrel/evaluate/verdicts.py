@@ -41,25 +41,15 @@ class Sample(NamedTuple):
 
     Args:
         name: model, size and policy, for errors.
-        seeds: as text.
-        means: of each seed, percent.
         images: their number.
-        scores: [seeds, images], None where they are not known.
+        means: {seed: percent}.
+        scores: {seed: scores of the images [n]}, None where they are not known.
     """
 
     name: str
-    seeds: tuple[str, ...]
-    means: tuple[float, ...]
     images: int
-    scores: np.ndarray | None
-
-    def of_seeds(self, seeds: Sequence[str]) -> "Sample":
-        """Return the part of these seeds, in this order."""
-        if self.seeds == tuple(seeds):
-            return self
-        at = [self.seeds.index(seed) for seed in seeds]
-        scores = None if self.scores is None else self.scores[at]
-        return self._replace(seeds=tuple(seeds), means=tuple(self.means[index] for index in at), scores=scores)
+    means: dict[str, float]
+    scores: dict[str, np.ndarray] | None
 
 
 def task_of(row: Row) -> Task:
@@ -80,12 +70,11 @@ def sample_of(rows: Sequence[Row], scores: Scores | None = None, metric: str = "
         metric: a column, in percent; "": the task's. Where a row has no value in it, the task's metric is taken.
     """
     by_seed = {str(row["seed"]): row for row in rows}
-    first, kept = rows[0], [*by_seed.values()]
-    name = f"{first['label']} at {first['img_size']} ({first['policy']})"
-    means = tuple(row[metric] if known_number(row.get(metric)) else main_metric(row) for row in kept)
-    keys = [row.get("key") for row in kept]
-    found = np.stack([scores[key] for key in keys]) if scores and all(key in scores for key in keys) else None
-    return Sample(name, tuple(by_seed), means, int(min(row["n"] for row in kept)), found)
+    name = f"{rows[0]['label']} at {rows[0]['img_size']} ({rows[0]['policy']})"
+    means = {seed: row[metric] if known_number(row.get(metric)) else main_metric(row) for seed, row in by_seed.items()}
+    known = scores is not None and all(row.get("key") in scores for row in by_seed.values())
+    found = {seed: scores[row["key"]] for seed, row in by_seed.items()} if known else None
+    return Sample(name, int(min(row["n"] for row in by_seed.values())), means, found)
 
 
 def contrast(plus: Sequence[Sample], minus: Sequence[Sample] = ()) -> Estimate:
@@ -95,15 +84,14 @@ def contrast(plus: Sequence[Sample], minus: Sequence[Sample] = ()) -> Estimate:
     have scores; else `estimate_of_means` is wider. ValueError where no seed is common to all.
     """
     sides = [*plus, *minus]
-    seeds = [seed for seed in sides[0].seeds if all(seed in side.seeds for side in sides)]
-    if seeds:
-        sides = [side.of_seeds(seeds) for side in sides]
-    elif any(len(side.seeds) > 1 for side in sides):
+    common = [seed for seed in sides[0].means if all(seed in side.means for side in sides)]
+    if not common and any(len(side.means) > 1 for side in sides):
         raise ValueError(f"no seed in common between {' and '.join(side.name for side in sides)}")
-    arrays = [side.scores for side in sides if side.scores is not None]
-    if len(arrays) == len(sides):
+    scores = [[side.scores[seed] for seed in common or side.scores] for side in sides if side.scores is not None]
+    if len(scores) == len(sides):
+        arrays = [*map(np.stack, scores)]
         return estimate(arrays[: len(plus)], arrays[len(plus) :])
-    means = [side.means for side in sides]
+    means = [[side.means[seed] for seed in common or side.means] for side in sides]
     return estimate_of_means(means[: len(plus)], means[len(plus) :], min(side.images for side in sides))
 
 
@@ -384,7 +372,7 @@ def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
 
 def _comparable(ours: Sample, theirs: Sample) -> bool:
     """Whether two models have one seed each, or two or more in common: one common seed of several tells nothing about seeds."""
-    return len(ours.seeds) == len(theirs.seeds) == 1 or len({*ours.seeds} & {*theirs.seeds}) > 1
+    return len(ours.means) == len(theirs.means) == 1 or len(ours.means.keys() & theirs.means.keys()) > 1
 
 
 def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
