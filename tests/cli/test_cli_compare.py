@@ -70,7 +70,7 @@ def test_a_comparison_from_training_to_the_table(finished):
     assert set(frame[frame["label"] == "rope"]["resampled"]) == {"nothing"}
     assert set(frame[frame["label"] == "rope"]["encoding"]) == {"rope_mixed"}
     assert set(frame[frame["img_size"] == "64x96"]["resampled"]) == {"nothing", "absolute bicubic"}
-    assert frame["unchanged"].all() and (folder / "report.html").exists()
+    assert (folder / "report.html").exists()
     seeds = [torch.load(folder / f"rope-seed{seed}/checkpoints/last.ckpt", weights_only=True) for seed in (0, 1)]
     assert [stored["vitrel"]["seed"] for stored in seeds] == [0, 1]
     assert not torch.equal(*(stored["state_dict"]["model.head.weight"] for stored in seeds))

@@ -66,7 +66,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys, whole_evaluatio
     assert f"open {out / 'report.html'} in a browser" in printed and printed.count("vitrel_swin_n") < 10
     frame = pd.read_csv(out / "results.csv")
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
-    assert frame["unchanged"].all() and (frame["n"] == 8).all()
+    assert (frame["n"] == 8).all()
     found = read_folder(out)
     assert len(found.rows) == len(found.scores) == 12 and len(found.settings["classes"]) == 4
     assert {"table.md", "plots", "report.html", "images.npz"} < {path.name for path in out.iterdir()}
@@ -206,13 +206,6 @@ def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint,
         (["--img-size", "32"], "photographs", "--img-size is for models by name: .* has its own training size"),
         (["--model-args", "{depth: 1}"], "photographs", "--model-args is for models by name: .* has its own arguments"),
         (["--pretrained"], "photographs", "--pretrained is for models by name: .* has its own weights"),
-        (["--crop-mode", "squash", "--protocol", "native"], "photographs", "--crop-mode would change nothing: the native"),
-        (["--interpolation", "bilinear"], "shapes", "--interpolation would change nothing: shapes are drawn"),
-        (["--crop-mode", "squash"], "shapes", "--crop-mode would change nothing: shapes are drawn"),
-        (["--crop-pct", "0.5"], "shapes", "--crop-pct would change nothing: shapes are drawn"),
-        (["--follow-links"], "shapes", "--follow-links would change nothing: shapes are drawn"),
-        (["--val-fraction", "0.5"], "shapes", "--val-fraction would change nothing: shapes are drawn"),
-        (["--data-seed", "1"], "photographs", "--data-seed would change nothing: all images of"),
         (["--mean", "0.5", "0.5"], "photographs", "mean must be three numbers"),
     ],
 )
@@ -231,12 +224,6 @@ def test_options_without_effect_on_a_run_are_refused(checkpoint, photographs, tm
 def test_options_for_models_by_name_are_refused_for_a_run_by_other_commands(checkpoint, name, more, given):
     with pytest.raises(SystemExit, match=f"error: {given[0]} is for models by name"):
         command(name).main([checkpoint("vitrel_vit_n8_none", "a.ckpt"), *more, *given])
-
-
-def test_a_temperature_needs_a_model_of_vitrel(weights, tmp_path):
-    arguments = ["vit_tiny_patch16_224", *weights, "--data", "shapes", "--size", "48", "--device", "cpu"]
-    with pytest.raises(SystemExit, match="error: --log-n would change nothing: no model here is one of vitrel"):
-        tool.main([*arguments, "--log-n", "--out", str(tmp_path / "out")])
 
 
 @pytest.fixture

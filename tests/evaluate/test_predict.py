@@ -49,9 +49,9 @@ def test_runner_halves_the_batch_until_it_fits_and_keeps_it(error):
     runner = Runner(model, CPU, batch_size=16)
     pixels = torch.arange(40 * 3.0).view(40, 3, 1, 1)
     assert torch.equal(runner(pixels), pixels.flatten(1))
-    assert (runner.batch_size, runner.oom) == (4, 2)
+    assert runner.batch_size == 4
     runner(pixels[:8])
-    assert runner.oom == 2 and model.batches[-2:] == [4, 4]
+    assert model.batches[-2:] == [4, 4]
 
 
 def test_runner_names_the_way_out_when_one_image_does_not_fit():
@@ -75,12 +75,9 @@ def test_a_real_failed_allocation_is_recognized():
 
 def test_peak_memory_sees_what_was_allocated():
     reset_peak(CPU)
-    before, kind = peak_mb(CPU)
+    before = peak_mb(CPU)
     held = torch.ones(64 * 2**18)
-    after, _ = peak_mb(CPU)
-    assert after >= before and kind.startswith("process resident")
-    if kind == "process resident":
-        assert after - before > 32 < held.numel() / 2**18
+    assert peak_mb(CPU) - before > 32 < held.numel() / 2**18
 
 
 def test_what_is_kept_is_in_the_order_of_the_data_with_zeros_for_what_could_not_be_read():
@@ -109,7 +106,7 @@ def test_shares_of_processes_are_joined_by_rank(world):
 
 
 def test_the_speeds_of_models_of_a_size_are_measured_in_turn():
-    order, error = [], RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    order, most = [], 2
 
     class Named(nn.Module):
         def __init__(self, name):
@@ -118,13 +115,16 @@ def test_the_speeds_of_models_of_a_size_are_measured_in_turn():
 
         def forward(self, pixels):
             order.append(self.name)
-            if self.name == "large":
-                raise error
+            if len(pixels) > most:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return pixels.flatten(1)
 
-    found = speeds({name: Named(name) for name in ("a", "b", "large")}, (4, 3, 8, 8), CPU, "float32")
-    assert order == ["a", "b", "large"] * (ROUNDS + 1)
-    assert found["a"] > 0 and found["b"] > 0 and math.isnan(found["large"])
+    models = {name: Named(name) for name in ("a", "b")}
+    found = speeds(models, (8, 8), 4, CPU, "float32")
+    assert order == ["a", *["a", "b"] * (ROUNDS + 1)]  # the first with a batch that does not fit
+    assert found["a"] > 0 and found["b"] > 0
+    most = 0
+    assert all(map(math.isnan, speeds(models, (8, 8), 4, CPU, "float32").values()))
 
 
 def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, rows_of):
@@ -136,7 +136,7 @@ def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, rows_of)
 
     model.model.register_forward_pre_hook(fail)
     [row] = rows_of([model], [32])
-    assert (row["batch_size"], row["oom"], row["n"]) == (2, 1, 12) and row["infer_samples_per_sec"] > 0
+    assert (row["batch_size"], row["n"]) == (2, 12) and row["infer_samples_per_sec"] > 0
 
 
 def test_attention_that_lacks_memory_for_its_images_is_left_empty(trained, monkeypatch, rows_of):

@@ -45,7 +45,6 @@ def plan(models, sizes=(), **settings):
         ({"attention_n": -1}, "attention_n must be at least 0, got -1"),
         ({"margin": 0.0}, "the margin is a loss in points and must be above 0"),
         ({"sizes": ["64*96"]}, r"'64\*96' is not an image size"),
-        ({"compile": True, "protocols": ["native"]}, "torch.compile would compile for each"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, message):
@@ -146,9 +145,8 @@ def test_rows_say_what_was_done_to_the_model(trained, rows_of):
     assert found["table", "64x64", "geometric"]["resampled_values"] == 4 * 3 * 49
     assert found["table", "32x32", "none"]["resampled"] == "nothing"
     for row in rows:
-        assert row["unchanged"] is True and row["state_hash_before"] == row["state_hash_after"]
         assert row["n"] == 12 and row["top1_low"] <= row["top1"] <= row["top1_high"]
-        assert row["infer_samples_per_sec"] > 0 and (row["batch_size"], row["oom"]) == (5, 0)
+        assert row["infer_samples_per_sec"] > 0 and row["batch_size"] == 5
         start = found[row["encoding"], "32x32", "none"]["top1"]
         assert row["retention"] == (pytest.approx(row["top1"] / start, abs=1e-4) if start else None)
 
@@ -166,7 +164,6 @@ def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, rows_of):
     assert [*found] == [("32x32", "none"), *(("64x64", p) for p in larger), ("24x24", "keep"), ("24x24", "renormalize")]
     assert len({row["nll"] for row in rows}) == len(rows)  # each combination was another model
     assert found["64x64", "bicubic+renormalize"]["resampled"] == "table bicubic + cpb renormalize"
-    assert all(row["unchanged"] for row in rows)
     assert {part.policy for part in parts} == {"geometric", "keep"}  # as they were
 
 
@@ -180,26 +177,10 @@ def test_accuracy_is_that_of_the_plain_model(trained, noise, rows_of):
     assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("how", ["value", "object"])
-def test_a_model_that_forward_touches_is_found_out(trained, how, rows_of):
-    model = trained("vitrel_vit_n8_none")
-
-    def touch(head, inputs):
-        if how == "value":
-            head.bias.data[0] += 1e-3
-        else:
-            head.bias = torch.nn.Parameter(head.bias.data.clone())
-
-    model.model.head.register_forward_pre_hook(touch)
-    row = rows_of([model], [32])[0]
-    assert row["unchanged"] is False
-    assert (row["state_hash_before"] == row["state_hash_after"]) == (how == "object")
-
-
 def test_what_stops_an_evaluation_names_model_and_size(trained, rows_of, tmp_path, capsys):
     model = trained("vitrel_vit_n8_none")
     model.model.head.bias.data.fill_(float("inf"))
-    with pytest.raises(FloatingPointError, match=r"vitrel_vit_n8_none at 32x32 \(scale\): the logits hold NaN"):
+    with pytest.raises(FloatingPointError, match=r"the logits hold NaN.*\n.*vitrel_vit_n8_none at 32x32 \(scale\)"):
         rows_of([model], [32])
     capsys.readouterr()
     other = trained("vitrel_vit_n8_none", classes=("left", "right"))
@@ -238,23 +219,7 @@ def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, rows_of
     model = trained("vitrel_vit_n8_none", model=timm.create_model("resnet10t", num_classes=3).eval())
     [row] = rows_of([model], [32], attention_n=2)
     assert row["attention_distance"] is None and row["gflops"] > 0
-    assert (row["window"], row["backend"], row["resampled"]) == ("", "", "nothing")
-
-
-@pytest.mark.slow
-def test_a_compiled_model_gives_the_same_row_from_batches_of_one_size(trained, rows_of, monkeypatch):
-    model, graphs, compiled = trained("vitrel_vit_n8_rope_axial"), [], torch.compile
-    [plain] = rows_of([model], [32])
-
-    def backend(graph, examples):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend=backend))
-    [row] = rows_of([model], [32], compile=True)  # 5, 5 and 2 images
-    assert len(graphs) <= 2  # one of them for the speed
-    assert (row["top1"], row["n"], row["unchanged"]) == (plain["top1"], 12, True)
-    assert row["nll"] == pytest.approx(plain["nll"], abs=1e-5)
+    assert (row["window"], row["resampled"]) == ("", "nothing")
 
 
 SEVERAL = ("24x24", "48x48", "32x64")
@@ -300,25 +265,23 @@ def test_training_sizes_are_evaluated_first_and_are_the_references(tmp_path, row
 
 def test_a_model_in_memory_comes_back_as_it_was(trained):
     model = trained("vitrel_vit_n8_table").model.train()
-    frame = at_sizes(model, lambda size: Blank(size), [32, "32x48"], device="cpu", attention_n=0)
+    frame = at_sizes(model, Blank(torch.uint8), [32, "32x48"], device="cpu", attention_n=0)
     assert frame["img_size"].tolist() == ["32x32", "32x48"] and model.training and frame["n"].tolist() == [6, 6]
-    with pytest.raises(ValueError, match="a function from size to data resizes images itself"):
-        at_sizes(model, lambda size: Blank(size), [32], protocols="canvas", device="cpu")
     with pytest.raises(ValueError, match=r"images of torch\.float32: give uint8"):
-        at_sizes(model, Blank((32, 32)), [32], device="cpu")
+        at_sizes(model, Blank(torch.float32), [32], device="cpu")
 
 
 class Blank(torch.utils.data.Dataset):
     """Six images of one color."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, dtype):
+        self.dtype = dtype
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        return torch.full((3, *self.size), index / 6), index % 3
+        return torch.full((3, 40, 40), index, dtype=self.dtype), index % 3
 
 
 def test_a_dry_run_tells_rows_and_minutes_and_measures_nothing(trained, noise, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_scores(folder: Path, rows: list[Row], metric: str) -> Mapping[str, np.ndarray]:
-    """Return the scores of every image of an evaluation's folder, by the rows' key; metric: of `Task.metrics`."""
+    """Return the scores of every image of an evaluation's folder, by the rows' key; metric: as "top1_among"."""
     kept, task = read_kept(folder, [row["key"] for row in rows]), task_named(rows[0]["task"])
     return {key: task.scores(one, metric) for key, one in kept.items()}
 

@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=0, help="processes that decode images")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="float32", help="float32, or bfloat16 autocast on a GPU")
-    add("--compile", action="store_true", help="run the models through torch.compile")
     add("--on-bad-image", choices=("raise", "count"), default="raise",
         help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
     add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")
@@ -99,7 +98,6 @@ def _run(args: argparse.Namespace) -> None:
     settings = {one.name: getattr(args, one.name) for one in fields(Settings) if one.name not in ("sizes", "skip")}
     asked = Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
     models = _models(args)
-    _check_effect(args, models)
     if args.dry_run:
         text = dry_run(models, args.data, asked, args.out)
         print(text if os.environ.get("RANK", "0") == "0" else "", end="")
@@ -121,28 +119,3 @@ def _models(args: argparse.Namespace) -> list["TrainedModel"]:
         replace(model, label=f"{model.label} ({model.path})", seed=None) if times[model.label] > 1 else model
         for model in models
     ]
-
-
-def _check_effect(args: argparse.Namespace, models: list["TrainedModel"]) -> None:
-    """Raise ValueError for an option that is given and would change nothing."""
-    from vitrel.data import SHAPES
-    from vitrel.models.backbone import backbone_of
-    from vitrel.tasks import task_named
-
-    drawn = f"{args.data} are drawn for every size, not read from files"
-    whole, native = "segmentation evaluates whole images", "the native protocol does not crop"
-    same = f"all images of {args.data} are evaluated, without --n"
-    is_drawn, is_whole = args.data in SHAPES, task_named(models[0].task).dense
-    for option, given, without_effect, why in (
-        ("--interpolation", args.interpolation, is_drawn, drawn),
-        ("--crop-mode", args.crop_mode, is_drawn, drawn),
-        ("--crop-pct", args.crop_pct, is_drawn, drawn),
-        ("--follow-links", args.follow_links, is_drawn, drawn),
-        ("--val-fraction", args.val_fraction, is_drawn, drawn),
-        ("--crop-mode", args.crop_mode, is_whole, whole),
-        ("--crop-mode", args.crop_mode, args.protocols == ["native"], native),
-        ("--data-seed", args.data_seed, args.n is None and not is_drawn, same),
-        ("--log-n", args.log_n, not any(map(backbone_of, (one.model for one in models))), "no model here is one of vitrel"),
-    ):
-        if given and without_effect:
-            raise ValueError(f"{option} would change nothing: {why}; leave {option} out")

@@ -77,21 +77,15 @@ COLUMNS = {
     "below 0.01 position does nothing; empty where unknown and without position",
     "border_leak": "largest share, over the stages, of tokens that see the opposite border of the image; empty without "
     "windows; native: at img_size",
-    "state_hash_before": "SHA-256 of the state dict before the evaluation",
-    "state_hash_after": "SHA-256 of the state dict after it, or of the copy made for this size where that differs",
-    "unchanged": "whether the hashes are equal and every parameter is the same object as before",
     "infer_samples_per_sec": "images per second in forward passes, measured apart from the accuracy: all models of a size in "
     "turn, on one batch; empty where memory does not suffice",
-    "peak_memory_mb": "peak memory, MiB",
-    "memory_kind": "what peak_memory_mb counts: GPU tensors, or the resident memory of the process",
-    "batch_size": "batch size in use at the end",
-    "oom": "number of times memory ran out and the batch size was halved",
+    "peak_memory_mb": "peak memory, MiB: of tensors on a GPU, else the resident memory of the process",
+    "batch_size": "batch size in use at the end, halved whenever memory ran out",
     "param_count": "number of parameters, millions",
     "crop_pct": "share of the resized image that the center crop keeps; native: 1, without cropping",
     "crop_mode": "how an image is resized before the crop: center, to cover the size; squash, to the size, whatever its aspect "
     "ratio; border, to fit into the size, with a border; native: empty",
     "interpolation": "interpolation by which images are resized",
-    "backend": "attention backend",
 }
 
 

@@ -3,7 +3,6 @@
 No other file of this room knows where images come from. A protocol is one function here, from a model and a size to a `View`.
 """
 
-import gc
 import hashlib
 import json
 import math
@@ -11,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.common.files import shown
-from vitrel.common.resources import check_workers, loading_failed, out_of_memory
+from vitrel.common.resources import check_workers
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.readers.base import subset
@@ -33,7 +31,7 @@ from vitrel.tasks.segmentation import Mask
 CACHE_BYTES = 2 << 30
 MASK_PIXELS = 1 << 21
 Batch = tuple[Tensor, list[Any]]  # pixels [B, 3, H, W], and targets; None for images left out as unreadable
-Data = str | Dataset | Callable[[Size], Dataset]
+Data = str | Dataset
 
 
 class View(NamedTuple):
@@ -113,20 +111,16 @@ PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget, float], View]] = {
 class Images:
     """The images of an evaluation in any view, with a cache of the views of one size and mode that models share.
 
-    Images that exceed CACHE_BYTES together are decoded again for each model. When loading a batch runs out of memory,
-    `batch_size` is halved and nothing more is cached until the size or mode changes; `halvings` counts this.
+    Images that exceed CACHE_BYTES together are decoded again for each model.
 
     Attributes:
         classes: names by label; None where the data set has none.
         names: of the images, relative to the data folder, in its order; numbers where the data set has none.
         total: number of images that the data have, of which `n` may choose some.
-        prepared: the data set resizes its images itself.
         source: name of the data.
-        decoder: what reads and resizes files.
 
     Args:
-        data: a name or folder that `create_dataset` takes; a data set of (uint8 [3, h, w] or PIL image, label or mask); or a
-            function from (H, W) to a data set of (normalized float32 [3, H, W], label).
+        data: a name or folder that `create_dataset` takes, or a data set of (uint8 [3, h, w] or PIL image, label or mask).
         view: any view, to open the data with.
         split: of a folder's images, "val" or "train".
         n: number of images, drawn with `seed`; None: all.
@@ -152,24 +146,18 @@ class Images:
         reading: Reading = Reading(),
     ) -> None:
         check_workers(workers)
-        self.split = split
-        self.data, self.n, self.seed, self.workers, self.reading = data, n, seed, workers, reading
-        self.asked, self.batch_size, self.halvings = batch_size, batch_size, 0
+        self.data, self.split, self.n, self.seed, self.reading = data, split, n, seed, reading
+        self.batch_size, self.workers = batch_size, workers
         self._current: tuple | None = None  # size, mode, crop and budget of the cached images
         self._datasets: dict[View, Dataset] = {}
         self._decoded: dict[View, list[Batch]] = {}
-        self._growing: list[Batch] | None = None  # an entry of `_decoded` while its batches are read
-        self._caches = True
         self._file_sizes: list[Size] = []
         dataset = self.dataset(view)
         self.classes: list[str] | None = [*map(shown, getattr(dataset, "classes", None) or ())] or None
         has_names = isinstance(dataset, ImageSet)
         names = dataset.names() if has_names else map(getattr(dataset, "name", str), range(len(dataset)))
         self.names, self.total = [*map(shown, names)], getattr(dataset, "total", len(dataset))
-        self.prepared = not isinstance(data, str | Dataset)
         self.source = data if isinstance(data, str) else type(data).__name__
-        of_files = "drawn" if self.source in SHAPES else f"Pillow {version('Pillow')}"
-        self.decoder = of_files if isinstance(data, str) else "the data set's own"
 
     def __len__(self) -> int:
         return len(self.names)
@@ -177,8 +165,7 @@ class Images:
     def dataset(self, view: View) -> Dataset:
         """Return the data set of a view; items are (normalized float32 [3, H, W], target), with a budget indexed by a `Draw`.
 
-        With another size, mode, crop or budget than in the call before, the cache is emptied and `batch_size` is set back;
-        other methods call this one.
+        With another size, mode, crop or budget than in the call before, the cache is emptied; other methods call this one.
         """
         view = view.of_files
         current = view.size, view.mode, view.crop_pct, view.budget
@@ -186,7 +173,6 @@ class Images:
             self._current = current
             self._datasets.clear()
             self._decoded.clear()
-            self.batch_size, self._caches = self.asked, True
         if view not in self._datasets:
             self._datasets[view] = self._opened(view)
         return self._datasets[view]
@@ -197,9 +183,7 @@ class Images:
         if isinstance(data, str):
             task = "segmentation" if view.masks else "classification"
             return create_dataset(data, self.split, view.size, task=task, n=self.n, seed=self.seed, reading=self.reading, **how)
-        if isinstance(data, Dataset):
-            return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
-        return data(view.size)
+        return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
 
     def check(self, views: Iterable[View]) -> None:
         """Raise ValueError where generated images cannot be drawn in one of the views; files are resized to any."""
@@ -220,10 +204,7 @@ class Images:
         return hashlib.sha256(json.dumps((self.source, self.seed, len(self), self.classes)).encode()).hexdigest()
 
     def batches(self, view: View, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield batches of this process's images, in the order of `order`; all images of a batch have one size.
-
-        MemoryError where a single image does not fit in memory.
-        """
+        """Yield batches of this process's images, in the order of `order`; all images of a batch have one size."""
         for pixels, targets in self._read(view.of_files, rank, world):
             yield moved(pixels, view.translation), targets
 
@@ -234,13 +215,13 @@ class Images:
             return
         groups = self._groups(view, rank, world)
         fits = sum(map(len, groups)) * 3 * math.prod(view.size) * 4 <= CACHE_BYTES
-        self._growing = [] if fits and self._caches else None
+        read: list[Batch] = []
         for batch in self._loaded(view, groups):
-            if self._growing is not None:
-                self._growing.append(batch)
+            if fits:
+                read.append(batch)
             yield batch
-        if self._growing is not None:
-            self._decoded[view], self._growing = self._growing, None
+        if fits:
+            self._decoded[view] = read
 
     def batch_of(self, view: View) -> int:
         """Return the number of images in a batch; with masks, whose logits are as large as images, at most MASK_PIXELS."""
@@ -276,29 +257,12 @@ class Images:
         return [groups[size] for size in sorted(groups)]
 
     def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
-        """Batches of the groups' images; the batch size is halved when loading runs out of memory."""
-        dataset = self.dataset(view)
-        start, total = 0, sum(map(len, groups))
+        """Batches of the groups' images, each of images of one group."""
+        dataset, most = self.dataset(view), self.batch_of(view)
+        batches = [group[first : first + most] for group in groups for first in range(0, len(group), most)]
         collate = partial(_batch, view=view, drawn=_is_drawn(dataset))
-        while start < total:
-            try:
-                batches = _batches(groups, start, self.batch_of(view))
-                with _how_to_go_on():
-                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate):
-                        start += len(batch[1])
-                        yield batch
-                return
-            except (RuntimeError, MemoryError) as error:
-                if not (out_of_memory(error) or loading_failed(error)):
-                    raise
-            # outside the handler, whose traceback would keep the batch alive; dropping the cache frees memory too
-            self._growing, self._caches = None, False
-            self._decoded.clear()
-            # The error holds the failed loader in a cycle. A process of the next loader that collected it would wait for ever.
-            gc.collect()
-            failed = f"loading image {start + 1} of {total} failed; use fewer --workers"
-            self.batch_size = halved(min(self.batch_size, max(map(len, batches))), failed)
-            self.halvings += 1
+        with _how_to_go_on():
+            yield from DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate)
 
     def bad(self, view: View) -> list[str]:
         """Return the names of the images that this process could not read so far; [] for data without names of files."""
@@ -375,15 +339,6 @@ def _how_to_go_on() -> Iterator[None]:
         raise
 
 
-def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[list[int | Draw]]:
-    """The images from number `start` on in batches of at most `size`, each of images of one group."""
-    batches = []
-    for group in groups:
-        batches += [list(group[first : first + size]) for first in range(start, len(group), size)]
-        start = max(0, start - len(group))
-    return batches
-
-
 class PreparedImages(Dataset):
     """A user's data set of (uint8 [3, h, w] or PIL image, label or mask [h, w]) with the preprocessing of an evaluation.
 
@@ -414,15 +369,5 @@ class PreparedImages(Dataset):
             image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
         if not isinstance(image, Tensor) or image.dtype != torch.uint8:
             kind = image.dtype if isinstance(image, Tensor) else type(image).__name__
-            raise ValueError(
-                f"the data set has images of {kind}: give uint8 [3, h, w] or PIL images; for images that are preprocessed "
-                "already, give a function from (H, W) to the data set of that size"
-            )
+            raise ValueError(f"the data set has images of {kind}: give uint8 [3, h, w] or PIL images")
         return image, label
-
-
-def halved(batch_size: int, hint: str) -> int:
-    """Return half the batch size that ran out of memory; MemoryError with the hint where that was a single image."""
-    if batch_size == 1:
-        raise MemoryError(f"one image does not fit in memory: {hint}")
-    return batch_size // 2

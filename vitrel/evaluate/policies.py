@@ -33,12 +33,9 @@ from vitrel.inspect.any_model import StageWindows, at_size, model_at_size, own_w
 from vitrel.inspect.leaks import border_leak
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, backbone_of, parts_with_policies
-from vitrel.ops import BACKENDS
-from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
 from vitrel.tasks import Row
 
-CPU = torch.device("cpu")
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
 LOG_N = "log_n"
 MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, about a second each
@@ -192,16 +189,8 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
     return ModelWithPolicy(changed, backbone.resampled(size), *shares, grid.h * grid.w, stages)
 
 
-def costs_at(
-    model: nn.Module,
-    size: Size,
-    policy: str,
-    shapes: Counter[Size] | None = None,
-    patch: Size | None = None,
-    device: torch.device = CPU,
-    dtype: torch.dtype = torch.float32,
-) -> Row:
-    """Return the columns of results.csv that need no images: tokens, windows, resampling, attention backend, multiply-adds.
+def costs_at(model: nn.Module, size: Size, policy: str, shapes: Counter[Size] | None = None, patch: Size | None = None) -> Row:
+    """Return the columns of results.csv that need no images: tokens, windows, resampling, multiply-adds.
 
     For images of several shapes, tokens is the mean over all of them. Other columns use `sample_shapes` alone: gflops and
     pad_fraction are means over their images, resampled names all policies, and resampled_values, unseen and saturated are the
@@ -212,19 +201,14 @@ def costs_at(
         policy: one of `policies_at(model, size)`.
         shapes: number of images of each size in the native protocol, None in others.
         patch: (h, w) in pixels, with shapes.
-        device: that the attention backend is chosen for.
-        dtype: in which attention computes, that of autocast if it is on.
 
     Raises:
         ValueError: the model does not take the size.
     """
     ready = at_size_with(model, size, policy)
-    backbone = backbone_of(ready.model)
-    backend = _timm_backend(ready.model) if backbone is None else _vitrel_backend(backbone, size, device, dtype)
-    columns = _geometry(ready) | {"backend": backend}
     if shapes is not None and patch is not None:
-        return columns | _native_columns(model, policy, shapes, patch)
-    return columns | {"gflops": round(gflops(ready.model, size), 4)}
+        return _geometry(ready) | _native_columns(model, policy, shapes, patch)
+    return _geometry(ready) | {"gflops": round(gflops(ready.model, size), 4)}
 
 
 def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
@@ -381,25 +365,3 @@ def _geometry(ready: ModelWithPolicy) -> Row:
         "unseen": round(ready.unseen, 4),
         "saturated": round(ready.saturated, 4),
     }
-
-
-def _vitrel_backend(model: Backbone, size: Size, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention backends that vitrel.ops chooses for the layers at this image size, joined by "+"."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    names, grid = {layer.backend for layer in layers}, model.token_grid(size)
-    if "auto" in names:
-        heads, window = layers[0].num_heads, layers[0].window
-        how: dict = dict(
-            window=window, grid=grid, queries=grid.tokens, heads=heads, width=len(layers[0].proj.weight) // heads,
-            dtype=dtype, device=device, grad=False,
-        )  # fmt: skip
-        with torch.no_grad():
-            terms = [encoding(part) for encoding, part in model.encodings(size) if encoding.site == "attention"]
-            modules = [choose("auto", Call(terms=term, **how)) for term in terms]
-        names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
-    return "+".join(sorted(names))
-
-
-def _timm_backend(model: nn.Module) -> str:
-    fused = {module.fused_attn for module in model.modules() if isinstance(getattr(module, "fused_attn", None), bool)}
-    return "+".join(sorted("timm fused" if flag else "timm" for flag in fused))

@@ -5,11 +5,12 @@ Passes that run out of memory are repeated with smaller batches. No other stage 
 
 import contextlib
 import ctypes
+import math
 import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -23,12 +24,10 @@ from torchvision.transforms.functional import center_crop
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Size
 from vitrel.data import BadImage
-from vitrel.evaluate.images import Batch, halved
+from vitrel.evaluate.images import Batch
 from vitrel.evaluate.policies import with_policy
 from vitrel.inspect.attention import attention_statistics_of, position_shares
-from vitrel.models.backbone import backbone_of
 from vitrel.tasks import Kept, Row
-from vitrel.weights.record import state_hash
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 MIB = 2**20
@@ -39,8 +38,7 @@ ROUNDS = 3  # timed passes of each model, in turn
 class AtSizes:
     """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
-    On exit the model is on the CPU. `states` has the state-dict hash of every copy that was made for a size of a model of
-    another library.
+    On exit the model is on the CPU.
 
     Args:
         window: (h, w) in pixels: the model is made for this size, and slides over images of any other.
@@ -48,7 +46,6 @@ class AtSizes:
 
     def __init__(self, model: nn.Module, policy: str, device: torch.device, window: Size | None = None) -> None:
         self.model, self.policy, self.device, self.window = model, policy, device, window
-        self.states: list[str] = []
         self._size: Size | None = None
 
     def __enter__(self) -> "AtSizes":
@@ -56,20 +53,13 @@ class AtSizes:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._leave()
         self.model.cpu()
 
     def __call__(self, size: Size) -> nn.Module:
         """Return the model prepared for `size` (h, w) pixels; valid until the next call with another size."""
         if size != self._size:
-            self._leave()
             self._current, self._size = with_policy(self.model, self.window or size, self.policy).to(self.device), size
         return self._current if self.window is None else SlidingWindow(self._current, self.window)
-
-    def _leave(self) -> None:
-        if self._size is not None and self._current is not self.model and backbone_of(self.model) is None:
-            self.states.append(state_hash(self._current))  # a Backbone's copy shares all tensors
-        self._size = None
 
 
 class SlidingWindow(nn.Module):
@@ -111,22 +101,12 @@ def window_places(size: Size, window: Size) -> list[tuple[int, int]]:
 class Runner:
     """Forward passes on batches of any length, in chunks of at most `batch_size`, which is halved when memory runs out.
 
-    Attributes: `oom` counts the halvings.
-
     Args:
         model: a model for one size, or `AtSizes`, which prepares it for the size of each batch.
-        compile: run through torch.compile; short batches are then padded, because another batch size would be compiled again.
     """
 
-    def __init__(
-        self, model: nn.Module | AtSizes, device: torch.device, batch_size: int, dtype: str = "float32", compile: bool = False
-    ) -> None:
-        if compile:
-            torch.compiler.reset()  # otherwise a model runs uncompiled, without notice, after 8 sizes
-        self.model: Any = torch.compile(model) if compile else model
-        self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
-        self._compiled_batch = 0
-        self.oom = 0
+    def __init__(self, model: nn.Module | AtSizes, device: torch.device, batch_size: int, dtype: str = "float32") -> None:
+        self.model, self.device, self.batch_size, self.dtype = model, device, batch_size, dtype
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] -> logits [B, K], float32 on the CPU. MemoryError when a single image does not fit in memory."""
@@ -150,18 +130,14 @@ class Runner:
 
     @torch.inference_mode()
     def _forward(self, chunk: Tensor) -> Tensor:
-        n = len(chunk)
-        if self.compile:
-            self._compiled_batch = min(max(self._compiled_batch, n), self.batch_size)
-            chunk = torch.cat((chunk, chunk[:1].expand(self._compiled_batch - n, -1, -1, -1)))
         model = self.model((chunk.shape[-2], chunk.shape[-1])) if isinstance(self.model, AtSizes) else self.model
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            logits = model(chunk.to(self.device, non_blocking=True))
-        return logits[:n].float().cpu()  # synchronizes with the GPU
+            return model(chunk.to(self.device, non_blocking=True)).float().cpu()  # synchronizes with the GPU
 
     def _halve(self, failed: int) -> None:
-        self.batch_size = halved(min(failed, self.batch_size), "use a smaller size, or another device")
-        self.oom += 1
+        if failed == 1:
+            raise MemoryError("one image does not fit in memory: use a smaller size, or another device")
+        self.batch_size = failed // 2
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -215,31 +191,32 @@ def joined(parts: Sequence[Kept]) -> Kept:
 
 @torch.inference_mode()
 def speeds(
-    models: Mapping[tuple, Callable[[Tensor], Tensor]], shape: Sequence[int], device: torch.device, dtype: str
+    models: Mapping[tuple, Callable[[Tensor], Tensor]], size: Size, batch_size: int, device: torch.device, dtype: str
 ) -> dict[tuple, float]:
     """Return the images per second of models of one size: the median of ROUNDS passes of one batch, after one to warm up.
 
-    The models take turns, so that what else the machine does meets all of them. NaN where memory does not suffice.
+    The models take turns, so that what else the machine does meets all of them. The batch is halved where memory does not
+    suffice; NaN where it does not for one image.
 
     Args:
         models: on the device, ready for the size.
-        shape: of the batch, (B, 3, H, W).
+        size: (h, w) in pixels.
     """
     seconds: dict[tuple, list[float]] = {name: [] for name in models}
-    image = torch.randn(1, *shape[1:], generator=torch.Generator().manual_seed(0))
-    for name, model in [*models.items()] * (ROUNDS + 1):
-        try:
-            pixels = image.to(device).repeat(shape[0], 1, 1, 1)
+    image = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
+    try:
+        for name, model in [*models.items()] * (ROUNDS + 1):
+            pixels = image.to(device).repeat(batch_size, 1, 1, 1)
             start = time.perf_counter()
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
                 model(pixels)[:1].float().cpu()  # waits for the GPU
             seconds[name].append(time.perf_counter() - start)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-    return {
-        name: round(shape[0] / median(found[1:]), 2) if len(found) > ROUNDS else float("nan") for name, found in seconds.items()
-    }
+        return {name: round(batch_size / median(found[1:]), 2) for name, found in seconds.items()}
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+    # outside the handler: the traceback would keep the failed pass's tensors alive
+    return speeds(models, size, batch_size // 2, device, dtype) if batch_size > 1 else dict.fromkeys(models, math.nan)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -253,17 +230,12 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_mb(device: torch.device) -> tuple[float, str]:
-    """Return the peak memory since `reset_peak` in MiB, and its kind: tensors on the GPU, or the process's resident memory."""
+def peak_mb(device: torch.device) -> float:
+    """Return the peak memory since `reset_peak` in MiB: of tensors on the GPU, else the process's resident memory."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / MIB, "cuda allocated"
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        peak = next(line for line in lines if line.startswith("VmHWM"))
-        return int(peak.split()[1]) / 1024, "process resident"
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB, "process resident since start"
+        return torch.cuda.max_memory_allocated(device) / MIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
 def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.device) -> Row:
@@ -271,38 +243,32 @@ def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.devic
 
     They are NaN where unavailable.
     """
-    row, by_image = dict.fromkeys((*STATISTICS, "position_share"), float("nan")), list[dict[str, float]]()
-    try:
+    row, by_image = dict.fromkeys((*STATISTICS, "position_share"), math.nan), list[dict[str, float]]()
+    with _unless_unavailable():
         for (height, width), group in groupby(images, key=lambda image: tuple(image.shape[-2:])):
             several, model = [*group], at((height, width))
             most = max(1, ATTENDED // (height * width))
             for start in range(0, len(several), most):
                 pixels = torch.stack(several[start : start + most]).to(device)
                 if not by_image:
-                    row["position_share"] = _position_share(model, pixels[:1])
+                    with _unless_unavailable():
+                        shares = position_shares(model, pixels[:1]).values()
+                        row["position_share"] = round(max(shares, default=math.nan), 5)
                 by_image += [attention_statistics_of(model, pixels)] * len(pixels)
-    except BadImage:
-        raise
-    except ValueError:
-        return row
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return row
-    if by_image:
-        mean = {name: sum(values[name] for values in by_image) / len(by_image) for name in STATISTICS}
-        mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
-        row |= {name: round(value, 4) for name, value in mean.items()}
+        if by_image:
+            mean = {name: sum(values[name] for values in by_image) / len(by_image) for name in STATISTICS}
+            mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
+            row |= {name: round(value, 4) for name, value in mean.items()}
     return row
 
 
-def _position_share(model: nn.Module, pixels: torch.Tensor) -> float:
-    """The column position_share of an image [1, 3, h, w]; NaN where it is not known or memory does not suffice."""
+@contextlib.contextmanager
+def _unless_unavailable() -> Iterator[None]:
+    """Context that ends early where a model has no attention that can be seen, or memory does not suffice for it."""
     try:
-        return round(max(position_shares(model, pixels).values(), default=float("nan")), 5)
-    except ValueError:
-        return float("nan")
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        yield
+    except BadImage:
+        raise
+    except (ValueError, RuntimeError, MemoryError) as error:
+        if not (isinstance(error, ValueError) or out_of_memory(error)):
             raise
-        return float("nan")

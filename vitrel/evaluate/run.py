@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import PIL
 import timm
 import torch
 import torchvision
@@ -25,7 +26,7 @@ from vitrel.common.lock import only_writer
 from vitrel.common.modules import evaluating
 from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import progress
-from vitrel.common.resources import lack_of, out_of_memory
+from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
 from vitrel.common.tables import markdown
 from vitrel.data import Reading
@@ -80,9 +81,8 @@ def at_sizes(
     Args:
         models: trained models of vitrel or timm, paths of checkpoints of vitrel train, or what `vitrel.evaluate.trained_model`
             makes of a model with other preprocessing or classes than its `pretrained_cfg` has. They are not changed.
-        data: a name or folder that `create_dataset` takes; or a data set of (uint8 [3, h, w] or PIL image, label), which is
-            preprocessed as a folder is; or a function from (H, W) to a data set of (normalized float32 [3, H, W], label), for
-            which the only protocol is "scale". An attribute `classes` of the data set gives names of classes, by label. For
+        data: a name or folder that `create_dataset` takes, or a data set of (uint8 [3, h, w] or PIL image, label), which is
+            preprocessed as a folder is. An attribute `classes` of the data set gives names of classes, by label. For
             segmentation a data set has masks [h, w] of each image's size instead, with 255 where there is no class.
         sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196).
         out: folder of the evaluation.
@@ -121,11 +121,11 @@ def _evaluated(
         folder = Folder(path if first else None, about, overwrite)
         [done, *_] = on_all(lambda: {row["key"] for row in folder.rows})
         left = [trial for trial in plan if trial.key not in done]
-        [costs, *_] = on_all(lambda: _costs(left if first else [], images, device, settings.dtype))
+        [costs, *_] = on_all(lambda: _costs(left if first else [], images))
         if told:
             print(_header(plan, left, images, path), flush=True)
         try:
-            with _unchanged(models), _progress(plan, left, costs) if told else nullcontext() as advance:
+            with _evaluating(models), _progress(left, costs) if told else nullcontext() as advance:
                 for row, kept, bad in _measured(left, images, settings, device, costs, advance):
                     folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
@@ -133,7 +133,7 @@ def _evaluated(
         rows = with_retention(folder.rows)
         folder.write_table(rows)
         if told:
-            with _unchanged(models):
+            with _evaluating(models):
                 _tell(folder, rows, plan, images, settings, device)
     keys = {trial.key for trial in plan}
     return folder.frame([row for row in rows if row["key"] in keys])
@@ -144,7 +144,7 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
     device = local_device(settings.device)
     images, plan = opened(models, data, settings)
     done = {row["key"] for row in read_rows(out)[0]}
-    costs = _costs(plan, images, device, settings.dtype)
+    costs = _costs(plan, images)
     left = [trial for trial in plan if trial.key not in done]
     head = ("model", "size", "protocol", "policy", "tokens", "GFLOPs", "windows", "resampled", "values", "unseen", "done")
     columns = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")
@@ -155,7 +155,7 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
         own = "" if trial in left else "yes"
         protocol = row["protocol"] + (f", {row['budget']}t" if row["budget"] else "")
         lines.append([row["label"], row["img_size"], protocol, row["policy"], *cells, own])
-    with _unchanged(models):
+    with _evaluating(models):
         seconds = _seconds(left, images, costs, settings, device)
     return (
         f"{markdown(head, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in {out} "
@@ -180,8 +180,6 @@ def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tu
     how = {name: getattr(settings, name) for name in ("n", "batch_size", "workers")}
     view = PROTOCOLS["scale"](models[0], models[0].img_size, models[0].crop_pct)
     images = Images(data, view, seed=settings.data_seed, reading=reading, **how)
-    if images.prepared and settings.protocols not in ((), ("scale",)):
-        raise ValueError("a function from size to data resizes images itself: only protocols=('scale',) is possible")
     classes = _classes(models, images)
     plan = trials(models, [class_outputs(trained, classes, images.source) for trained in models], settings)
     images.check(trial.view for trial in plan)
@@ -223,10 +221,9 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
         "task": models[0].task,
         "number of images": len(images),
         "images": images.digest(),
-        "decoder": images.decoder,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
-        **{name: getattr(settings, name) for name in ("dtype", "compile", "attention_n", "border_leak", "on_bad_image")},
-        "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__, "timm": timm.__version__},
+        **{name: getattr(settings, name) for name in ("dtype", "attention_n", "border_leak", "on_bad_image")},
+        "versions": {package.__name__: package.__version__ for package in (torch, torchvision, timm, PIL)},
         "vitrel": version("vitrel"),
     }
     return {
@@ -249,16 +246,16 @@ def _about_cost(trial: Trial) -> tuple:
     return trial.trained.label, trial.trained.name, trial.size, trial.view.window, trial.view.budget, trial.policy
 
 
-def _costs(left: Sequence[Trial], images: Images, device: torch.device, dtype: str) -> dict[tuple, Row]:
+def _costs(left: Sequence[Trial], images: Images) -> dict[tuple, Row]:
     """The columns of trials that need no images, by `_about_cost`; ValueError where a model does not take a size."""
-    return {about: _cost(trial, images, device, dtype) for about, trial in {_about_cost(one): one for one in left}.items()}
+    return {about: _cost(trial, images) for about, trial in {_about_cost(one): one for one in left}.items()}
 
 
-def _cost(trial: Trial, images: Images, device: torch.device, dtype: str) -> Row:
+def _cost(trial: Trial, images: Images) -> Row:
     trained, view = trial.trained, trial.view
     shapes = None if view.budget is None else images.shapes(view)
     size = view.window or trial.size
-    columns = costs_at(trained.model, size, trial.policy, shapes, view.patch, device, getattr(torch, dtype))
+    columns = costs_at(trained.model, size, trial.policy, shapes, view.patch)
     if trained.train_sizes != (trained.img_size,) and (view.budget is None or trained.is_training(trial.size, view.budget)):
         most = unseen_after(trained.model, trained.train_pixels, trial.size)
         columns |= {name: min(columns[name], most) for name in ("unseen", "saturated")}  # NaN stays NaN
@@ -284,20 +281,18 @@ def _measured(
         fast = _speeds(at_size, settings, device) if first else {}
         for trial in at_size:
             parts = on_all(partial(_share, trial, images, settings, device, advance))
-            row = parts[-1][0] | {name: combined(part[0][name] for part in parts) for name, combined in _COMBINED.items()}
+            row = parts[-1][0]  # attention is that of the last process
+            row["peak_memory_mb"] = max(part["peak_memory_mb"] for part, *_ in parts)
+            row["batch_size"] = min(part["batch_size"] for part, *_ in parts)
             kept, about = joined([part for _, part, _ in parts]), _about_cost(trial)
             if not kept.seen.any():
-                raise ValueError(f"none of the {row['left_out']} images of {images.source} can be read")
+                raise ValueError(f"none of the {len(images)} images of {images.source} can be read")
             if first and settings.border_leak and about not in leaks:
                 leaks[about] = leak_at(trial.trained.model, trial.view.window or trial.size, trial.policy)
-            row |= trial.task.score(kept) | _interval(trial.task, kept) | {"n": int(kept.seen.sum())}
+            row |= trial.task.score(kept) | _interval(trial.task, kept)
+            row |= {"n": int(kept.seen.sum()), "left_out": int((~kept.seen).sum())}
             row |= costs[about] | {"border_leak": leaks.get(about), "infer_samples_per_sec": fast.get(about)}
             yield trial.columns | row, kept, [*dict.fromkeys(name for *_, bad in parts for name in bad)]
-
-
-_COMBINED: dict[str, Callable[[Any], Any]] = {  # how a column is combined over processes
-    "left_out": sum, "unchanged": all, "peak_memory_mb": max, "batch_size": min, "oom": max,
-}  # fmt: skip
 
 
 def _share(
@@ -309,7 +304,6 @@ def _share(
 ) -> tuple[Row, Kept, list[str]]:
     """Run a trial on this process's share of the images: columns, what is kept of each image, unreadable images."""
     model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
-    before, parameters, halvings = state_hash(model), [*model.parameters()], images.halvings
     keep = partial(trial.task.keep, outputs=trial.outputs, restrict=trial.trained.restrict)
     order = images.order(view, rank, world)
 
@@ -318,35 +312,19 @@ def _share(
             advance(trial, n / len(order))
 
     with AtSizes(model, trial.policy, device, view.window) as at:
-        runner = Runner(
-            at(trial.size) if settings.compile else at, device, settings.batch_size, settings.dtype, settings.compile
-        )
+        runner = Runner(at, device, settings.batch_size, settings.dtype)
         reset_peak(device)
         try:
             kept = predict(runner, images.batches(view, rank, world), order, keep, ahead)
         except (FloatingPointError, MemoryError, RuntimeError) as error:
-            if type(error) in (FloatingPointError, MemoryError):
-                raise type(error)(f"{trial.name}: {error}") from error
-            if not out_of_memory(error):
-                raise
-            raise MemoryError(f"{trial.name}: memory ran out, use a smaller --batch-size or --size") from error
-        peak, kind = peak_mb(device)
+            error.add_note(f"this was {trial.name}")
+            raise
+        peak = peak_mb(device)
         # only the last of several processes has a share of attention: the first writes rows meanwhile
         n = settings.attention_n if rank == world - 1 and view.window is None else 0
         attention = attention_columns(at, (image for _, image, _ in images.items(view, range(min(n, len(images))))), device)
-        same_objects = [*map(id, parameters)] == [*map(id, model.parameters())]
-    after = next((state for state in (*at.states, state_hash(model)) if state != before), before)
-    columns = attention | {
-        "left_out": int((~kept.seen).sum()),
-        "peak_memory_mb": round(peak, 1),
-        "memory_kind": kind,
-        "batch_size": min(runner.batch_size, images.batch_of(view)),
-        "oom": runner.oom + images.halvings - halvings,
-        "state_hash_before": before,
-        "state_hash_after": after,
-        "unchanged": after == before and same_objects,
-    }
-    return columns, kept, images.bad(view)
+    columns = {"peak_memory_mb": round(peak, 1), "batch_size": min(runner.batch_size, images.batch_of(view))}
+    return columns | attention, kept, images.bad(view)
 
 
 def _interval(task: Task, kept: Kept) -> Row:
@@ -363,12 +341,8 @@ def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) ->
         for trial in group:
             if (about := _about_cost(trial)) not in ready:
                 at = stack.enter_context(AtSizes(trial.trained.model, trial.policy, device, trial.view.window))
-                ready[about] = torch.compile(at(size)) if settings.compile else at(size)
-        n, found = min(most, settings.batch_size), dict[tuple, float]()
-        while n and not all(speed > 0 for speed in found.values() or [0]):  # a smaller batch where memory does not suffice
-            found = speeds(ready, (n, 3, *size), device, settings.dtype)
-            n //= 2
-        return found
+                ready[about] = at(size)
+        return speeds(ready, size, min(most, settings.batch_size), device, settings.dtype)
 
 
 def _with_what_is_saved(error: BaseException, folder: Folder) -> BaseException:
@@ -381,7 +355,7 @@ def _with_what_is_saved(error: BaseException, folder: Folder) -> BaseException:
 
 
 @contextmanager
-def _unchanged(models: Sequence[TrainedModel]) -> Iterator[None]:
+def _evaluating(models: Sequence[TrainedModel]) -> Iterator[None]:
     """Context with models in eval mode, which restores their mode and device."""
     devices = [next(one.model.parameters()).device for one in models]
     with ExitStack() as stack:
@@ -395,16 +369,10 @@ def _unchanged(models: Sequence[TrainedModel]) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(
-    plan: Sequence[Trial], left: Sequence[Trial], costs: Mapping[tuple, Row]
-) -> Iterator[Callable[[Trial, float], None]]:
+def _progress(left: Sequence[Trial], costs: Mapping[tuple, Row]) -> Iterator[Callable[[Trial, float], None]]:
     """Context that gives advance(trial, share of it); the time left is taken to be proportional to multiply-adds."""
     work = sum(costs[_about_cost(trial)]["gflops"] for trial in left)
-    with progress(len(plan), "rows", work=work) as advance:
-        for trial in plan:
-            if trial not in left:
-                advance(1.0, trial.name, 0.0)
-
+    with progress(len(left), "rows", work=work) as advance:
         yield lambda trial, share: advance(share, trial.name, costs[_about_cost(trial)]["gflops"])
 
 

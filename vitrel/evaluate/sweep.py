@@ -49,7 +49,6 @@ class Settings:
         border_leak: test whether tokens see the opposite border (models with windows; seconds per size).
         dtype: "float32" or, on a GPU, "bfloat16" (autocast).
         device: "auto", "cpu", "cuda", "cuda:1".
-        compile: run the models through torch.compile.
 
     How it runs, and what is told of it:
 
@@ -80,7 +79,6 @@ class Settings:
     border_leak: bool = True
     dtype: str = "float32"
     device: str = "auto"
-    compile: bool = False
     batch_size: int = 128
     workers: int = 0
     margin: float = MARGIN
@@ -99,10 +97,6 @@ class Settings:
             raise ValueError(f"dtype is float32 or bfloat16, got {self.dtype!r}")
         if checked_device(self.device).type != "cuda" and self.dtype == "bfloat16":
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
-        if self.compile and "native" in self.protocols:
-            raise ValueError(
-                "the native protocol has many image shapes, and torch.compile would compile for each: leave out one of the two"
-            )
         if self.on_bad_image not in ("raise", "count"):
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
         if not 0 < self.margin < 100:

@@ -97,8 +97,6 @@ class Task(ABC):
         learned: name of the share of training labels that are predicted, in the log after "train/".
         dense: whether images come with masks instead of labels, and whole.
         columns: {column of results.csv: what it is}, of this task alone.
-        means: those that are averaged over seeds.
-        metrics: columns that have a score of every image, `metric` first.
         stored: names of what `keep` returns that `scores` and `by_class` need.
     """
 
@@ -108,8 +106,6 @@ class Task(ABC):
     learned: ClassVar[str]
     dense: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, str]]
-    means: ClassVar[tuple[str, ...]]
-    metrics: ClassVar[tuple[str, ...]]
     stored: ClassVar[tuple[str, ...]]
 
     @abstractmethod

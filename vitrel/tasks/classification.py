@@ -54,16 +54,12 @@ class Classification(Task):
     name, metric, title, learned = "classification", "top1", "top-1", "top1"
     columns: ClassVar[Mapping[str, str]] = {
         "top1": "top-1 accuracy, percent",
-        "top1_err": "100 - top1",
         "top1_among": "top-1 accuracy among the data's classes only, percent; empty where the model has no others "
         "or is restricted to them",
         "top5": "top-5 accuracy, label among the 5 highest logits, percent (100 with 5 classes or fewer)",
-        "top5_err": "100 - top5",
         "nll": "mean negative log-likelihood, nats",
         "ece": "expected calibration error, percent, 15 equal bins of the confidence",
     }
-    means = ("top1", "top1_among", "top5", "nll", "ece")
-    metrics = ("top1", "top1_among")
     stored = ("labels", "right", "among")
 
     def head_classes(self, num_classes: int) -> int:
@@ -101,10 +97,8 @@ class Classification(Task):
         gaps = np.bincount(bins, of["right"].astype(float) - of["confidence"], ECE_BINS)
         return {
             "top1": round(top1, 4),
-            "top1_err": round(100 - top1, 4),
             "top1_among": round(100 * int(of["among"].sum()) / n, 4) if of["others"].any() else math.nan,
             "top5": round(top5, 4),
-            "top5_err": round(100 - top5, 4),
             "nll": round(float(of["nll"].sum()) / n, 6),
             "ece": round(100 * float(np.abs(gaps).sum()) / n, 4),
             "majority": round(100 * int(np.bincount(of["labels"]).max()) / n, 4),

@@ -113,8 +113,6 @@ class Segmentation(Task):
         "class_accuracy": "the same by class, mean over the classes that occur, percent",
         "outside": "share of the labeled pixels that the model's input does not show, percent; they are not scored",
     }
-    means = ("miou", "pixel_accuracy", "class_accuracy", "outside")
-    metrics = ("miou", "pixel_accuracy")
     stored = ("intersection", "truth", "guessed")
 
     def head_classes(self, num_classes: int) -> int:
