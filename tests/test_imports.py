@@ -37,7 +37,8 @@ print("evaluation", seen())
 import socket
 asked = []
 socket.getaddrinfo = socket.socket.connect = socket.socket.connect_ex = lambda *args, **how: asked.append(args)
-d.Augmenter(d.Augmentation(), *how[:2])
+from vitrel.data.augment import Augmenter
+Augmenter(d.Augmentation(), *how[:2])
 print("albumentations", seen(), asked)
 vitrel.evaluate.at_sizes
 print("evaluations", "pandas" in seen())

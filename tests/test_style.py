@@ -62,7 +62,7 @@ def misplaced(name):
         if (
             module.startswith(".")  # write the whole path
             or (words[0] in ("lightning", "pytorch_lightning") and part not in ("train", "tools"))
-            or (words[0] in ("albumentations", "cv2") and name != "vitrel/data/aug_albumentations.py")
+            or (words[0] in ("albumentations", "cv2") and name != "vitrel/data/augment.py")
             or (name.startswith("vitrel/") and words[0] in ("tools", "examples", "tests"))  # not installed with it
             or (ours and words[1] not in SHARED | {part} | above)
         ):

@@ -19,7 +19,7 @@ from timm.data.loader import fast_collate
 
 import vitrel.data.augment
 from vitrel.data import Augmentation, ImageSet, collate, create_dataset
-from vitrel.data.augmentation import policy_transform
+from vitrel.data.augment import policy_transform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RANDOM = "rand-m9-mstd0.5-inc1"

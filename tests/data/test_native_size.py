@@ -43,7 +43,7 @@ def test_sizes_are_those_of_the_decoded_images(folder):
 def test_an_unreadable_header_stops_or_counts_as_square(folder):
     (folder / "train" / "a" / "1.jpg").write_bytes(b"no image")
     (folder / "train" / "b" / "2.png").write_bytes(b"")
-    with pytest.raises(BadImage, match=r"1\.jpg: .*; cannot decode .*2\.png: the file is empty"):
+    with pytest.raises(BadImage, match=r"cannot decode .*1\.jpg: not a JPEG"):
         create_dataset(str(folder), "train", (32, 32), **CFG).image_sizes()
     save(folder / "train" / "b" / "2.png", 16, 16)
     replaced = create_dataset(str(folder), "train", (32, 32), **CFG, reading=Reading(on_bad="replace"))

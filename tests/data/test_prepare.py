@@ -11,7 +11,8 @@ from PIL import Image
 from timm.models import _registry
 
 from helpers.pictures import picture, tensor
-from vitrel.data import Augmentation, Augmenter, Prepare, collate, create_dataset, normalize
+from vitrel.data import Augmentation, Prepare, collate, create_dataset, normalize
+from vitrel.data.augment import Augmenter
 from vitrel.data.prepare import as_tensor
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)

@@ -65,7 +65,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
                                   attention, the embedding dropped; docs/studies say what that changed in our trials
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
-                                  Hugging Face data with masks, VOC, shapes-dense; --head linear|fpn|upernet
+                                  Hugging Face data with masks, shapes-dense; --head linear|fpn|upernet
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --lr X, --batch-size N          peak learning rate, not scaled; images per batch and device (64, fewer where images are few)

@@ -1,42 +1,11 @@
-"""Settings of training augmentation, and the policies of timm and torchvision by timm's config strings."""
+"""Settings of training augmentation; `vitrel.data.augment` applies them."""
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
-
-from PIL import Image
-from timm.data.auto_augment import (
-    AugmentOp,
-    augment_and_mix_transform,
-    auto_augment_transform,
-    posterize,
-    rand_augment_transform,
-)
-from torchvision.transforms import v2
-
-from vitrel.common.names import nearest
-from vitrel.data.prepare import INTERPOLATIONS
+from typing import Literal
 
 Crop = Literal["random_resized", "random_scale", "simple", "center"]
 Interpolation = Literal["bicubic", "bilinear", "random"]
 EraseMode = Literal["const", "rand", "pixel"]
-
-_STD = r"mstd\d+(\.\d+)?"
-POLICIES: dict[str, tuple[Callable[..., Any], str, str]] = {  # transform, an example, and a pattern of the parts of its string
-    "rand": (
-        rand_augment_transform,
-        "rand-m9-mstd0.5-inc1",
-        rf"m\d+|n[1-9]\d*|p(0(\.\d+)?|1(\.0+)?)|{_STD}|mmax\d+|inc[01]|t(weights|3aw?)",
-    ),
-    "augmix": (  # with an alpha below 0.5, Dirichlet weights of exactly 0 and 1 end in a division by zero
-        augment_and_mix_transform,
-        "augmix-m3-w3",
-        rf"m\d+|[wd][1-9]\d*|a(0?\.[5-9]\d*|[1-9]\d?(\.\d+)?|100)|b[01]|{_STD}",
-    ),
-    **{name: (auto_augment_transform, name, _STD) for name in ("original", "originalr", "v0", "v0r", "3a")},
-    "trivial": (v2.TrivialAugmentWide, "trivial", "$."),  # no parts
-}
 
 
 @dataclass
@@ -93,30 +62,6 @@ class Augmentation:
     erase_mode: EraseMode = "const"
     erase_count: int = 1
 
-    def __post_init__(self) -> None:
-        low, high = self.scale
-        if not 0 < low <= high <= 1:
-            raise ValueError(f"augment.scale must be a range of area shares, 0 < low <= high <= 1, not {self.scale}")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise ValueError(f"augment.ratio must be a range of width / height, 0 < low <= high, not {self.ratio}")
-        if not 0 < self.factor[0] <= self.factor[1]:
-            raise ValueError(f"augment.factor must be a range of factors, 0 < low <= high, not {self.factor}")
-        for name, choices in (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode)):
-            if (value := getattr(self, name)) not in (*get_args(choices), None):
-                raise ValueError(f"unknown augment.{name} {value!r}; use one of {', '.join(get_args(choices))}")
-        for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"augment.{name} must be a probability, 0 to 1, not {getattr(self, name)}")
-        if self.erase_count < 1:
-            raise ValueError(
-                f"augment.erase_count must be at least 1, not {self.erase_count}; to erase nothing, set augment.erase: 0"
-            )
-        *spans, hue = self.jitter_ranges
-        if not all(0 <= span <= 1 for span in spans) or not 0 <= hue <= 0.5:
-            raise ValueError(f"augment.jitter must be between 0 and 1, its hue between 0 and 0.5, not {self.jitter}")
-        if self.policy is not None:
-            policy_transform(self.policy, self.interpolation)
-
     def for_masks(self) -> "Augmentation":
         """Return the settings for images with masks; ValueError where they would move or erase an image and not its mask."""
         if self.policy not in (None, "3a") or self.erase or self.crop not in (None, "random_scale", "random_resized"):
@@ -149,57 +94,5 @@ class Augmentation:
         return self.ratio[0] * aspect, self.ratio[1] * aspect
 
 
-def policy_transform(
-    text: str, interpolation: Interpolation = "bicubic", fill: tuple[int, ...] = (128, 128, 128)
-) -> Callable[[Image.Image], Image.Image]:
-    """Return the policy of a config string as a function of a Pillow image; it uses the global generators.
-
-    Args:
-        text: as `Augmentation.policy`.
-        interpolation: interpolation of geometric operations.
-        fill: color, 0 to 255 per channel, of pixels that geometric operations leave without content.
-
-    Raises:
-        ValueError: an unknown policy or part, or a value out of range.
-    """
-    kind, *parts = str(text).split("-")
-    if kind not in POLICIES:
-        near = nearest(kind, POLICIES, 2, 0.3) or POLICIES
-        raise ValueError(f"unknown augment.policy {text!r}; nearest: {', '.join(POLICIES[name][1] for name in near)}")
-    build, example, pattern = POLICIES[kind]
-    for part in parts:
-        if not re.fullmatch(pattern, part):
-            raise ValueError(
-                f"augment.policy {text!r}: {part!r} is no part of {kind}, or out of range; the parts are those of timm, as in "
-                f"{example!r}"
-            )
-    numbers = {name: int(value) for name, value in re.findall(r"-(m|mmax)(\d+)", text)}
-    if numbers.get("m", 0) > (maximum := numbers.get("mmax", 10)):
-        raise ValueError(f"augment.policy {text!r} is out of range: m must be within 0..{maximum} (mmax)")
-    if kind == "trivial":
-        modes = INTERPOLATIONS.values() if interpolation == "random" else [INTERPOLATIONS[interpolation]]
-        return v2.RandomChoice([build(interpolation=mode, fill=list(fill)) for mode in modes])
-    settings: dict[str, Any] = {"img_mean": fill} | ({"translate_pct": 0.3} if kind == "augmix" else {})
-    if interpolation != "random":
-        settings["interpolation"] = Image.Resampling[interpolation.upper()]
-    policy = build(text, settings)
-    operations = operations_of(policy)
-    if getattr(policy, "choice_weights", None) is not None and policy.num_layers > len(operations):
-        raise ValueError(
-            f"augment.policy {text!r} is out of range: n must be at most {len(operations)}, because weighted operations are "
-            "drawn without repetition"
-        )
-    for operation in operations:
-        if operation.aug_fn is posterize:
-            operation.aug_fn = _posterize
-    return policy
-
-
-def operations_of(policy: Any) -> list[AugmentOp]:
-    """Return the operations of one of timm's policies."""
-    return policy.ops if hasattr(policy, "ops") else [operation for group in policy.policy for operation in group]
-
-
-def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's posterize, black where it keeps no bit: Pillow returns that before version 13 and raises ValueError since."""
-    return posterize(image, bits, **options) if bits > 0 else Image.new(image.mode, image.size)
+class AugmentationError(ValueError):
+    """An operation of the augmentation failed; the text names the operation and the seed."""

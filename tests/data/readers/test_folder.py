@@ -12,7 +12,7 @@ from torchvision.datasets import ImageFolder
 
 from helpers.pictures import identity, picture, tensor
 from vitrel.common.resources import out_of_memory
-from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, class_names, create_dataset
+from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.readers.decode import SUFFIXES
 from vitrel.data.readers.folder import folder_classes, folder_reader
 
@@ -71,14 +71,8 @@ def test_missing_folders_say_which_layout_is_expected(tmp_path):
 def test_an_empty_class_folder_is_named(root):
     for split in ("train", "val"):
         (root / split / "bird").mkdir()
-    with pytest.raises(ValueError, match=r"class folders without images in .*train: bird"):
+    with pytest.raises(ValueError, match=r"folders without images in .*train: bird"):
         opened(root, "train", identity)
-
-
-def test_an_empty_folder_of_one_split_is_called_empty(root):
-    (root / "train" / "zebra").mkdir()
-    with pytest.raises(ValueError, match=r"missing \['zebra'\], .* these folders are empty, remove them: .*train/zebra"):
-        opened(root, "val", identity)
 
 
 def test_other_classes_in_val_are_named(root):
@@ -163,12 +157,6 @@ def test_loader_processes_report_what_they_could_not_read(damaged):
     assert data.bad_indices() == [1, 2]
 
 
-def test_a_large_image_is_refused_by_the_reading(root):
-    data = opened(root, "train", plain(), reading=Reading(max_pixels=700))
-    with pytest.raises(BadImage, match=r"train/cat/0.png has 24x32 \(H x W\) pixels, more than max_pixels=700"):
-        data[0]
-
-
 def test_a_draw_is_prepared_at_its_size(root):
     how = {"mean": MEAN, "std": STD, "crop_pct": 0.9, "interpolation": "bilinear"}
     small, large = (opened(root, "val", Prepare(size, **how)) for size in ((16, 24), (40, 32)))
@@ -220,7 +208,7 @@ def test_the_order_is_that_of_torchvision_and_nothing_is_told_of_an_ordinary_fol
 def test_a_link_to_a_folder_inside_a_class_folder_is_not_followed_and_told(root):
     for target, name in (("..", "dog/up"), ("../../../val", "dog/deep/val"), ("../cat", "dog/cats"), (".", "cat/here")):
         link(root / "train" / name, target)
-    with pytest.warns(UserWarning, match=r"train: 4 folder links \(.*cat/here, .*follow_links"):
+    with pytest.warns(UserWarning, match=r"train: links to folders: 4 \(.*cat/here, .*follow_links"):
         data = opened(root, "train", identity)
     assert names(data) == ORDINARY and data.class_counts() == [3, 3]
 
@@ -238,7 +226,7 @@ def test_links_that_are_followed_give_each_file_once_under_its_own_class(root, t
         data = opened(root, "train", identity, reading=Reading(follow_links=follow))
     assert sorted(names(data)) == sorted([*ORDINARY, *[("dog/again/sub/7.png", 1)] * follow])
     text = str(reported[0].message)
-    assert ("folder links" in text) != follow and ("already used" in text) == follow
+    assert ("links to folders" in text) != follow and ("already used" in text) == follow
 
 
 def test_class_folders_and_images_may_be_links(root, tmp_path_factory):
@@ -265,7 +253,10 @@ def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
     link(train / "dog" / "x.png", store / "7.png")
     link(train / "dog" / "y.png", store / "to 7.png")
     link(train / "dog" / "z.png", train.resolve() / ".." / "train" / "dog" / "x.png")
-    with pytest.warns(UserWarning, match=r"3 links to images .* 1 of them in another class \(.*0 is dog 1.png is .*dog/1.png"):
+    with pytest.warns(
+        UserWarning,
+        match=r"already used: 3 .* 1 of them in another class, such as .*0 is dog 1.png is .*dog/1.png",
+    ):
         data = opened(root, "train", identity)
     assert names(data) == [*ORDINARY, ("dog/x.png", 1)]
     os.link(train / "cat" / "0.png", train / "cat" / "9.png")  # as a copy is, which it may be to save room
@@ -284,7 +275,7 @@ def test_a_class_of_links_that_are_not_followed_says_how_they_are(root, tmp_path
     save(store / "7.png")
     for split in ("train", "val"):
         link(root / split / "emu" / "part", store)
-    with pytest.raises(ValueError, match=r"without images in .*: emu; .*1 folder link \(.*emu/part\)"):
+    with pytest.raises(ValueError, match=r"without images in .*: emu; .*links to folders: 1 \(.*emu/part\)"):
         opened(root, "train", identity)
     data = create_dataset(str(root), "train", (8, 8), **RAW, reading=Reading(follow_links=True))
     assert names(data)[-1] == ("emu/part/7.png", 2) and len(data) == 7
@@ -296,7 +287,7 @@ def test_loops_of_links_are_unreadable_images_or_left_out_or_refused(root):
     link(train / "cat" / "b.png", "a.png")
     link(train / "cat" / "gone.png", "nowhere.png")
     link(train / "cat" / "round", "round")
-    with pytest.warns(UserWarning, match=r"1 file of kinds that are not decoded: 1 broken link \(.*cat/round\)"):
+    with pytest.warns(UserWarning, match=r"broken link \(not decoded\): 1 \(.*cat/round\)"):
         data = opened(root, "train", plain(), reading=Reading(on_bad="leave_out"))
     assert [label for _, label in data] == [0, 0, 0, -1, -1, -1, 1, 1, 1]
     assert [data.name(i).split("train/")[1] for i in data.bad_indices()] == ["cat/a.png", "cat/b.png", "cat/gone.png"]
@@ -352,8 +343,7 @@ def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(roo
         opened(root, "train", plain((8, 8)))
     assert len(data) == len(again) == 14 and all(label >= 0 for _, label in data)
     [text] = [str(one.message) for one in reported]
-    assert "5 files of kinds that are not decoded" in text
-    for part in ("2 .heic (", "dog/a.heic)", "1 .raw (", "2 no suffix (", "dog/LICENSE)"):
+    for part in (".heic (not decoded): 2 (", "dog/a.heic,", ".raw (not decoded): 1 (", "no suffix (not decoded): 2 ("):
         assert part in text
 
 
@@ -406,23 +396,6 @@ def test_an_image_whose_name_is_no_utf8_is_an_image_like_any_other(root):
     with pytest.raises(BadImage) as caught:
         opened(root, "train", plain())[3]
     assert b"train/cat/caf\\xe9 cut.jpg: the file is empty" in str(caught.value).encode()
-
-
-def test_a_class_or_a_root_whose_name_is_no_utf8_is_refused_with_its_name(root):
-    for split in ("train", "val"):
-        save(root / split / NO_TEXT / "0.png")
-    for ask in (
-        class_names,
-        lambda data: create_dataset(data, "val", (8, 8), **RAW),
-        lambda data: opened(data, "val", plain()),
-    ):
-        with pytest.raises(ValueError, match="not valid UTF-8") as caught:
-            ask(str(root))
-        assert b"train/caf\\xe9" in str(caught.value).encode() and "rename" in str(caught.value)
-    odd = root / f"{NO_TEXT} data"
-    (root / "val").rename(save(odd / "x.png").parent / "val")
-    with pytest.raises(ValueError, match=r"path of the data is not valid UTF-8: .*caf\\xe9 data; .* rename"):
-        class_names(str(odd))
 
 
 def no_memory(*args, **how):

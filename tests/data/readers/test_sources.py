@@ -38,7 +38,7 @@ def items(data, split, **options):
     """What a split holds, whatever its order: (pixels, name of the class)."""
     images = create_dataset(str(data), split, (20, 24), **HOW, **options)
     assert class_names(str(data)) == images.classes
-    assert len(images.names()) == len(images) and len(images.digest()) == 64
+    assert len(images.names()) == len(images)
     assert sum(images.class_counts()) == len(images)
     return sorted(
         (pixels.numpy().tobytes(), images.classes[label]) for pixels, label in (images[i] for i in range(len(images)))
@@ -110,7 +110,7 @@ def test_a_csv(flowers):
     write_csv(flowers / "some.csv", [("file_name", "class"), *(row[:2] for row in rows_of(flowers))])
     assert len(items(flowers / "some.csv", "val", reading=Reading(val_fraction=0.5))) == 21
     write_csv(flowers / "bad.csv", [("name", "kind"), ("a", "b")])
-    with pytest.raises(ValueError, match=r"has the columns name, kind: it needs a header with path and label"):
+    with pytest.raises(ValueError, match=r"has the columns name, kind: it needs path and label"):
         class_names(str(flowers / "bad.csv"))
 
 
@@ -129,32 +129,31 @@ def test_a_csv_as_excel_writes_it(flowers, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        ("a.jpg,cat,train\nb.jpg,dog\n", "line 3 has 2 cells, and the header has 3"),
-        ("a.jpg,cat,train,7\n", "line 2 has 4 cells"),
-        ('a.jpg,cat,train\n\nb.jpg,"dog,train\nc.jpg,dog,val\n', "line 4 has a quote that is not closed"),
-        ('"a.jpg,cat,train\nb.jpg",dog,val\n', "line 2 has a quote that is not closed"),
-        ('a.jpg,"cat"s,train\n', "line 2 has a quote that is not closed, or text beside one"),
-        ("a.jpg,cat,train\nb.jpg,caf\xe9,val\n", "line 3 is not UTF-8: save the file"),
-        ("a.jpg,cat,train\nb.jpg,dog,val\n./a.jpg,cat,train\n", "line 4 has the image ./a.jpg of line 2 again: keep one row"),
-        ("a.jpg,cat,train\na.jpg,dog,train\n", "line 3 has the image a.jpg of line 2 again as dog: keep"),
-        ("a.jpg,cat,train\na.jpg,cat,val\n", "line 3 has the image a.jpg of line 2 again as val: keep"),
-        ("a.jpg,cat,train\nb.jpg, ,val\n", "line 3 has no label"),
-        (",cat,train\n", "line 2 has no path"),
-        ("a.jpg,cat,train\nb.jpg,cat,\n", "line 3 has no split"),
+        ("a.jpg,cat,train\nb.jpg,dog\n", "line 3 needs path, label, split and has b.jpg, dog, : it has more or fewer cells"),
+        ("a.jpg,cat,train,7\n", "line 2 needs path, label, split"),
+        ("a.jpg,cat,train\nb.jpg, ,val\n", "line 3 needs path, label, split and has b.jpg, , val"),
+        ("a.jpg,cat,train\na.jpg,dog,val\n", "line 3 has the image a.jpg again: keep one row"),
         ("a.jpg,cat,Train\n", "line 2 has the split 'Train': use one of test, train, "),
-        ("a.jpg,cat,train\nb.jpg,dog,val\nc.jpg,Cat,val\n", "line 4 has the class Cat, and line 2 cat: use one spelling"),
     ],
 )
 def test_rows_of_a_csv_that_would_be_read_wrong_are_named(tmp_path, rows, text):
-    (tmp_path / "all.csv").write_bytes(b"path,label,split\n" + rows.encode("latin-1"))
+    (tmp_path / "all.csv").write_text(f"path,label,split\n{rows}")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/all.csv, {text}")):
         class_names(f"{tmp_path}/all.csv")
 
 
-@pytest.mark.parametrize("header", ["path;label;split", "path,label,label", ""])
-def test_other_headers_of_a_csv_are_refused(tmp_path, header):
-    (tmp_path / "all.csv").write_text(f"{header}\na.jpg;cat;train\n" if ";" in header else f"{header}\na.jpg,cat,dog\n")
-    with pytest.raises(ValueError, match="it needs a header with path and label, each once and separated by commas"):
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'path,label\na.jpg,"dog\n', "is no CSV in UTF-8: unexpected end of data"),
+        (b"path,label\na.jpg,caf\xe9\n", "is no CSV in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
+        (b"path;label\na.jpg;cat\n", "has the columns path;label: it needs path and label"),
+        (b"", "has the columns : it needs path and label"),
+    ],
+)
+def test_other_files_are_no_csv(tmp_path, content, text):
+    (tmp_path / "all.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/all.csv {text}")):
         class_names(f"{tmp_path}/all.csv")
 
 
@@ -216,8 +215,7 @@ def test_labels_that_leave_numbers_out_are_as_many_classes(flowers, tmp_path, ki
             for i, (path, number) in enumerate(zip(paths, numbers, strict=True)):
                 add(archive, f"{i:06d}.png", path.read_bytes())
                 add(archive, f"{i:06d}.cls", str(number).encode())
-    with pytest.warns(UserWarning, match=r"has 3 labels, which are not 0 to 2: each is a class of its own.*classes.txt"):
-        assert class_names(str(tmp_path)) == ["17", "204", "73320"]
+    assert class_names(str(tmp_path)) == ["17", "204", "73320"]
     found = items(tmp_path, "train", reading=Reading(val_fraction=0.1))
     assert sorted({kind for _, kind in found}) == ["17", "204", "73320"] and len(found) == 27
 
@@ -225,7 +223,7 @@ def test_labels_that_leave_numbers_out_are_as_many_classes(flowers, tmp_path, ki
 def test_a_web_dataset(flowers, tmp_path):
     pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
     write_shards(flowers, tmp_path, 7)
-    with pytest.warns(UserWarning, match=r"is read from a copy of about \d+ MB, .* below .*; HF_DATASETS_CACHE names"):
+    with pytest.warns(UserWarning, match=r"is read from a copy of about \d+ MB, .* in .*; HF_DATASETS_CACHE names"):
         assert_same(tmp_path, flowers)
     data = create_dataset(str(tmp_path), "train", (20, 24), **HOW)
     assert data.name(8).endswith(" train: 00001.tar: 000008") and data[Draw(8, (12, 16))][0].shape == (3, 12, 16)
@@ -274,13 +272,10 @@ def test_damaged_tars_are_named(flowers, tmp_path):
     data = create_dataset(str(tar.parent), "train", (20, 24), **HOW)
     member = data.samples[3][0]
     header = member.offset - 512
-    flipped = bytearray(content)
-    flipped[header + 3] ^= 1
     for damage, reason in (
         (b"no tar" * 200, "truncated header|invalid header|bad checksum"),
         (content[: member.offset + 9], "unexpected end of data"),
         (content[:header], "its end is missing"),
-        (bytes(flipped), "bad checksum"),
         (gzip.compress(content), "invalid header|bad checksum"),
         (bytes(10240), "it has no image with .jpg, "),
     ):
@@ -350,9 +345,6 @@ def test_a_set_of_torchvision(tmp_path):
 
 
 def test_what_is_refused_is_named_by_what_was_found(tmp_path):
-    (tmp_path / "a.npy").write_bytes(b"?")
-    with pytest.raises(ValueError, match=r"found .npy files"):
-        class_names(str(tmp_path))
     streams = ("tfds/some", "hfids/some", "wds/some", "torch/cifar10", "s3://bucket/images", "pipe:cat images.tar")
     for data in (*streams, "images.tar.gz"):
         with pytest.raises(ValueError, match=rf"{data}' cannot be read by index, .*repeats: give a folder, .*copied by aws s3"):

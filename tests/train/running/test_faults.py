@@ -119,15 +119,11 @@ def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_aske
     listed = (tmp_path / "run" / "bad_images.csv").read_text("utf-8").splitlines()
     assert sorted(listed[1:]) == sorted([f"{red}/caf\\xe9.png", f"{red}/loop.png"])
     text = capfd.readouterr().out
-    assert "2 of 98 training images cannot be read" in text and text.count("2 folder links") == 1
+    assert "2 of 98 training images cannot be read" in text and text.count("links to folders: 2") == 1
     args = command("more", f"--data.data={own}", "--data.reading.bad_share=0.05", "--data.reading.follow_links=true", epochs=1)
     assert status(in_child(args, reported)) == 0
     text = capfd.readouterr().out
-    assert "folder link" not in text and "2 of 99 training images cannot be read" in text
-    (own / "train" / "red").rename(own / "train" / odd)
-    (own / "val" / "red").rename(own / "val" / odd)
-    assert status(in_child(args)) == 1
-    assert "not valid UTF-8" in (error := capfd.readouterr().err) and "train/caf\\xe9" in error
+    assert "links to folders" not in text and "2 of 99 training images cannot be read" in text
 
 
 def listed(folder):

@@ -6,23 +6,24 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate
 
 from vitrel.common.files import shown
-from vitrel.data.augment import AugmentationError
+from vitrel.data.augmentation import AugmentationError
 from vitrel.data.prepare import Picture
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size
 
 READERS = 16  # threads; more than cores, because on a network disk they mostly wait
 IN_A_ROW = 100  # unreadable images, after which no replacement is looked for
-SHOWN = 3  # messages in one
 
 
 class Draw(NamedTuple):
@@ -121,8 +122,10 @@ class ImageSet(Dataset):
         self.chosen = subset(self.total, n, seed, reader.where)
         self.samples = [reader.samples[i] for i in self.chosen]
         self.prepare, self.augment, self.reading = prepare, augment, reading
-        self.bad = _shared(torch.zeros(len(self.samples), dtype=torch.uint8))
-        self._epoch = _shared(torch.zeros(1, dtype=torch.int64))
+        self.bad = torch.zeros(len(self.samples), dtype=torch.uint8)
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        with suppress(RuntimeError):  # of a machine without shared memory, which can have no loader processes
+            self.bad.share_memory_(), self._epoch.share_memory_()
         self._sizes: list[tuple[int, int]] | None = None
 
     def name(self, index: int) -> str:
@@ -143,7 +146,7 @@ class ImageSet(Dataset):
 
     def _of_source(self, function: Callable[..., Any], index: int) -> Any:
         source = self.samples[index][0]
-        return function(self.reader.encoded(source), self.reading.max_pixels, self.name(index), self.upright)
+        return function(self.reader.encoded(source), self.name(index), self.upright)
 
     @property
     def epoch(self) -> int:
@@ -158,8 +161,6 @@ class ImageSet(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int | Draw) -> tuple[Tensor, Any]:
-        if get_worker_info() is not None and not self._epoch.is_shared():
-            raise RuntimeError("unable to allocate shared memory when the data set was made")
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
@@ -203,7 +204,11 @@ class ImageSet(Dataset):
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Any]:
         """Return the item (H, W) that stands for an unreadable image, which metrics must ignore: zeros and label -1."""
-        return torch.zeros(3, *size), -1
+        return self._nothing(size), -1
+
+    def _nothing(self, size: tuple[int, int]) -> Tensor:
+        """Pixels [3, H, W] of an image that is left out, of the type of the others."""
+        return torch.zeros(3, *size, dtype=torch.float32 if getattr(self.prepare, "std", None) else torch.uint8)
 
     def class_counts(self) -> list[int]:
         """Return the number of images of each class."""
@@ -218,20 +223,15 @@ class ImageSet(Dataset):
         return [source for source, _ in self.samples]
 
     def digest(self) -> str:
-        """Return a SHA-256 of the classes, and of the names, labels and bytes of all images, wherever they lie.
-
-        It reads every image.
-        """
+        """Return a SHA-256 of the classes, and of the names, labels and bytes of all images, which it reads."""
 
         def content(source: Any) -> str:
             try:
                 found = self.reader.encoded(source)
-                if isinstance(found, str):
-                    with open(found, "rb") as file:
-                        return hashlib.file_digest(file, "sha256").hexdigest()
+                data = Path(found).read_bytes() if isinstance(found, str) else found
             except (OSError, BadImage):
                 return ""
-            return hashlib.sha256(found if isinstance(found, bytes) else found.tobytes()).hexdigest()
+            return hashlib.sha256(data if isinstance(data, bytes) else data.tobytes()).hexdigest()
 
         with ThreadPoolExecutor(READERS) as readers:
             return self._digest(list(readers.map(content, self.sources())))
@@ -242,8 +242,8 @@ class ImageSet(Dataset):
         The times are those of modification, of the files that have them.
         """
         states = [state.partition(" ") for state in self.reader.states(self.sources())]
-        times = hashlib.sha256(" ".join(time for _, _, time in states).encode()).hexdigest()
-        return self._digest([size for size, _, _ in states]), times
+        times = " ".join(time for _, _, time in states)
+        return self._digest([size for size, _, _ in states]), hashlib.sha256(times.encode()).hexdigest()
 
     def _digest(self, values: list[str]) -> str:
         """SHA-256 of the classes, names and labels with a value for each source."""
@@ -251,26 +251,19 @@ class ImageSet(Dataset):
         return hashlib.sha256(json.dumps([self.classes, names, self.labels(), values]).encode()).hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers.
+        """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers, or `BadImage` with "raise"."""
 
-        Raises:
-            BadImage: unreadable headers, with `on_bad="raise"`; the text names the first ones.
-        """
-
-        def size(index: int) -> tuple[int, int] | BadImage:
+        def size(index: int) -> tuple[int, int]:
             try:
                 return self.image_size(index)
-            except BadImage as error:
-                return error
+            except BadImage:
+                if self.reading.on_bad == "raise":
+                    raise
+                return 1, 1
 
         if self._sizes is None:
             with ThreadPoolExecutor(READERS) as readers:
-                found = list(readers.map(size, range(len(self))))
-            bad = [size for size in found if isinstance(size, BadImage)]
-            if bad and self.reading.on_bad == "raise":
-                others = f"; {len(bad) - SHOWN} other images cannot be read either" if len(bad) > SHOWN else ""
-                raise BadImage("; ".join(map(str, bad[:SHOWN])) + others)
-            self._sizes = [(1, 1) if isinstance(size, BadImage) else size for size in found]
+                self._sizes = list(readers.map(size, range(len(self))))
         return self._sizes
 
     def check(self, indices: Iterable[int]) -> None:
@@ -290,14 +283,6 @@ class ImageSet(Dataset):
     def bad_indices(self) -> list[int]:
         """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""
         return self.bad.nonzero().flatten().tolist()
-
-
-def _shared(tensor: Tensor) -> Tensor:
-    """The tensor in memory that loader processes share; unchanged on a machine without shared memory."""
-    try:
-        return tensor.share_memory_()
-    except RuntimeError:
-        return tensor
 
 
 def subset(total: int, n: int | None, seed: int, where: str) -> list[int]:

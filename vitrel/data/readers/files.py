@@ -1,7 +1,6 @@
 """Image files by path, as of a CSV of paths and labels."""
 
 import csv
-import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,64 +67,35 @@ def csv_reader(path: str, split: Split, reading: Reading) -> Files:
     named.
 
     Raises:
-        ValueError: a file that is no CSV in UTF-8, rows without a path, class or known split, an image with several rows, or
-            names of classes that differ in case alone, with the line; columns or the split are missing, or there is neither an
-            evaluation split nor `val_fraction`.
+        ValueError: a file that is no CSV in UTF-8, columns are missing, rows without a path, class or known split, an image
+            with several rows, or there is neither an evaluation split nor `val_fraction`.
     """
-    header, *rows = _cells(path) or [(1, [])]
-    columns = header[1]
-    image, label = (one_of(names, columns) for names in (PATHS, LABELS))
-    used = [column for column in (image, label, "split") if column in columns]
-    if image is None or label is None or len(set(used)) < sum(map(columns.count, used)):
-        raise ValueError(
-            f"{path} has the columns {', '.join(columns) or 'none'}: it needs a header with {PATHS[0]} and {LABELS[0]}, each "
-            "once and separated by commas, and one row for each image"
-        )
-    found: dict[str, tuple[int, str, str]] = {}  # {path of an image: line, class, split}
-    spelled: dict[str, tuple[int, str]] = {}  # {name of a class in lower case: line, name}
-    paths = []
-    for line, cells in rows:
-        row = dict(zip(columns, cells, strict=True))
-        where, word = f"{path}, line {line}", row.get("split", "")
-        if empty := [column for column in used if not row[column]]:
-            raise ValueError(f"{where} has no {empty[0]}: fill in or remove the row")
-        if word and word not in NAMES:
-            raise ValueError(f"{where} has the split {word!r}: use one of {', '.join(sorted(NAMES))}, or remove the row")
-        paths.append(os.path.join(Path(path).parent, row[image]))
-        first = found.setdefault(os.path.normpath(paths[-1]), (line, row[label], word))
-        if first[0] != line:
-            differs = [f" as {this}" for this, that in zip((row[label], word), first[1:], strict=True) if this != that]
-            raise ValueError(f"{where} has the image {row[image]} of line {first[0]} again{' and'.join(differs)}: keep one row")
-        first_name = spelled.setdefault(row[label].casefold(), (line, row[label]))
-        if first_name[1] != row[label]:
-            raise ValueError(f"{where} has the class {row[label]}, and line {first_name[0]} {first_name[1]}: use one spelling")
-    classes = class_order({name for _, name, _ in found.values()})
-    numbers = {name: number for number, name in enumerate(classes)}
-    samples = [(place, numbers[name]) for place, (_, name, _) in zip(paths, found.values(), strict=True)]
-    own = of_split(samples, [word for _, _, word in found.values()], split, reading.val_fraction, path)
-    return Files(classes, own, path, str(Path(path).parent))
-
-
-def _cells(path: str | Path) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of every row of a CSV with a cell that is not empty, without blanks around cells."""
+    folder = str(Path(path).parent)
+    found: dict[str, tuple[str, str]] = {}  # {path of an image: class, split}
     try:
-        text = Path(path).read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {line} is not UTF-8: save the file in that encoding (Excel's CSV UTF-8)") from error
-    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    rows: list[tuple[int, list[str]]] = []
-    while True:
-        line = reader.line_num + 1
-        try:
-            cells = [cell.strip() for cell in next(reader)]
-        except StopIteration:
-            return rows
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {line} has a quote that is not closed, or text beside one ({error})") from error
-        if any("\n" in cell or "\r" in cell for cell in cells):
-            raise ValueError(f"{path}, line {line} has a quote that is not closed on that line")
-        if rows and any(cells) and len(cells) != len(rows[0][1]):
-            raise ValueError(f"{path}, line {line} has {len(cells)} cells, and the header has {len(rows[0][1])}")
-        if any(cells):
-            rows.append((line, cells))
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, skipinitialspace=True, strict=True)
+            rows.fieldnames = columns = [column.strip() for column in rows.fieldnames or ()]
+            image, label = (one_of(names, columns) for names in (PATHS, LABELS))
+            if image is None or label is None:
+                raise ValueError(f"{path} has the columns {', '.join(columns)}: it needs {PATHS[0]} and {LABELS[0]}")
+            used = [image, label, *(["split"] if "split" in columns else [])]
+            for row in rows:
+                cells, where = [(row[column] or "").strip() for column in used], f"{path}, line {rows.line_num}"
+                if not any(cells):
+                    continue
+                if None in row or not all(cells):
+                    raise ValueError(f"{where} needs {', '.join(used)} and has {', '.join(cells)}: it has more or fewer cells")
+                if cells[2:] and cells[2] not in NAMES:
+                    raise ValueError(f"{where} has the split {cells[2]!r}: use one of {', '.join(sorted(NAMES))}")
+                place = os.path.join(folder, cells[0])
+                if place in found:
+                    raise ValueError(f"{where} has the image {cells[0]} again: keep one row")
+                found[place] = cells[1], "".join(cells[2:])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no CSV in UTF-8: {error}") from error
+    classes = class_order({name for name, _ in found.values()})
+    numbers = {name: number for number, name in enumerate(classes)}
+    samples = [(place, numbers[name]) for place, (name, _) in found.items()]
+    own = of_split(samples, [word for _, word in found.values()], split, reading.val_fraction, path)
+    return Files(classes, own, path, folder)

@@ -14,7 +14,6 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,17 +31,14 @@ SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synolog
 def folder_reader(root: str, split: Split, reading: Reading) -> Files:
     """Return the images of a split of an image folder, of one of the layouts above.
 
-    A warning, once per process, names files, folders and links that are left out.
-
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
     """
     classes = folder_classes(root, split)
     own, whole = split_folder(root, split, reading.val_fraction)
-    scan = Scan(own, classes, reading.follow_links)
-    if scan.left_out:
-        warn_once(scan.left_out)
-    samples = divided(scan.samples, split, reading.val_fraction, shown(own)) if whole else scan.samples
+    samples = Scan(own, classes, reading.follow_links).samples
+    if whole:
+        samples = divided(samples, split, reading.val_fraction, shown(own))
     return Files(classes, samples, str(own), str(own))
 
 
@@ -51,9 +47,7 @@ def split_folder(root: str | Path, split: Split, val_fraction: float | None = No
     root = Path(root)
     present = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     own, whole = chosen(split, present, val_fraction)
-    if own is None and whole and any(not hidden(name) for name in present):
-        return root, True
-    return root / (own or split), whole and own is not None
+    return root / (own or ("" if whole else split)), whole
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
@@ -67,28 +61,17 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
     names = {part: class_folders(folder) for part, folder in folders.items() if folder.is_dir()}
     if not names.get(split):
         raise ValueError(
-            f"no class folders in {folders[split]}{_what_is_there(root)}: data must be 'shapes', a folder with the layout "
-            f"{root}/train/<class>/*.jpg and {root}/val/<class>/*.jpg (or validation, valid, test), {root}/<class>/*.jpg "
-            "with --val-fraction, a CSV, tar, Parquet or Arrow files, hfds/<name>, or torch/<set>:<folder>"
+            f"no class folders in {folders[split]}: data must be 'shapes', a folder with the layout {root}/train/<class>/*.jpg "
+            f"and {root}/val/<class>/*.jpg (or validation, valid, test), {root}/<class>/*.jpg with --val-fraction, a CSV, tar, "
+            "Parquet or Arrow files, hfds/<name>, or torch/<set>:<folder>"
         )
     if len(names) == 2 and names["train"] != names["val"]:
         missing, extra = set(names["train"]) - set(names["val"]), set(names["val"]) - set(names["train"])
-        unpaired = [*(folders["train"] / name for name in missing), *(folders["val"] / name for name in extra)]
-        empty = sorted(str(path) for path in unpaired if not any(path.iterdir()))
         raise ValueError(
             f"{folders['val']} has other classes than {folders['train']}, which would shift the labels: "
-            f"missing {sorted(missing) or 'none'}, extra {sorted(extra) or 'none'}"
-            + (f"; these folders are empty, remove them: {', '.join(empty)}" if empty else "")
+            f"missing {sorted(missing) or 'none'}, extra {sorted(extra) or 'none'}; remove folders that are empty"
         )
     return names[split]
-
-
-def _what_is_there(root: Path) -> str:
-    """The kinds of files in a folder without class folders, as " (found .npy files)"; "" where there are none."""
-    if not root.is_dir():
-        return ""
-    kinds = sorted({path.suffix.lower() for path in root.iterdir() if path.suffix and not hidden(path.name)})
-    return f" (found {', '.join(kinds[:SHOWN])} files)" if kinds else ""
 
 
 class ImageFile(NamedTuple):
@@ -100,80 +83,72 @@ class ImageFile(NamedTuple):
     real: str
 
 
-class Subfolder(NamedTuple):
-    """A folder to scan: path, number of links in the path below the split, and its real path."""
-
-    path: str
-    links: int
-    real: str
-
-
 class Scan:
-    """The image files in `folder/<class>/` and its subfolders, in the order of torchvision's `ImageFolder`.
+    """The image files in `folder/<name>/` and its subfolders, in the order of torchvision's `ImageFolder`.
 
     Args:
         folder: folder of a split.
-        classes: names of its class folders, by label.
+        names: names of its class folders, by label.
         follow_links: also scan folders that links inside class folders point to.
 
     Attributes:
         samples: (path, label) of each image.
-        left_out: a sentence on files, folders and links that are left out; "" if there are none.
+
+    A warning, once per process, names files, folders and links that are left out.
 
     Raises:
-        ValueError: folders that cannot be read, or classes without images; the text names them.
+        ValueError: folders that cannot be read, or without images; the text names them.
     """
 
-    def __init__(self, folder: Path, classes: Sequence[str], follow_links: bool = False) -> None:
+    def __init__(self, folder: Path | str, names: Sequence[str], follow_links: bool = False) -> None:
         self.folder, self.follow_links = str(folder), follow_links
-        self._real = os.path.realpath(folder)
         self._unreadable: list[str] = []
         self._hidden: list[str] = []
         self._links: list[str] = []  # links to folders that are not followed
         self._others: dict[str, list[str]] = defaultdict(list)  # files that are no images, by suffix
-        self._resolved = cache(os.path.realpath)  # for the folders of link targets, which are few
         self._entries(self.folder)  # for what is hidden beside the class folders
-        files = [file for label, name in enumerate(classes) for file in self._class(name, label)]
+        files = [file for label, name in enumerate(names) for file in self._files(os.path.join(self.folder, name), label)]
         if self._unreadable:
             raise ValueError(
                 f"folders of {shown(folder)} cannot be read, so their images would be missing: "
                 f"{', '.join(self._unreadable)}; allow reading them, or remove them"
             )
-        files, duplicates = self._once(files)
+        files, twice = self._once(files)
         self.samples = [(file.path, file.label) for file in files]
-        self.left_out = self._summary(duplicates)
-        if empty := sorted(set(range(len(classes))) - {file.label for file in files}):
-            names = ", ".join(classes[i] for i in empty)
+        left_out = self._left_out(twice)
+        if empty := sorted(set(range(len(names))) - {file.label for file in files}):
             raise ValueError(
-                f"class folders without images in {shown(folder)}: {names}; add {', '.join(SUFFIXES)} files or remove them"
-                + (f" ({self.left_out})" if self.left_out else "")
+                f"folders without images in {shown(folder)}: {', '.join(names[i] for i in empty)}; add {', '.join(SUFFIXES)} "
+                f"files or remove them" + (f" ({left_out})" if left_out else "")
             )
+        if left_out:
+            warn_once(left_out)
 
-    def _class(self, name: str, label: int) -> Iterator[ImageFile]:
+    def _files(self, top: str, label: int) -> Iterator[ImageFile]:
         """Yield the image files of one class folder; collect links, other files and errors on the way."""
-        path, real = os.path.join(self.folder, name), os.path.join(self._real, name)
-        top = Subfolder(path, 1, os.path.realpath(path)) if os.path.islink(path) else Subfolder(path, 0, real)
         images: dict[str, list[ImageFile]] = {}
-        plain, scanned = [top], set()
-        linked: list[Subfolder] = []
+        scanned = set()
+        plain = [(top, int(os.path.islink(top)))]  # (path of a folder, links in it)
+        linked: list[tuple[str, int]] = []
         while plain or linked:  # plain folders first, so that a folder is scanned under its path without links
-            folder = plain.pop() if plain else linked.pop(0)
-            if folder.real in scanned:
+            path, links = plain.pop() if plain else linked.pop(0)
+            real = os.path.realpath(path)
+            if real in scanned:
                 continue
-            scanned.add(folder.real)
-            images[folder.path] = []
-            for entry in self._entries(folder.path):
+            scanned.add(real)
+            images[path] = []
+            for entry in self._entries(path):
+                is_link = entry.is_symlink()
                 if _leads_to_folder(entry):
-                    if not entry.is_symlink():
-                        plain.append(Subfolder(entry.path, folder.links, os.path.join(folder.real, entry.name)))
+                    if not is_link:
+                        plain.append((entry.path, links))
                     elif self.follow_links:
-                        linked.append(Subfolder(entry.path, folder.links + 1, os.path.realpath(entry.path)))
+                        linked.append((entry.path, links + 1))
                     else:
                         self._links.append(entry.path)
                 elif entry.name.lower().endswith(SUFFIXES):
-                    links = folder.links + entry.is_symlink()
-                    real = self._real_path(entry, folder) if links else ""
-                    images[folder.path].append(ImageFile(entry.path, label, links, real))
+                    file = os.path.realpath(entry.path) if is_link else os.path.join(real, entry.name) if links else ""
+                    images[path].append(ImageFile(entry.path, label, links + is_link, file))
                 elif self.follow_links and _broken(entry):
                     self._unreadable.append(f"{shown(entry.path)} (a broken link)")
                 else:
@@ -193,50 +168,35 @@ class Scan:
         self._hidden += [entry.path for entry in entries if hidden(entry.name)]
         return [entry for entry in entries if not hidden(entry.name)]
 
-    def _real_path(self, entry: os.DirEntry, parent: Subfolder) -> str:
-        """The path of a file without links; faster than `os.path.realpath`, which checks every folder of every path."""
-        folder, name = parent.real, entry.name
-        for _ in range(40 if entry.is_symlink() else 0):  # Linux also follows at most 40 links: more are a loop
-            try:
-                target, last = os.path.split(os.readlink(os.path.join(folder, name)))
-            except OSError:  # not a link: the end of the chain
-                return os.path.join(folder, name)
-            folder, name = self._resolved(os.path.join(folder, target)), last
-        return os.path.join(parent.real, entry.name)
-
     def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
-        """Each file once, in the same order; and the duplicates as (file left out, file used), which are the same real file."""
+        """Each file once, in the same order; and (file left out, file used) of each that is the same real file."""
         if not any(file.links for file in files):
             return files, []
-        start = len(self.folder)
+        root = os.path.realpath(self.folder)
         used: dict[str, ImageFile] = {}
-        duplicates = []
+        twice = []
         for file in sorted(files, key=lambda file: file.links):  # stable
-            first = used.setdefault(file.real or self._real + file.path[start:], file)
+            first = used.setdefault(file.real or root + file.path[len(self.folder) :], file)
             if first is not file:
-                duplicates.append((file, first))
-        left_out = {file.path for file, _ in duplicates}
-        return [file for file in files if file.path not in left_out], duplicates
+                twice.append((file, first))
+        left_out = {file.path for file, _ in twice}
+        return [file for file in files if file.path not in left_out], twice
 
-    def _summary(self, duplicates: list[tuple[ImageFile, ImageFile]]) -> str:
+    def _left_out(self, twice: list[tuple[ImageFile, ImageFile]]) -> str:
+        """A sentence on files, folders and links that are left out; "" if there are none."""
         parts = []
         if self._hidden:
-            parts.append(f"hidden files and folders: {len(self._hidden):,} ({_first(self._hidden)})")
+            parts.append(f"hidden files and folders: {_counted(self._hidden)}")
         if self._links:
             parts.append(
-                f"{_number(len(self._links), 'folder link')} ({_first(self._links)}), which Reading(follow_links=True) follows "
-                "(in training data.reading.follow_links, in vitrel evaluate --follow-links)"
+                f"links to folders: {_counted(self._links)}, which Reading(follow_links=True) follows (in training "
+                "data.reading.follow_links, in vitrel evaluate --follow-links)"
             )
-        if duplicates:
-            elsewhere = [pair for pair in duplicates if pair[0].label != pair[1].label]
-            link, file = (elsewhere or duplicates)[0]
-            parts.append(
-                f"{_number(len(duplicates), 'link')} to images already used, {len(elsewhere)} of them in another class "
-                f"({shown(link.path)} is {shown(file.path)})"
-            )
-        if self._others:
-            each = ", ".join(f"{len(paths)} {kind} ({shown(paths[0])})" for kind, paths in sorted(self._others.items()))
-            parts.append(f"{_number(sum(map(len, self._others.values())), 'file')} of kinds that are not decoded: {each}")
+        if twice:
+            text = f"links to images already used: {_counted([file.path for file, _ in twice])}"
+            elsewhere = [f"{shown(link.path)} is {shown(file.path)}" for link, file in twice if link.label != file.label]
+            parts.append(text + (f", {len(elsewhere)} of them in another class, such as {elsewhere[0]}" if elsewhere else ""))
+        parts += [f"{kind} (not decoded): {_counted(paths)}" for kind, paths in sorted(self._others.items())]
         return f"left out of {shown(self.folder)}: {'; '.join(parts)}" if parts else ""
 
 
@@ -245,19 +205,16 @@ def hidden(name: str) -> bool:
     return name.startswith(".") or name.lower() in SYSTEM
 
 
-def _first(paths: list[str]) -> str:
-    return ", ".join(map(shown, sorted(paths)[:SHOWN])) + ", ..." * (len(paths) > SHOWN)
-
-
-def _number(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"
+def _counted(paths: list[str]) -> str:
+    """A number of paths, and the first of them."""
+    return f"{len(paths):,} ({', '.join(map(shown, sorted(paths)[:SHOWN]))}{', ...' * (len(paths) > SHOWN)})"
 
 
 def class_folders(folder: Path) -> list[str]:
     """Return the names of the class folders of a split in `class_order`, without hidden ones.
 
     Raises:
-        ValueError: the folder cannot be read, contains a broken link (a class would be missing), or a name is not valid UTF-8.
+        ValueError: the folder cannot be read, or contains a broken link (a class would be missing).
     """
     try:
         with os.scandir(folder) as iterator:
@@ -270,13 +227,7 @@ def class_folders(folder: Path) -> list[str]:
         raise ValueError(
             f"broken links among the class folders: {', '.join(broken)}; repair or remove them, since classes would be missing"
         )
-    names = class_order(entry.name for entry in entries if _leads_to_folder(entry))
-    if invalid := [shown(folder / name) for name in names if shown(name) != name]:
-        raise ValueError(
-            f"names of class folders that are not valid UTF-8 (other bytes are shown as \\x..): {', '.join(invalid)}; results "
-            "contain the class names, so rename these folders"
-        )
-    return names
+    return class_order(entry.name for entry in entries if _leads_to_folder(entry))
 
 
 def _leads_to_folder(entry: os.DirEntry) -> bool:

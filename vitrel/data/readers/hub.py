@@ -1,7 +1,7 @@
 """Data sets of Hugging Face `datasets`: of the Hub (`hfds/<name>`), and Parquet, Arrow or WebDataset files on this machine.
 
-A WebDataset is tar files of samples as `0001.jpg` and `0001.cls`, its class number. `datasets` writes a copy of all but Arrow
-files into its cache, which is then read by index; a warning says where, and how large it is.
+A WebDataset is tar files of samples as `0001.jpg` and `0001.cls`, its class number. `datasets` writes a copy into its cache,
+which is then read by index. Labels that are numbers are named by `classes.txt` in the folder; without it each is a class.
 """
 
 import os
@@ -109,11 +109,6 @@ def image_columns(features: dict[str, Any]) -> list[str]:
     return [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
 
 
-def row_classes(place: str) -> list[str]:
-    """Return the class names of a Hugging Face data set; errors as of `rows_reader`."""
-    return list(_columns(place, load(place))[2].values())
-
-
 def _columns(place: str, splits: dict[str, Any]) -> tuple[str, str, dict[Any, str]]:
     """(column of images, column of labels, {label: class name} by class number); ValueError where there is none."""
     import datasets
@@ -132,11 +127,6 @@ def _columns(place: str, splits: dict[str, Any]) -> tuple[str, str, dict[Any, st
         return image, label, {texts[name]: name for name in class_order(texts)}
     path = Path(place) / "classes.txt"
     if not path.is_file():
-        if max(values) >= len(values):
-            warn_once(
-                f"{place} has {len(values)} labels, which are not 0 to {len(values) - 1}: each is a class of its own, in their "
-                f"order and named by its number. Where other classes exist too, name all of them in {path}, one a line"
-            )
         return image, label, {value: str(value) for value in sorted(values)}
     classes = read_class_names(path)
     if len(classes) <= max(values):
@@ -158,24 +148,30 @@ def data_files(place: str) -> tuple[str, list[str]]:
 
 
 def load(place: str) -> dict[str, Any]:
-    """Return {split: rows} of a data set with encoded images; ValueError where it cannot be loaded."""
+    """Return {split: rows} of a data set with encoded images; ValueError where it cannot be loaded.
+
+    Before `datasets` writes its copy, which can take long, a warning says where and how large it becomes.
+    """
     with optional_import():
         import datasets
 
     kind, files = data_files(place)
-    if files and kind != "arrow" and not is_saved(place):  # said before it is written, which can take long
-        size = sum(map(os.path.getsize, files)) / 1e6
-        warn_once(
-            f"{place} is read from a copy of about {size:,.0f} MB, which datasets writes below "
-            f"{datasets.config.HF_DATASETS_CACHE} the first time; HF_DATASETS_CACHE names another folder"
-        )
     try:
         if is_saved(place):
             found = datasets.load_from_disk(place)
-        elif files and not (Path(place) / "README.md").is_file():
-            found = datasets.load_dataset(kind, data_files=_by_split(place, files))
         else:
-            found = datasets.load_dataset(place)
+            if files and not (Path(place) / "README.md").is_file():
+                builder = datasets.load_dataset_builder(kind, data_files=_by_split(place, files))
+            else:
+                builder = datasets.load_dataset_builder(place)
+            if not os.path.isdir(builder.cache_dir):  # what its builder does not tell, the files do
+                copy, download = builder.info.dataset_size or sum(map(os.path.getsize, files)), builder.info.download_size or 0
+                warn_once(
+                    f"{place} is read from a copy of {_megabytes(copy)}, which datasets writes in {builder.cache_dir}"
+                    f"{f' after a download of {_megabytes(download)}' * (not files)}; HF_DATASETS_CACHE names another folder"
+                )
+            builder.download_and_prepare()
+            found = builder.as_dataset()
     except Exception as error:  # of the Hub, its client, Arrow and others
         text = str(error.__cause__ or error).split("\n", 1)[0]
         raise ValueError(f"{place} cannot be loaded by Hugging Face datasets: {text}") from error
@@ -185,6 +181,10 @@ def load(place: str) -> dict[str, Any]:
             rows = rows.cast_column(column, datasets.Image(decode=False))
         splits[split] = rows
     return splits
+
+
+def _megabytes(size: int) -> str:
+    return f"about {size / 1e6:,.0f} MB" if size else "unknown size"
 
 
 def is_saved(place: str) -> bool:

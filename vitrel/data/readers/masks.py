@@ -2,7 +2,7 @@
 
 A mask is a PNG of one channel, gray or palette, of 1 to 16 bits and the size of its image. Its values are the classes, 255
 where a pixel has none; the colors of a palette do not matter. Image and mask are turned by their EXIF orientation. Masks are in
-folders beside the images (`mask_reader`), in a column of a Hugging Face data set (`mask_rows_reader`), or in torchvision's VOC.
+folders beside the images (`mask_reader`), or in a column of a Hugging Face data set (`mask_rows_reader`).
 
 Every mask is decoded once when a data set is made: one that does not fit its image or the classes, or has no pixel with a
 class, is an error before training, as is a class that no mask has. Nothing is resampled to fit.
@@ -10,10 +10,9 @@ class, is an error before training, as is a class that no mask has. Nothing is r
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitrel.common.files import shown
-from vitrel.common.warn import warn_once
 from vitrel.data.prepare import Picture
-from vitrel.data.readers.base import READERS, SHOWN, Draw, ImageSet, Reader
+from vitrel.data.readers.base import READERS, Draw, ImageSet, Reader
 from vitrel.data.readers.classes import read_class_names
-from vitrel.data.readers.decode import IGNORED, SUFFIXES, BadImage, Reading, decode_mask, image_size
+from vitrel.data.readers.decode import IGNORED, BadImage, Reading, decode_mask, image_size
 from vitrel.data.readers.files import Files, below
-from vitrel.data.readers.folder import hidden
+from vitrel.data.readers.folder import SHOWN, Scan, split_folder
 from vitrel.data.readers.hub import Rows, Source, image_columns, load, read_rows
-from vitrel.data.readers.splits import Split, of_split, one_of
+from vitrel.data.readers.splits import Split, divided, one_of
 
 LAYOUT = "images/<split>/*.jpg, masks/<split>/*.png with the same names, and classes.txt, whose line i names class i from 0"
 MASK_COLUMNS = ("mask", "label", "annotation", "segmentation", "segmentation_mask", "semantic_mask")
@@ -57,12 +54,12 @@ class MaskSet(ImageSet):
 
     def __init__(self, reader: Reader, *view: Any, expected: int = 0, **options: Any) -> None:
         super().__init__(reader, *view, **options)
-        self._present = classes_in_masks(reader, self.reading.max_pixels, expected)[self.chosen]  # bool [n, 256]
+        self._present = classes_in_masks(reader, expected)[self.chosen]  # bool [n, 256]
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Return (image of mode RGB, classes uint8 [h, w]); `BadImage` if either cannot be decoded."""
         picture, mask = super().read(index)
-        return picture, _values(self.reader, self.samples[index][0], mask, self.reading.max_pixels).astype(np.uint8)
+        return picture, _values(self.reader, self.samples[index][0], mask).astype(np.uint8)
 
     def finish(self, picture: Picture, target: np.ndarray, draw: Draw) -> tuple[Tensor, Tensor]:
         """Return the item of a decoded image and its mask: augmented alike, or the image prepared and the mask as it is."""
@@ -72,7 +69,7 @@ class MaskSet(ImageSet):
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return the item (H, W) that stands for an unreadable image: zeros, and a mask without classes."""
-        return torch.zeros(3, *size), torch.full(size, IGNORED, dtype=torch.uint8)
+        return super().left_out(size)[0], torch.full(size, IGNORED, dtype=torch.uint8)
 
     def class_counts(self) -> list[int]:
         """Return the number of images in which each class occurs."""
@@ -87,103 +84,86 @@ class MaskSet(ImageSet):
         return [source for pair in self.samples for source in pair]
 
 
-def classes_in_masks(reader: Reader, max_pixels: int, expected: int) -> np.ndarray:
+def classes_in_masks(reader: Reader, expected: int) -> np.ndarray:
     """Return whether each class is in each mask of a reader, bool [n, 256]; ValueError as of `MaskSet`."""
     sources = [source for pair in reader.samples for source in pair]
     key = (reader.where, *reader.classes, expected, *map(reader.name, sources), *reader.states(sources))
     if key not in _checked:
         with ThreadPoolExecutor(READERS) as readers:
-            found = list(readers.map(lambda pair: _fault(reader, pair[0], pair[1], max_pixels), reader.samples))
-        faults: dict[str, list[str]] = defaultdict(list)
-        for (image, _), (fault, detail, _) in zip(reader.samples, found, strict=True):
-            if fault:
-                faults[fault].append(f"{reader.title(image)}{detail}")
-        if faults:
-            raise ValueError("; ".join(_counted(names, len(found), fault) for fault, names in faults.items()))
-        present = np.stack([classes for _, _, classes in found])
+            found = list(readers.map(lambda pair: _classes_of(reader, *pair), reader.samples))
+        if faults := [fault for fault in found if isinstance(fault, str)]:
+            raise ValueError(f"{len(faults)} of {len(found)} masks do not fit: {'; '.join(faults[:SHOWN])}")
+        present = np.stack(found)
         _check_classes(reader, present.any(0), expected)
         _checked[key] = present
     return _checked[key]
 
 
-def _values(reader: Reader, image: Any, mask: Any, max_pixels: int) -> np.ndarray:
+def _values(reader: Reader, image: Any, mask: Any) -> np.ndarray:
     """The values of a mask [h, w]; errors as of `decode_mask`."""
-    return decode_mask(reader.encoded(mask), max_pixels, f"the mask of {reader.title(image)}")
+    return decode_mask(reader.encoded(mask), f"the mask of {reader.title(image)}")
 
 
-def _fault(reader: Reader, image: Any, mask: Any, max_pixels: int) -> tuple[str, str, np.ndarray]:
-    """What is wrong with a mask, details, and the classes in it [256]; unreadable files are left to reading."""
+def _classes_of(reader: Reader, image: Any, mask: Any) -> np.ndarray | str:
+    """Which classes are in a mask [256], or what is wrong with it; unreadable files, without classes, are left to reading."""
     present, classes = np.zeros(256, bool), len(reader.classes)
     try:
-        values = _values(reader, image, mask, max_pixels)
-        size = image_size(reader.encoded(image), max_pixels, upright=True)
+        values = _values(reader, image, mask)
+        size = image_size(reader.encoded(image), upright=True)
     except BadImage:
-        return "", "", present
+        return present
     except ValueError as error:
-        return "no mask of one channel (a gray or palette PNG)", f" ({error})", present
+        return str(error)
+    name = f"the mask of {reader.title(image)}"
     if values.shape != size:
-        sizes = "{}x{} and {}x{} pixels".format(*values.shape, *size)
-        if values.shape == image_size(reader.encoded(image), max_pixels):
-            sizes += ": the image is turned by its EXIF orientation, as viewers do, and the mask is not"
-        return "a mask of another size, and nothing is resampled: make both the same size", f" ({sizes})", present
+        sizes = "{}x{} pixels and its image {}x{}".format(*values.shape, *size)
+        return f"{name} has {sizes}, both turned by their EXIF orientation; make them the same size, nothing is resampled"
     there = np.bincount(values.ravel()).nonzero()[0]  # faster than unique
     if (beyond := there[(there >= classes) & (there != IGNORED)]).size:
-        return f"classes in the mask beyond the {classes} known", f" (value {beyond[-1]})", present
+        return f"{name} has the value {beyond[-1]}, beyond the {classes} classes known"
     present[there] = True
-    if not present[:classes].any():
-        return f"a mask in which no pixel has a class, only {IGNORED}", "", present
-    return "", "", present
+    return present if present[:classes].any() else f"{name} has no pixel with a class, only {IGNORED}"
 
 
 def _check_classes(reader: Reader, seen: np.ndarray, expected: int) -> None:
     """Raise ValueError if no mask has one of the `expected` classes, or if all have one class and 255."""
-    missing = [f"{reader.classes[i]} (value {i})" for i in (~seen[:expected]).nonzero()[0]]
-    alone = seen[: len(reader.classes)].sum() == 1 and (expected or seen[IGNORED])
-    if missing or alone:
-        what = f"has the class {', '.join(missing)}" if missing else "has a second class"
-        ignored = f"; the value {IGNORED} occurs and means that a pixel has no class" if seen[IGNORED] else ""
+    missing = ", ".join(f"{reader.classes[i]} (value {i})" for i in (~seen[:expected]).nonzero()[0])
+    if missing or (seen[: len(reader.classes)].sum() == 1 and (expected or seen[IGNORED])):
+        what = f"the class {missing}" if missing else "a second class"
         raise ValueError(
-            f"no pixel of the {len(reader.samples)} masks of {reader.where} {what}{ignored}: give every pixel the number of "
-            "its class, from 0 in the order of classes.txt, or take classes that do not occur out of that file"
+            f"no pixel of the {len(reader.samples)} masks of {reader.where} has {what}: give every pixel the number of its "
+            f"class, from 0 in the order of classes.txt ({IGNORED} means no class), or take unused classes out of that file"
         )
-
-
-def _counted(names: Sequence[str], total: int, fault: str) -> str:
-    """Return e.g. "3 of 367 images have no mask, such as a.jpg", for the names of faulty images."""
-    some = ", ".join(names[:SHOWN])
-    return f"{len(names)} of {total} image{'s' * (total != 1)} ha{'s' if len(names) == 1 else 've'} {fault}, such as {some}"
 
 
 def mask_reader(root: str, split: Split, reading: Reading) -> Files:
     """Return the images and masks of a split of a folder of LAYOUT.
 
     The evaluation split may have the names that it has for classification; without it, or without folders of splits,
-    `reading.val_fraction` divides the images. ValueError for another layout, and for missing, doubled or left over masks.
+    `reading.val_fraction` divides the images. Links and hidden files are as in `Scan`, where `images/<split>` and
+    `masks/<split>` are the folders that may be links. ValueError for another layout, and for missing, doubled or left over
+    masks.
     """
     classes = mask_classes(root)
     root = root.rstrip("/")
-    images, masks = (_files(f"{root}/{folder}") for folder in ("images", "masks"))
-    if not images or not masks:
-        raise ValueError(f"found no {'images' if masks else 'masks'} for segmentation in {root}: its layout must be {LAYOUT}")
-    by_stem: dict[str, list[list[str]]] = defaultdict(lambda: [[], []])
-    for number, paths in enumerate((images, masks)):
-        for path in paths:
-            by_stem[str(PurePosixPath(path).with_suffix(""))][number].append(path)
-    words = [stem.partition("/")[0] for stem in by_stem]
-    samples = of_split([(found, 0) for found in by_stem.values()], words, split, reading.val_fraction, f"{root}/images")
-    pairs = [found for found, _ in samples]
-    faults = {
-        "no mask": [found[0] for found, of in pairs if not of],
-        "several masks": [found[0] for found, of in pairs if found and len(of) > 1],
-        "the name of another": [found[1] for found, _ in pairs if len(found) > 1],
-    }
-    total = sum(len(found) for found, _ in pairs)
-    texts = [_counted([f"{root}/images/{name}" for name in some], total, fault) for fault, some in faults.items() if some]
-    if alone := [of[0] for found, of in pairs if not found]:
-        texts.append(f"{len(alone)} of {sum(len(of) for _, of in pairs)} masks have no image, such as {root}/masks/{alone[0]}")
-    if texts:
-        raise ValueError(f"{'; '.join(texts)}: every image needs one mask of the same name, as {LAYOUT}")
-    return Files(classes, [(f"{root}/images/{found[0]}", f"{root}/masks/{of[0]}") for found, of in pairs], root, root)
+    own, whole = split_folder(f"{root}/images", split, reading.val_fraction)
+    folders = [os.path.normpath(f"{folder}/{own.relative_to(f'{root}/images')}") for folder in ("images", "masks")]
+    if not all(os.path.isdir(f"{root}/{folder}") for folder in folders):
+        raise ValueError(f"found no {' and '.join(folders)} for segmentation in {root}: its layout must be {LAYOUT}")
+    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for path, kind in Scan(root, folders, reading.follow_links).samples:
+        found[os.path.splitext(below(path, f"{root}/{folders[kind]}"))[0]][kind].append(path)
+    pairs = [(images[0], masks[0]) for images, masks in found.values() if len(images) == len(masks) == 1]
+    if len(pairs) < len(found):
+        wrong = [f"{name}: {len(i)} and {len(m)}" for name, (i, m) in found.items() if not len(i) == len(m) == 1]
+        raise ValueError(
+            f"{len(wrong)} of {len(found)} names in {root}/{folders[0]} and {folders[1]} have not one image and one mask: "
+            f"{', '.join(wrong[:SHOWN])}; the layout is {LAYOUT}"
+        )
+    if whole:
+        samples = [(pair, 0) for pair in pairs]
+        pairs = [pair for pair, _ in divided(samples, split, reading.val_fraction, f"{root}/{folders[0]}")]
+    return Files(classes, pairs, root, root)
 
 
 def mask_classes(root: str) -> list[str]:
@@ -256,29 +236,3 @@ def _largest(place: str) -> int:
 
     with ThreadPoolExecutor(READERS) as readers:
         return max(value for rows in splits.values() for value in readers.map(largest, rows[column]))
-
-
-def _files(folder: str) -> list[str]:
-    """The image files at or below a folder, sorted, as paths relative to it; without hidden ones.
-
-    The folder and those directly in it, which are the splits, may be links. Other links to folders are not followed, and told.
-    """
-    found = [below(path, folder) for path in sorted(_walk(folder))]
-    return [path for path in found if path.lower().endswith(SUFFIXES) and not any(map(hidden, path.split("/")))]
-
-
-def _walk(folder: str) -> Iterator[str]:
-    """Yield the paths of all files below a folder, also of splits that are links; a warning names other links to folders."""
-    left_out: list[str] = []
-    for split in (folder, *(str(path) for path in Path(folder).glob("*") if path.is_symlink() and path.is_dir())):
-        for parent, folders, names in os.walk(split, onerror=_refuse):
-            yield from (path for name in names if os.path.isfile(path := os.path.join(parent, name)))
-            if parent != folder:
-                left_out += [path for name in folders if os.path.islink(path := os.path.join(parent, name))]
-    if left_out:
-        warn_once(f"left out of {shown(folder)}: {len(left_out)} folder links below its splits, such as {shown(min(left_out))}")
-
-
-def _refuse(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # of the folder itself, which the layout's error names
-        raise error

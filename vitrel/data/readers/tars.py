@@ -70,7 +70,9 @@ def tar_reader(root: str, split: Split, reading: Reading) -> Tars:
     `reading.val_fraction`. ValueError for a damaged or compressed tar, one without images, or no images of the split.
     """
     root = root.rstrip("/")
-    members, classes = _all_members(root)
+    tars = tar_files(root)
+    members = [member for tar, state in zip(tars, file_states(tars), strict=True) for member in _members(tar, state)]
+    classes = class_order({member.label for member in members})
     numbers = {name: number for number, name in enumerate(classes)}
     words = [split_word(_below(member.tar, root), member.name) for member in members]
     labeled = [(member, numbers[member.label]) for member in members]
@@ -80,11 +82,6 @@ def tar_reader(root: str, split: Split, reading: Reading) -> Tars:
 def _below(tar: str, root: str) -> str:
     """The path of a tar below the data's folder; its name if it is the data itself."""
     return PurePosixPath(tar).name if tar == root else below(tar, root)
-
-
-def tar_classes(root: str) -> list[str]:
-    """Return the class names of tar files, in `class_order`; errors as of `tar_reader`."""
-    return _all_members(root)[1]
 
 
 def tar_files(root: str) -> list[str]:
@@ -103,12 +100,6 @@ def is_web_dataset(tar: str) -> bool:
         return False
 
 
-def _all_members(root: str) -> tuple[list[Member], list[str]]:
-    tars = tar_files(root)
-    members = [member for tar, state in zip(tars, file_states(tars), strict=True) for member in _members(tar, state)]
-    return members, class_order({member.label for member in members})
-
-
 @lru_cache(64)  # training, evaluation and class names need the same
 def _members(tar: str, state: str) -> list[Member]:
     """The images of one tar file by name, without hidden ones."""
@@ -118,11 +109,7 @@ def _members(tar: str, state: str) -> list[Member]:
             file.seek(-len(END), os.SEEK_END)
             if file.read() != END:
                 raise tarfile.ReadError("its end is missing")
-            last = max((inner or info for info, _, inner in found), key=lambda member: member.offset_data)
-            file.seek(last.offset_data + last.size + -last.size % 512)
-            if (header := file.read(512)).strip(b"\0"):  # tarfile stops without a word at a damaged header
-                tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-    except (tarfile.TarError, OSError, ValueError, MemoryError) as error:
+    except (tarfile.TarError, OSError, ValueError) as error:
         reason = f"it has no image with {', '.join(SUFFIXES)}" if "unpack" in str(error) else error
         raise ValueError(
             f"{tar} cannot be read ({reason}): write an uncompressed tar of class folders, as tar -cf {tar} -C FOLDER ."
@@ -133,8 +120,7 @@ def _members(tar: str, state: str) -> list[Member]:
         if any(map(hidden, path.parts)):
             continue
         start, stem = (0, PurePosixPath(tar).stem) if inner is None else (inner.offset_data, PurePosixPath(inner.path).stem)
-        if info.issparse() or (not path.parent.name and split_word(stem)):
-            fault = "is a sparse file: write it again without --sparse" if info.issparse() else "is in no class folder"
-            raise ValueError(f"{tar}: {shown(path)} {fault}")
+        if not path.parent.name and split_word(stem):
+            raise ValueError(f"{tar}: {shown(path)} is in no class folder")
         members.append(Member(tar, str(path), start + info.offset_data, info.size, path.parent.name or stem))
     return members
