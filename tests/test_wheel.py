@@ -8,11 +8,13 @@ import tomllib
 from importlib import metadata
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from helpers import ROOT
 from vitrel.common.extras import EXTRAS
+from vitrel.version import __version__
 
 USE = """
 import contextlib, io, re, timm, torch, vitrel
@@ -59,6 +61,10 @@ def test_extras_are_those_of_the_project():
     for extra, modules in EXTRAS.items():
         assert {names.get(module, module) for module in modules} <= declared, extra
     assert {re.match(r"\w+", text)[0] for text in project["dependencies"]} == {"torch", "timm", "numpy", "filelock"}
+
+
+def test_the_citation_has_the_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
 
 
 def link_requirements(site):
