@@ -1,5 +1,9 @@
-"""The committed results of studies: rows of results.csv, and scores of images where images.npz is beside it."""
+"""The committed results of studies: rows of results.csv, and scores of images where images.npz is beside it.
 
+python -m tools.study.results results/study/imagenet    # writes table.md again, from the rows
+"""
+
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,6 +11,8 @@ import numpy as np
 import pandas as pd
 
 from vitrel.evaluate.folder import read_kept
+from vitrel.evaluate.report import table
+from vitrel.evaluate.verdicts import judge
 from vitrel.tasks import Row, task_named
 
 TEXT = ("label", "img_size", "train_size", "policy", "window", "pad_fraction", "resampled", "protocol")
@@ -33,3 +39,22 @@ def _key(row: Row) -> str:
     seed, budget, policy = row["seed"], row.get("budget"), row["policy"]
     protocol = row["protocol"] + (f",{int(budget)}t" if budget == budget and budget is not None else "")
     return f"{row['label']}|{int(seed) if seed == seed else None}|{row['img_size']}|{protocol}|{policy}|{row['crop_pct']:g}"
+
+
+def main() -> None:
+    """Write table.md of every folder of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    for folder in parser.parse_args().folders:
+        rows = read_rows(folder / "results.csv")
+        task, scores = task_named(rows[0]["task"]), {}
+        if (folder / "images.npz").exists():
+            scores = read_scores(folder, rows, task.metric)
+        elif task.dense:
+            parser.error(f"{folder} has no images.npz: without the scores of images, intervals of mIoU would be too wide")
+        (folder / "table.md").write_text(table(judge(rows, scores), folder.name), "utf-8")
+        print(folder / "table.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -71,6 +71,14 @@ def first_screen(judged: Judged) -> str:
     return f"{caption_of(judged, '± half its 95 % interval')}:\n\n{main_grid(judged).markdown()}\n{''.join(texts)}"
 
 
+def table(judged: Judged, title: str) -> str:
+    """Return table.md: the first screen, what its words mean, the other tables, and costs."""
+    words = "".join(f"- {f'**{word}**' if word == 'bold' else word}: {text}\n" for word, text in legend(judged).items())
+    tables = [f"{name}:\n\n{grid.markdown()}" for name, grid in other_grids(judged).items()]
+    parts = [f"# {title}", first_screen(judged), words, *tables, f"Costs:\n\n{markdown(*costs(judged))}"]
+    return "\n\n".join(text.rstrip() for text in parts) + "\n"
+
+
 def write(
     folder: Path,
     judged: Judged,
@@ -96,11 +104,8 @@ def write(
         (folder / "plots").mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / "plots" / f"{name}.png") as part:
             figure.savefig(part, format="png", dpi=150)
-    words = "".join(f"- {f'**{word}**' if word == 'bold' else word}: {text}\n" for word, text in legend(judged).items())
-    tables = [f"{name}:\n\n{grid.markdown()}" for name, grid in other_grids(judged).items()]
-    parts = [f"# {title}", first_screen(judged), words, *tables, f"Costs:\n\n{markdown(*costs(judged))}"]
     with atomic_write(folder / "table.md") as part:
-        part.write_text("\n\n".join(text.rstrip() for text in parts) + "\n", "utf-8")
+        part.write_text(table(judged, title), "utf-8")
     environment = Environment(loader=PackageLoader("vitrel.evaluate", "."), autoescape=True, trim_blocks=True)
     environment.filters["breaking"] = lambda name: Markup(re.sub(r"([_./-])", r"\1<wbr>", str(escape(name))))
     models = {label: next(iter(model.used.values())) for label, model in judged.models.items()}

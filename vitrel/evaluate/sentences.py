@@ -21,9 +21,9 @@ from vitrel.inspect.attention import NEGLIGIBLE
 
 PROTOCOLS = {
     "scale": "the image is resized, and objects grow with it",
-    "canvas": "objects keep their size in pixels: a smaller size is a center crop, a larger one shows more around, or padding",
-    "sliding": "the images of canvas, in half overlapping windows of the training size, whose outputs are averaged",
-    "native": "every image keeps its own aspect ratio and is resized to a maximum number of tokens, without cropping",
+    "canvas": "objects keep their size in pixels: a center crop, or more around it",
+    "sliding": "the images of canvas, in half overlapping windows of the training size",
+    "native": "the whole image at its own aspect ratio, resized to a maximum number of tokens",
 }
 
 

@@ -330,7 +330,8 @@ def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
     ]
     p = p_values([contrast([place.sample], [own.sample]) for place, own in pairs])
     shown = [place.row for (place, _), is_shown in zip(pairs, p <= holm(p), strict=True) if is_shown]
-    return {row["img_size"]: row for row in sorted(shown, key=main_metric)}  # of a size the last
+    best = {row["img_size"]: row for row in sorted(shown, key=main_metric)}  # of a size the last
+    return {size: best[size] for size in used if size in best}
 
 
 def _costs_the_same(row: Row, other: Row) -> bool:
