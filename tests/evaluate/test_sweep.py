@@ -96,8 +96,6 @@ def test_the_plan_starts_at_the_training_sizes_and_shares_images_between_models(
     ("settings", "message"),
     [
         ({"policies": ("nearest",)}, "no model has the policy 'nearest'; the policies of these models are: all, bicubic, clip"),
-        ({"skip": ("48x48 canvas",)}, "skip names '48x48 canvas', but takes a size and a protocol of this evaluation"),
-        ({"crop_pct": 0.9, "protocols": "native"}, "the native protocol does not crop"),
         ({"protocols": "sliding"}, "it is for segmentation"),
     ],
 )

@@ -10,7 +10,9 @@ The training sizes are always evaluated too. --dry-run prints the rows with thei
 
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
-    torchrun --nproc_per_node=2 -m vitrel evaluate runs/a --data shapes --size 48 96
+    torchrun --nproc-per-node 2 -m -- vitrel evaluate runs/a --data shapes --size 48 96
+
+(torchrun takes options such as --n for its own where -- is missing.)
 """
 
 import argparse
@@ -68,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures")
     add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
-    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three are for all models")
-    add("--std", type=float, nargs="+", help="standard deviation of the pixels")
+    add("--mean", type=float, nargs=3, help="mean of the pixels, 0 to 1; this and the next three are for all models")
+    add("--std", type=float, nargs=3, help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
     add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
     add("--class-indices", type=Path, help="file with a class, a tab and the index of the model's output on every line")

@@ -102,19 +102,17 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
         about: any of preprocessing, outputs and restrict of `vitrel.evaluate.checkpoint.trained_model`, for all models.
     """
     check_models(args, random)
-    from vitrel.evaluate.checkpoint import adjusted, load_checkpoint, load_model, random_model
+    from vitrel.evaluate.checkpoint import load_checkpoint, load_model
 
     weights, loaded = [*args.weights], []
     with arguments_given("--model-args", args.model_args):
         for model in _models(args):
-            if is_name(model) and random and not weights and not args.pretrained:
-                loaded.append(random_model(model, args.model_args, img_size=args.img_size, **about))
-            elif is_name(model) or model.startswith(LOCAL):
+            if is_name(model) or model.startswith(LOCAL):
                 file = weights.pop(0) if is_name(model) and weights else None
                 options = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
-                loaded.append(load_model(model, file, **options, **about))
+                loaded.append(load_model(model, file, random=random, **options, **about))
             else:
-                loaded.append(adjusted(load_checkpoint(_checkpoint(model)), **about))
+                loaded.append(load_checkpoint(_checkpoint(model), **about))
     return loaded
 
 

@@ -113,7 +113,15 @@ class TrainedModel:
         return self.patch
 
 
-def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> TrainedModel:
+def load_checkpoint(
+    path: str | Path,
+    label: str | None = None,
+    seed: int | None = None,
+    *,
+    preprocessing: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, int] | None = None,
+    restrict: bool = False,
+) -> TrainedModel:
     """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
 
     Only this file is read: paths inside a checkpoint are not followed.
@@ -122,6 +130,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         label: default the file's name without suffix for .safetensors; else the model's name, or for a generic one (vitrel_vit)
             that of the run's folder or the file.
         seed: default that of the checkpoint, None for .safetensors.
+        preprocessing, outputs, restrict: instead of the file's, see `trained_model`.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -134,30 +143,23 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         classes = tuple(model.pretrained_cfg.get("label_names") or ())
         trained = replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
         sizes = getattr(backbone_of(model), "train_sizes", ())
-        return _sized(replace(trained, train_sizes=tuple(map(parse_size_or_budget, sizes))))
-    model, about = read_checkpoint(path)
-    trained = TrainedModel(
-        model=model,
-        name=about["model"],
-        label=label or _label_of(about["model"], path),
-        encoding=encoding_of(model),
-        img_size=tuple(about["img_size"]),
-        classes=tuple(about["classes"]),
-        mean=tuple(about["mean"]),
-        std=tuple(about["std"]),
-        crop_pct=float(about["crop_pct"]),
-        crop_mode=about["crop_mode"],
-        interpolation=about["interpolation"],
-        seed=seed if seed is not None else about.get("seed"),
-        path=path,
-        task=about.get("task", "classification"),
-        train_sizes=tuple(map(parse_size_or_budget, about.get("train_sizes") or ())),
-    )
-    return _sized(trained)
-
-
-def _sized(trained: TrainedModel) -> TrainedModel:
-    """The model with an img_size that is one of its training sizes."""
+    else:
+        model, about = read_checkpoint(path)
+        name, sizes = about["model"], about.get("train_sizes") or ()
+        trained = TrainedModel(
+            model=model,
+            name=name,
+            label=label or _label_of(name, path),
+            encoding=encoding_of(model),
+            img_size=tuple(about["img_size"]),
+            classes=tuple(about["classes"]),
+            **_preprocessing({key: about[key] for key in ("mean", "std", "crop_pct", "crop_mode", "interpolation")}),
+            seed=seed if seed is not None else about.get("seed"),
+            path=path,
+            task=about.get("task", "classification"),
+        )
+    own = {"outputs": outputs, "restrict": restrict, "train_sizes": tuple(map(parse_size_or_budget, sizes))}
+    trained = replace(trained, **_preprocessing(preprocessing or {}), **own)
     sizes = [trained.size_of(size) for size in trained.train_sizes]
     return trained if trained.img_size in sizes else replace(trained, img_size=nearest_size(trained.img_size, sizes))
 
@@ -174,6 +176,7 @@ def load_model(
     weights: str | Path | None = None,
     model_args: Mapping[str, Any] | None = None,
     pretrained: bool = False,
+    random: bool = False,
     **about: Any,
 ) -> TrainedModel:
     """Build the model `name` and load weights from a file, in eval mode on the CPU; it has the file's number of classes.
@@ -184,6 +187,7 @@ def load_model(
         weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's train.py
             (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
         pretrained: instead of a file, use timm's weights for the name, from its cache or the network.
+        random: without either, random weights (seed 0).
         model_args: arguments of timm.create_model.
         about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one.
 
@@ -201,24 +205,16 @@ def load_model(
             model = _build_from_weights(name, Path(weights), arguments)
         elif pretrained:
             model = _create(name, arguments | {"pretrained": True})
+        elif random:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = _create(name, arguments)
         else:
             raise ValueError(f"{name} has no weights: give a file (--weights), or --pretrained for timm's weights")
     if bad := not_finite(model):
         raise ValueError(f"the weights of {name} hold NaN or infinity in {bad}")
     trained = trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
     return replace(trained, model_args=json.dumps(model_args, sort_keys=True, default=str)) if model_args else trained
-
-
-def random_model(name: str, model_args: Mapping[str, Any] | None = None, **about: Any) -> TrainedModel:
-    """Build the model `name` with random weights (seed 0), in eval mode on the CPU; arguments as in `load_model`."""
-    arguments = _arguments(model_args, about)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            model = _create(name, arguments)
-        except RuntimeError as error:
-            raise ValueError(f"{name} cannot be built: {error}") from error
-    return trained_model(model.eval(), name, **about)
 
 
 def trained_model(
@@ -243,12 +239,12 @@ def trained_model(
         task: by default "segmentation" for a `Segmenter`, else "classification".
 
     Raises:
-        ValueError: the model has no `num_classes`, or mean or std is invalid.
+        ValueError: the model has no `num_classes`.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
         raise ValueError(f"{name} predicts no classes: its num_classes is missing or 0")
-    known = _checked(preprocessing_of(model) | dict(preprocessing or {}))
+    known = _preprocessing(preprocessing_of(model) | dict(preprocessing or {}))
     return TrainedModel(
         model=model,
         name=name,
@@ -265,29 +261,10 @@ def trained_model(
     )
 
 
-def adjusted(
-    trained: TrainedModel,
-    *,
-    preprocessing: Mapping[str, Any] | None = None,
-    outputs: Mapping[str, int] | None = None,
-    restrict: bool = False,
-) -> TrainedModel:
-    """Return a trained model with other preprocessing or classes than its file has; arguments as in `trained_model`."""
-    outputs = trained.outputs if outputs is None else outputs
-    return replace(trained, **_checked(preprocessing or {}), outputs=outputs, restrict=restrict or trained.restrict)
-
-
-def _checked(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
-    """Preprocessing with mean and std as tuples and crop_pct as a float; ValueError where one of these is not three numbers."""
-    known = dict(preprocessing)
-    if "crop_pct" in known:
-        known["crop_pct"] = float(known["crop_pct"])
-    for key in known.keys() & {"mean", "std"}:
-        known[key] = tuple(known[key])
-        if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
-            above = " above 0" if key == "std" else ""
-            raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
-    return known
+def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Preprocessing with mean and std as tuples and crop_pct as a float."""
+    types = {"mean": tuple, "std": tuple, "crop_pct": float}
+    return {name: types.get(name, str)(value) for name, value in given.items()}
 
 
 def encoding_of(model: nn.Module) -> str:

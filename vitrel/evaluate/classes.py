@@ -1,6 +1,5 @@
 """Which output of a model stands for which class of the data."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 
@@ -42,22 +41,6 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
             "--class-indices FILE, a class, a tab and its index per line, gives any other order"
         )
     return tuple(range(count))
-
-
-def class_map(trained: TrainedModel, classes: Sequence[str]) -> str:
-    """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "names" (the model knows them in
-    another order, or knows more), "wordnet" (by WordNet IDs), or "file" with a digest of `trained.outputs`; followed by
-    ", restricted" where only these outputs are compared.
-    """
-    if trained.outputs is not None:
-        pairs = repr(sorted(trained.outputs.items()))
-        source = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
-    elif trained.classes:
-        source = "order" if list(trained.classes) == list(classes) else "names"
-    else:
-        by_id = _by_wordnet(trained.model.num_classes, classes) is not None
-        source = "wordnet" if by_id else "order"
-    return f"{source}, restricted" if trained.restrict else source
 
 
 def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@
 every other stage gets the values that it needs.
 """
 
+import hashlib
 import math
 import platform
 import time
@@ -26,12 +27,11 @@ from vitrel.common.lock import only_writer
 from vitrel.common.modules import evaluating
 from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import progress
-from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
 from vitrel.common.tables import markdown
 from vitrel.data import Reading
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
-from vitrel.evaluate.classes import class_map, class_outputs
+from vitrel.evaluate.classes import class_outputs
 from vitrel.evaluate.folder import Folder, read_rows
 from vitrel.evaluate.images import PROTOCOLS, Data, Images
 from vitrel.evaluate.pictures import collect
@@ -56,6 +56,7 @@ from vitrel.weights.record import state_hash
 if TYPE_CHECKING:
     import pandas as pd
 
+NEEDS_NO_IMAGES = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")  # columns of a dry run
 CPU_BATCH = 4  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
 
 
@@ -129,7 +130,9 @@ def _evaluated(
                 for row, kept, bad in _measured(left, images, settings, device, costs, advance):
                     folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
-            raise _with_what_is_saved(error, folder) from error
+            if told and folder.rows:
+                error.add_note(f"{len(folder.rows)} rows are in {path}, and the same command measures the others")
+            raise
         rows = with_retention(folder.rows)
         folder.write_table(rows)
         if told:
@@ -140,33 +143,20 @@ def _evaluated(
 
 
 def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out: Path) -> str:
-    """Return what `at_sizes` would do as text: a line for every row, how many there are, and about how long they take."""
+    """Return what `at_sizes` would do as text: the rows that `out` lacks, how many there are, and how long they take."""
     device = local_device(settings.device)
     images, plan = opened(models, data, settings)
     done = {row["key"] for row in read_rows(out)[0]}
-    costs = _costs(plan, images)
     left = [trial for trial in plan if trial.key not in done]
-    head = ("model", "size", "protocol", "policy", "tokens", "GFLOPs", "windows", "resampled", "values", "unseen", "done")
-    columns = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")
-    lines = []
-    for trial in plan:
-        row = trial.columns | costs[_about_cost(trial)]
-        cells = [_cell(row[name]) for name in columns]
-        own = "" if trial in left else "yes"
-        protocol = row["protocol"] + (f", {row['budget']}t" if row["budget"] else "")
-        lines.append([row["label"], row["img_size"], protocol, row["policy"], *cells, own])
+    costs = _costs(left, images)
+    columns = ("label", "img_size", "protocol", "budget", "policy", *NEEDS_NO_IMAGES)
+    rows = [trial.columns | costs[_about_cost(trial)] for trial in left]
+    lines = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
     with _evaluating(models):
         seconds = _seconds(left, images, costs, settings, device)
     return (
-        f"{markdown(head, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in {out} "
-        f"already; the others take about {math.ceil(seconds / 60)} min on this machine.{_notes(plan)}\n"
-    )
-
-
-def _cell(value: Any) -> str:
-    """A value of the dry run's table; - for a number that is not known."""
-    return (
-        f"{value:,.4g}".replace("nan", "-") if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        f"{markdown(columns, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in "
+        f"{out} already; the others take about {math.ceil(seconds / 60)} min on this machine.{_notes(plan)}\n"
     )
 
 
@@ -213,7 +203,7 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
             "std": one.std,
             "interpolation": one.interpolation,
             "crop_mode": one.crop_mode,
-            "classes": class_map(one, classes),
+            "outputs": _digest((class_outputs(one, classes, images.source), one.restrict)),
         }
         for one in models
     }
@@ -239,6 +229,10 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
         "commit": commit(),
         "python": platform.python_version(),
     }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def _about_cost(trial: Trial) -> tuple:
@@ -343,15 +337,6 @@ def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) ->
                 at = stack.enter_context(AtSizes(trial.trained.model, trial.policy, device, trial.view.window))
                 ready[about] = at(size)
         return speeds(ready, size, min(most, settings.batch_size), device, settings.dtype)
-
-
-def _with_what_is_saved(error: BaseException, folder: Folder) -> BaseException:
-    """An error that stops an evaluation, with a note on what it leaves; that of a lack of memory in a sentence of ours."""
-    if isinstance(error, RuntimeError) and (text := lack_of(error)):
-        error = MemoryError(text).with_traceback(error.__traceback__)
-    if folder.path is not None and folder.rows:
-        error.add_note(f"{len(folder.rows)} rows are in {folder.path}, and the same command measures the others")
-    return error
 
 
 @contextmanager

@@ -193,7 +193,7 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
             token budget for a model without a patch size.
     """
     asked, protocols = settings.sizes or default_sizes(models[0]), settings.protocols or default_protocols(models)
-    _check_asked(models, asked, protocols, settings)
+    _check(models, settings)
     wanted = None if settings.policies == ("all",) else settings.policies
     found: list[tuple[tuple, Trial]] = []
     for trained, of_classes in zip(models, outputs, strict=True):
@@ -217,9 +217,7 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
     return [*{trial.key: trial for _, trial in reversed(found)}.values()][::-1]  # a size may be given in two ways
 
 
-def _check_asked(
-    models: Sequence[TrainedModel], asked: Sequence[Size | Budget], protocols: Sequence[str], settings: Settings
-) -> None:
+def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
     """ValueError for settings that do not go together with each other or with the models."""
     if len(tasks := {trained.task for trained in models}) > 1:
         raise ValueError(f"models of {' and '.join(sorted(tasks))} cannot share an evaluation: evaluate them apart")
@@ -231,18 +229,10 @@ def _check_asked(
             raise ValueError("translated content is for classification: masks are not translated, leave translations out")
         if settings.crop_pct:
             raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas below the training size crops")
-    if settings.crop_pct and [*protocols] == ["native"]:
-        raise ValueError("the native protocol does not crop: leave crop_pct out")
     available = {policy for trained in models for policy in policies_of(trained.model)} | {"all"}
     if unknown := [policy for policy in settings.policies if policy not in available]:
         names = ", ".join(sorted(available))
         raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are: {names}")
-    sizes = {*asked, *(size for trained in models for size in trained.train_sizes)}
-    combinations = {f"{format_size(size)} {protocol}" for size in sizes for protocol in protocols}
-    if unknown := sorted({*settings.skip} - combinations):
-        raise ValueError(
-            f"skip names {unknown[0]!r}, but takes a size and a protocol of this evaluation, such as '192x192 canvas'"
-        )
 
 
 def default_protocols(models: Sequence[TrainedModel]) -> tuple[str, ...]:

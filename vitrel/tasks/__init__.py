@@ -108,13 +108,13 @@ class Task(ABC):
     columns: ClassVar[Mapping[str, str]]
     stored: ClassVar[tuple[str, ...]]
 
-    @abstractmethod
     def head_classes(self, num_classes: int) -> int:
         """Return the number of outputs of the backbone's own classifier."""
+        return num_classes
 
-    @abstractmethod
     def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
         """Return the model that is trained: the backbone, with a head on it where the task has one of its own."""
+        return backbone
 
     @abstractmethod
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:

@@ -62,12 +62,6 @@ class Classification(Task):
     }
     stored = ("labels", "right", "among")
 
-    def head_classes(self, num_classes: int) -> int:
-        return num_classes
-
-    def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
-        return backbone
-
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
         return LearningClasses(num_classes, objective, label_smoothing)
 
