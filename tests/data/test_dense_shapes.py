@@ -24,7 +24,7 @@ def scenes():
     return DenseShapes(200, (128, 96), seed=6).scenes(range(200))
 
 
-@pytest.mark.parametrize("how", [{}, {"size": (40, 96)}, {"size": 96, "protocol": "scale"}, {"stretch": 1.7}])
+@pytest.mark.parametrize("how", [{}, {"size": (40, 96)}, {"size": 96, "protocol": "scale"}])
 def test_items_depend_on_seed_and_index_alone(how):
     data = DenseShapes(40, seed=1, **how)
     together = data.__getitems__([39, 0, Draw(3), 7, Draw(7, (72, 48)), 21])
@@ -54,7 +54,6 @@ def test_it_has_what_other_data_sets_have(drawn):
     [
         (lambda: class_names("shapes-dense"), "shapes-dense have a class for every pixel, .*: use the task segmentation"),
         (lambda: class_names("shapes", task="segmentation"), "a class for every image, .*: use shapes-dense"),
-        (lambda: DenseShapes(3, stretch=0), "stretch must be a factor above 0"),
         (lambda: DenseShapes(3, protocol="native"), "unknown protocol 'native'"),
         (lambda: DenseShapes(3)[3], "index 3 of 3 images"),
     ],
@@ -177,7 +176,6 @@ def test_scale_stretches_what_canvas_extends():
     small, large = DenseShapes(20, seed=3), DenseShapes(20, 128, seed=3, protocol="scale")
     for one, other in zip(small.scenes(range(20)), large.scenes(range(20)), strict=True):
         assert np.array_equal(one, other)
-    assert all(map(torch.equal, large[4], DenseShapes(20, 128, seed=3, stretch=2.0)[4]))
     (_, mask), (_, twice) = small[4], large[4]
     assert (twice[::2, ::2] == mask).float().mean() > 0.97
     assert DenseShapes(20, 128, seed=3).scenes([4]).radius.max() < PATCH

@@ -77,7 +77,7 @@ class Augmenter:
         self.crop_pct, self.crop_mode = (crop_pct, crop_mode) if settings.crop == "center" else (1.0, "center")
         # the generators of the libraries; crop, flips, jitter, gray and blur have their own
         self.seeds = settings.policy is not None or settings.crop in ("simple", "center")
-        self.pipelines = {self.size: AlbumentationsPipeline(self.settings, self.size, mean)}
+        self.pipelines = {self.size: pipeline(self.settings, self.size, mean)}  # which checks the settings
 
     def __call__(self, image: Picture, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
         """Return the augmented image, uint8 [3, H, W].
@@ -111,20 +111,24 @@ class Augmenter:
         """
         size = self.size if size is None else (size[0], size[1])
         if size not in self.pipelines:
-            self.pipelines[size] = AlbumentationsPipeline(self.settings, size, self.mean)
+            self.pipelines[size] = pipeline(self.settings, size, self.mean)
         # SeedSequence pads with zeros, so view 0 has the random numbers of (seed, epoch, index)
         state = np.random.SeedSequence((self.seed, epoch, index, repeat))
         try:
             with seeded(state) if self.seeds else nullcontext():
                 if self.settings.crop in ("simple", "center"):
                     image = self._resized_and_cropped(image, size)
-                pixels, mask = self.pipelines[size](as_array(image), state, mask)
+                # set_random_seed would give every transform the same random numbers, so that e.g. only mirrored images would be
+                # blurred. One pair of generators shared by all transforms keeps them independent.
+                steps = self.pipelines[size]
+                steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
+                found = steps(image=as_array(image), **({} if mask is None else {"mask": mask}))
         except Exception as error:
             if out_of_memory(error):
                 raise MemoryError(f"memory ran out in the augmentation: {error}") from error
             place = f"seed {self.seed}, epoch {epoch}, image number {index}, view {repeat}"
             raise AugmentationError(f"{_operation(error)} failed with the random numbers of {place}: {error}") from error
-        return torch.from_numpy(pixels).permute(2, 0, 1), None if mask is None else torch.from_numpy(mask)
+        return torch.from_numpy(found["image"]).permute(2, 0, 1), None if mask is None else torch.from_numpy(found["mask"])
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
         """The image resized and cropped to `size` by the crop "simple" or "center".
@@ -174,53 +178,35 @@ def seeded(state: np.random.SeedSequence) -> Iterator[None]:
             torch.set_rng_state(before[2])
 
 
-class AlbumentationsPipeline:
-    """Augments uint8 [h, w, 3], with a mask uint8 [h, w] or None, to [H, W, 3] and [H, W].
+def pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> A.Compose:
+    """Return crop, flips, policy, color jitter, gray and blur of uint8 [h, w, 3] and masks [h, w], in this order.
 
-    The steps are crop, flips, policy, color jitter, gray and blur. The crops "simple" and "center" are left to `Augmenter`;
-    images must then have the size (H, W).
-
-    Args:
-        settings: the augmentation.
-        size: (H, W) of the result, pixels.
-        mean: color of pixels that crops and the policy leave without content, 0 to 1 per channel.
+    The crops "simple" and "center" are left to `Augmenter`; images must then have the size (H, W).
     """
-
-    def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
-        fill = tuple(round(255 * m) for m in mean)
-        flags = FLAGS[settings.interpolation]
-        steps: list[Any] = []
-        if settings.crop == "random_resized":
-            steps.append(_one_of([_resized_crop(settings, size, flag) for flag in flags]))
-        if settings.crop == "random_scale":
-            steps.append(_one_of([_RandomScale(settings.factor, size, flag) for flag in flags]))
-            padding: dict[str, Any] = {"pad_if_needed": True, "pad_position": "random", "fill": fill, "fill_mask": IGNORED}
-            steps.append(A.RandomCrop(*size, **padding))
-        if settings.flip:
-            steps.append(A.HorizontalFlip(p=0.5))
-        if settings.vflip:
-            steps.append(A.VerticalFlip(p=0.5))
-        if settings.policy is not None:
-            steps.append(_Policy(_warping(policy_transform(settings.policy, settings.interpolation, fill))))
-        if any(settings.jitter_ranges):
-            *spans, hue = settings.jitter_ranges
-            factors = ((1 - span, 1 + span) for span in spans)
-            steps.append(A.ColorJitter(*factors, hue=(-hue, hue), p=settings.jitter_prob))
-        if settings.gray_prob:
-            steps.append(A.ToGray(p=settings.gray_prob))
-        if settings.blur_prob:
-            steps.append(A.GaussianBlur(sigma_limit=(0.1, 2.0), p=settings.blur_prob))
-        self.steps = A.Compose(steps)
-
-    def __call__(
-        self, image: np.ndarray, state: np.random.SeedSequence, mask: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the augmented image and mask, with random numbers from `state` only."""
-        # set_random_seed would give every transform the same random numbers, so that e.g. only mirrored images would be
-        # blurred. One pair of generators shared by all transforms keeps them independent.
-        self.steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
-        result = self.steps(image=image) if mask is None else self.steps(image=image, mask=mask)
-        return result["image"], result.get("mask")
+    fill = tuple(round(255 * m) for m in mean)
+    flags = FLAGS[settings.interpolation]
+    steps: list[Any] = []
+    if settings.crop == "random_resized":
+        steps.append(_one_of([_resized_crop(settings, size, flag) for flag in flags]))
+    if settings.crop == "random_scale":
+        steps.append(_one_of([_RandomScale(settings.factor, size, flag) for flag in flags]))
+        padding: dict[str, Any] = {"pad_if_needed": True, "pad_position": "random", "fill": fill, "fill_mask": IGNORED}
+        steps.append(A.RandomCrop(*size, **padding))
+    if settings.flip:
+        steps.append(A.HorizontalFlip(p=0.5))
+    if settings.vflip:
+        steps.append(A.VerticalFlip(p=0.5))
+    if settings.policy is not None:
+        steps.append(_Policy(_warping(policy_transform(settings.policy, settings.interpolation, fill))))
+    if any(settings.jitter_ranges):
+        *spans, hue = settings.jitter_ranges
+        factors = ((1 - span, 1 + span) for span in spans)
+        steps.append(A.ColorJitter(*factors, hue=(-hue, hue), p=settings.jitter_prob))
+    if settings.gray_prob:
+        steps.append(A.ToGray(p=settings.gray_prob))
+    if settings.blur_prob:
+        steps.append(A.GaussianBlur(sigma_limit=(0.1, 2.0), p=settings.blur_prob))
+    return A.Compose(steps)
 
 
 def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A.RandomResizedCrop:

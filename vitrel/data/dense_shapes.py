@@ -4,19 +4,11 @@ A pixel is ground, cool, or warm with the cool partner to the left, to the right
 is one pixel at 64 px. The image is a window of a field without end: a larger canvas shows more pairs of the same size, and a
 pair can be cut by the border. A warm object whose partner has its center outside the image has no class (`IGNORED`).
 
-The direction of a partner can be found only from the position of patches relative to each other:
-
-- **Patches.** As in `shapes`, the objects of a pair are at least 9 units apart along the axis of the direction, and all others
-  are farther, so no patch of 8 px shows parts of two objects; gap and offset across are uniform over 8 units and the field has
-  no place of its own, so where objects lie within their patches tells nothing either.
-- **Colors and density.** Both objects of any other pair are more than 28 units away (along an axis) from both of a pair, which
-  is farther than partners are: the partner is the only cool object near a warm one, in all four directions alike. Colors, kinds
-  and radii are drawn independently of the direction. Every scene has the same density of pairs, at every size.
-- **Borders.** Without the rule for cut pairs every direction would be equally frequent at every place. With it, a partner at
-  the left is rarer near the left border, where it may be cut: from nothing but the place of a warm object, to 4 px, the best
-  guess of its direction is right for 37 % at 64 px, 32 % at 96 and 128 px and 29 % at 192 px, where chance is 25 %. In
-  `shapes` it is 70 %.
-- **Other pairs** are a little farther on the side of the partner, which also is a relation between positions.
+The direction of a partner can be found only from the position of patches relative to each other: objects of a pair are at
+least 9 units apart, those of other pairs more than 28 (along an axis), which is farther than partners are, so the partner is
+the only cool object near a warm one. Colors, kinds and radii are drawn independently of the direction, and the field has no
+place of its own. Only the rule for cut pairs tells something: from the place of a warm object alone, to 4 px, the best guess
+is right for 37 % at 64 px, 32 % at 96 and 128 px and 29 % at 192 px, where chance is 25 %.
 
 Two ways to a larger image: "canvas" keeps the objects' size and shows more of the field; "scale" stretches the same field.
 """
@@ -68,7 +60,6 @@ class DenseShapes(Drawn):
             stretches the field, so that the shorter side is 64 units at every size.
         base: side or (H, W) in pixels for `canvas`; its shorter side is 64 units.
         mean, std: per-channel normalization of values from 0 to 1.
-        stretch: factor on the size of all objects and distances, at the same size of the image.
 
     Raises:
         ValueError: a value out of range, or an unknown protocol.
@@ -85,13 +76,9 @@ class DenseShapes(Drawn):
         base: int | tuple[int, int] = 64,
         mean: tuple[float, ...] = (0.5, 0.5, 0.5),
         std: tuple[float, ...] = (0.5, 0.5, 0.5),
-        stretch: float = 1.0,
     ) -> None:
-        super().__init__(n, size, seed, protocol, base, mean, std, stretch=stretch)
-        if not stretch > 0:
-            raise ValueError(f"stretch must be a factor above 0, not {stretch}")
+        super().__init__(n, size, seed, protocol, base, mean, std)
         self.classes = list(CLASSES)
-        self.pixels *= stretch
         self.field = np.array(self.size) / self.pixels
         self.tries = int(np.ceil(TRIES * (self.field + 2 * MARGIN).prod() / FIELD**2))
 

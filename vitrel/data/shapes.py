@@ -3,22 +3,16 @@
 One warm-colored and one cool-colored object lie on a flat gray background among gray specks; the class is the direction from
 the cool object to the warm one. Lengths are in units: the field is 64 units high and wide, and a unit is one pixel at 64 px.
 
-The class can be found only from the position of patches relative to each other. With patches of 8 px on a 64-px image:
+The class can be found only from the position of patches of 8 px relative to each other:
 
-- the two objects are at least 9 units apart along the axis of the label, and specks are at least as far from both, so no patch
-  shows parts of both objects, or of an object and a speck;
+- the objects are at least 9 units apart along the axis of the label, specks as far from both: no patch shows parts of two;
 - the gap along the axis and the offset across it are uniform over 8 units, and the pair's center over a multiple of 8, so the
-  position of an object within its patches is uniform and independent of the other object and of the label.
-
-Therefore the bag of patches of the pair, which is all that a model without position sees, has the same distribution for every
-class. The specks are independent of the class, except that specks near the pair are left out, which no classifier was seen to
-use. The pair's center has the same distribution for every class, and both objects always lie completely inside the image, so
-neither the position of the pair nor truncation shows the class. The position of a single object does so in part, because an
-object at the left edge cannot be to the right of the other: the best guess from the position of the warm object is right for
-70 % of 64-px images.
+  bag of patches has the same distribution for every class;
+- the pair's center has the same distribution for every class, and both objects always lie completely inside the image. The
+  position of one object shows the class in part: from the warm one the best guess is right for 70 % of 64-px images.
 
 With `label="place"` the class is the quarter of the field in which the pair's center lies, at least 4 units from the lines
-between quarters. It is the control for absolute position, which a model can learn from the borders of a finite grid.
+between quarters: the control for absolute position, which a model can learn from the borders of a finite grid.
 """
 
 from abc import ABC, abstractmethod
@@ -46,17 +40,17 @@ _DRAWS = 16 + 5 * SPECKS
 
 
 class Scene(NamedTuple):
-    """Geometry and colors of one scene, or of a batch [B, ...]: M objects in drawing order, the cool and the warm one last.
+    """Geometry and colors of a batch of scenes: M objects in drawing order, the cool and the warm one last.
 
     Objects of radius 0 are not drawn: specks that would be too close to the pair.
     """
 
-    label: np.ndarray  # [...]        index into CLASSES or PLACES
-    background: np.ndarray  # [...]        gray, 0 to 1
-    center: np.ndarray  # [..., M, 2]  y, x in units from the field's upper left corner
-    radius: np.ndarray  # [..., M]     half the side of the bounding square, units
-    kind: np.ndarray  # [..., M]     0 disc, 1 square, 2 diamond
-    color: np.ndarray  # [..., M, 3]  RGB, 0 to 1
+    label: np.ndarray  # [B]        index into CLASSES or PLACES
+    background: np.ndarray  # [B]        gray, 0 to 1
+    center: np.ndarray  # [B, M, 2]  y, x in units from the field's upper left corner
+    radius: np.ndarray  # [B, M]     half the side of the bounding square, units
+    kind: np.ndarray  # [B, M]     0 disc, 1 square, 2 diamond
+    color: np.ndarray  # [B, M, 3]  RGB, 0 to 1
 
 
 class Drawn(Dataset, ABC):
@@ -219,11 +213,11 @@ class Shapes(Drawn):
     def class_counts(self) -> list[int]:
         """Return the number of images of each class; computes all labels."""
         u = np.stack([uniform(self.seed, i, _DRAWS) for i in range(self.n)])
-        labels = _quarter(u[:, 5:7])[0] if self.label_is_place else _direction(u[:, 0])
+        labels = _quarter(u[:, 5:7])[0] if self.label_is_place else (len(CLASSES) * u[:, 0]).astype(np.int64)
         return np.bincount(labels, minlength=len(self.classes)).tolist()
 
     def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        scenes = self._scenes(indices)
+        scenes = self.scenes(indices)
         images = self._ground(scenes.background)
         center, radius = (scenes.center + self.margin) * self.pixels, scenes.radius * self.pixels
         for _ in self._draw(images, center, radius, scenes.kind, scenes.color):
@@ -231,11 +225,8 @@ class Shapes(Drawn):
         planes = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         return list(zip(planes.unbind(), scenes.label.tolist(), strict=True))
 
-    def scene(self, index: int) -> Scene:
-        """Return the scene of image `index`; with the `scale` protocol it is the same at every size."""
-        return Scene(*(values[0] for values in self._scenes([index])))
-
-    def _scenes(self, indices: Sequence[int]) -> Scene:
+    def scenes(self, indices: Sequence[int]) -> Scene:
+        """Return the scenes of these images; with the `scale` protocol they are the same at every size."""
         u = np.stack([uniform(self.seed, self._check(i), _DRAWS) for i in indices])  # [B, number of draws]
         v = u[:, 16:].reshape(len(u), SPECKS, 5)
         label, center, radius = _pairs(u[:, :7], self.low, self.high, self.label_is_place)
@@ -264,8 +255,6 @@ def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 def _limits(region: tuple[float, float, float, float], field: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Corners (low, high), each [2], of the region in units; ValueError if the pair has no room to move by a patch."""
     share = np.asarray(region, np.float64).reshape(2, 2)
-    if not ((share >= 0).all() and (share <= 1).all() and (share[0] < share[1]).all()):
-        raise ValueError(f"region must be (top, left, bottom, right) in shares, 0 <= top < bottom <= 1, not {tuple(region)}")
     low, high = share * field
     if (high - low < PAIR + PATCH).any():
         h, w = high - low
@@ -279,10 +268,6 @@ def _limits(region: tuple[float, float, float, float], field: np.ndarray, where:
 def uniform(seed: int, index: int, count: int) -> np.ndarray:
     """Return `count` uniform random numbers of one image; counter-based, so images can be drawn in any order."""
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, index, 0, 0])).random(count)
-
-
-def _direction(u: np.ndarray) -> np.ndarray:
-    return (len(CLASSES) * u).astype(np.int64)
 
 
 def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -302,7 +287,7 @@ def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: boo
         high: corners (y, x) of the region that holds both objects, [2] each.
         label_is_place: the label is the pair's quarter.
     """
-    label = _direction(u[:, 0])
+    label = (len(CLASSES) * u[:, 0]).astype(np.int64)
     radius = OBJECT_RADIUS[0] + (OBJECT_RADIUS[1] - OBJECT_RADIUS[0]) * u[:, 1:3]
     along = radius.sum(1) + GAP + PATCH * u[:, 3]
     across = PATCH * (u[:, 4] - 0.5)

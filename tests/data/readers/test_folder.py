@@ -398,6 +398,13 @@ def test_an_image_whose_name_is_no_utf8_is_an_image_like_any_other(root):
     assert b"train/cat/caf\\xe9 cut.jpg: the file is empty" in str(caught.value).encode()
 
 
+def test_a_class_whose_name_is_no_utf8_is_refused_with_its_name(root):
+    save(root / "train" / NO_TEXT / "0.png")
+    with pytest.raises(ValueError, match="not valid UTF-8, rename them") as caught:
+        opened(root, "train", plain())
+    assert str(caught.value).encode().endswith(b"caf\\xe9")
+
+
 def no_memory(*args, **how):
     raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to")
 

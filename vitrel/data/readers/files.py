@@ -3,7 +3,7 @@
 import csv
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from vitrel.common.files import shown
@@ -13,7 +13,6 @@ from vitrel.data.readers.decode import Reading
 from vitrel.data.readers.splits import NAMES, Split, of_split, one_of
 
 PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "class", "target")  # columns of a CSV
-AT_ONCE = 1000  # files for one thread: a local file takes less time than a task for a thread
 
 
 class Files(Reader):
@@ -51,11 +50,8 @@ def file_states(paths: Sequence[str]) -> list[str]:
             return ""
         return f"{found.st_size} {found.st_mtime_ns}"
 
-    def of_some(start: int) -> list[str]:
-        return [state(path) for path in paths[start : start + AT_ONCE]]
-
-    with ThreadPoolExecutor(READERS) as pool:
-        return [one for part in pool.map(of_some, range(0, len(paths), AT_ONCE)) for one in part]
+    with ThreadPool(READERS) as pool:
+        return pool.map(state, paths, chunksize=1000)  # a local file takes less time than a task for a thread
 
 
 def csv_reader(path: str, split: Split, reading: Reading) -> Files:

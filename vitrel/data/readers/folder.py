@@ -214,7 +214,7 @@ def class_folders(folder: Path) -> list[str]:
     """Return the names of the class folders of a split in `class_order`, without hidden ones.
 
     Raises:
-        ValueError: the folder cannot be read, or contains a broken link (a class would be missing).
+        ValueError: the folder cannot be read, contains a broken link (a class would be missing), or a name is not valid UTF-8.
     """
     try:
         with os.scandir(folder) as iterator:
@@ -227,7 +227,10 @@ def class_folders(folder: Path) -> list[str]:
         raise ValueError(
             f"broken links among the class folders: {', '.join(broken)}; repair or remove them, since classes would be missing"
         )
-    return class_order(entry.name for entry in entries if _leads_to_folder(entry))
+    names = class_order(entry.name for entry in entries if _leads_to_folder(entry))
+    if invalid := [shown(name) for name in names if shown(name) != name]:
+        raise ValueError(f"names of class folders in {shown(folder)} are not valid UTF-8, rename them: {', '.join(invalid)}")
+    return names
 
 
 def _leads_to_folder(entry: os.DirEntry) -> bool:
