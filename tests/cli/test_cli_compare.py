@@ -170,30 +170,6 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
         again(name="other", evaluate={"sizes": [24], "protocols": ["canvas"]})
 
 
-@pytest.mark.slow
-def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
-    shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
-    aid = {"name": "vitrel_vit_n8_none", "label": "aid", "weights_of": "rope"}
-    aid |= {"model_args": {"position_args": {"policy_strength": 0.5, "policy": "ntk"}}}
-    place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
-    path = tmp_path / "trial.yaml"
-    config = CONFIG | {"models": [*CONFIG["models"][1:], aid]}
-    path.write_text(yaml.safe_dump(config | {"data": ["shapes", place]}))
-    tool.main([str(path), "--out", str(tmp_path), "--jobs", "1", "--no-report"])
-    assert "[1/1] rope-seed0: training for 1 epochs" in capsys.readouterr().out
-    shapes, place = (pd.read_csv(tmp_path / "trial" / name / "results.csv") for name in ("shapes", "shapes-place"))
-    assert set(place["label"]) == {"rope", "aid"} and len(place) == 2
-    pairs = shapes.pivot_table(index=["seed", "protocol", "img_size"], columns="label", values="nll")
-    same = pairs.xs("64x64", level="img_size")
-    assert same["aid"].tolist() == same["rope"].tolist() and len(pairs) == 2 * 2 * 2  # ntk acts at other sizes only
-    other = pairs.xs("64x96", level="img_size")
-    assert (other["aid"] != other["rope"]).any()  # little, after two updates
-    aid["model_args"]["position_args"]["policy_strength"] = 2.0  # under the same label
-    path.write_text(yaml.safe_dump(config | {"data": ["shapes"]}))
-    with pytest.raises(SystemExit, match="model_args of aid"):
-        tool.main([str(path), "--out", str(tmp_path), "--no-report", "--jobs", "1"])
-
-
 def test_mistakes_end_with_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"error: no .*none\.yaml: give a YAML file, or one of .*quickstart"):
         tool.main([str(tmp_path / "none.yaml")])

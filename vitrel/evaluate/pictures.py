@@ -158,17 +158,13 @@ def _attention(
 
     with AtSizes(trial.trained.model, trial.policy, device) as at:
         model = at(size)
-        figures: list[Figure] = []
         for_each_layer(model, pixels[None].to(device), use)
         picture = torch.from_numpy(_photograph(trial, pixels).copy()).permute(2, 0, 1) / 255
         background = picture if photographs else torch.full_like(picture, 0.85)
-        for at_layer, layer in enumerate(layers):
-            query = layer.grid.h // 2, layer.grid.w // 2
-            figures.append(attention(layers, pixels, query, at_layer, shown=background))
-        lines = attends.tables.setdefault(label, {})
-        for figure, which in zip(figures, ("first", "last"), strict=False):
+        for number, (layer, which) in enumerate(zip(layers, ("first", "last"), strict=False)):
+            figure = attention(layers, pixels, (layer.grid.h // 2, layer.grid.w // 2), number, shown=background)
             alt = f"attention of {label} at {short_size(size)} px in the {which} layer"
-            lines[f"{short_size(size)} px, {which} layer"] = [_drawn(figure, alt)]
+            attends.tables.setdefault(label, {})[f"{short_size(size)} px, {which} layer"] = [_drawn(figure, alt)]
         with suppress(ValueError):  # a model without position
             backbone = backbone_of(model)
             if any(layer.position is not None and bool(layer.position.any()) for layer in layers):
@@ -216,6 +212,6 @@ def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) 
 def _drawn(figure: "Figure", alt: str) -> Picture:
     """A figure as a picture, in its own size."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI)
+    figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
     pixels = np.asarray(Image.open(file).convert("RGB"))
     return _picture(pixels, alt, side=max(pixels.shape))

@@ -46,13 +46,11 @@ class Grid(NamedTuple):
         corner: name of the first column.
         columns: names of the others.
         lines: (name, the row of each column or None).
-        bold: ids of rows that are shown to be better than those of every other model.
     """
 
     corner: str
     columns: list[str]
     lines: list[tuple[str, list[Row | None]]]
-    bold: frozenset[int] = frozenset()
 
     def markdown(self) -> str:
         """The table as Markdown: accuracy ± half its interval, and the verdict."""
@@ -61,7 +59,7 @@ class Grid(NamedTuple):
     def _cell(self, row: Row | None) -> str:
         if row is None:
             return "-"
-        value = f"**{main_metric(row):.1f}**" if id(row) in self.bold else f"{main_metric(row):.1f}"
+        value = f"**{main_metric(row):.1f}**" if row.get("best") else f"{main_metric(row):.1f}"
         return f"{value} ±{(row['high'] - row['low']) / 2:.1f} {verdict_of(row)}".rstrip()
 
 
@@ -109,7 +107,7 @@ def write(
     environment = Environment(loader=PackageLoader("vitrel.evaluate", "."), autoescape=True, trim_blocks=True)
     environment.filters["breaking"] = lambda name: Markup(re.sub(r"([_./-])", r"\1<wbr>", str(escape(name))))
     models = {label: next(iter(model.used.values())) for label, model in judged.models.items()}
-    told = {name: settings[name] for name in ("data", "n", "data_seed", "same") if name in settings}
+    told = {name: settings[name] for name in ("data", "n", "data_seed") if name in settings} | settings.get("same", {})
     page = environment.get_template("report.html.j2").render(
         title=title,
         models=", ".join(models) if len(models) <= 4 else f"{len(models)} models",
@@ -123,7 +121,6 @@ def write(
         others=other_grids(judged),
         verdict_of=verdict_of,
         metric=main_metric,
-        id=id,
         charts={name: svg_of(figure, name) for name, figure in drawn.items()},
         protocols={name: text for name, text in PROTOCOLS.items() if any(one.split(",")[0] == name for one in protocols)},
         costs=costs(judged),
@@ -155,9 +152,7 @@ def caption_of(judged: Judged, ends: str) -> str:
 
 def main_grid(judged: Judged) -> Grid:
     """Return the table of every model in its first protocol, under its first policy at each size."""
-    models = judged.models
-    bold = frozenset(id(model.used[size]) for model in models.values() for size in model.ahead)
-    return _grid({label: model.used for label, model in models.items()})._replace(bold=bold)
+    return _grid({label: model.used for label, model in judged.models.items()})
 
 
 def other_grids(judged: Judged) -> dict[str, Grid]:

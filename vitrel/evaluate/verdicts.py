@@ -130,11 +130,8 @@ def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
     """
 
     def several(column: str, *same: str) -> bool:
-        values = defaultdict(set)
-        for row in rows:
-            if known_number(row.get(column)):
-                values[tuple(row[name] for name in same)].add(row[column])
-        return any(len(found) > 1 for found in values.values())
+        found = {(*(row[name] for name in same), row[column]) for row in rows if known_number(row.get(column))}
+        return len(found) > len({place[:-1] for place in found})
 
     crops, budgets = several("crop_pct", "label", "protocol"), several("budget", "label", "img_size")
 
@@ -235,8 +232,8 @@ class Judged:
 
     Args:
         rows: aggregated rows, with the columns difference, difference_low, difference_high (to the training size, points),
-            verdict, gains (whether it is shown to be better than the training size), and used (whether the size is judged by
-            it).
+            verdict, gains (whether it is shown to be better than the training size), used (whether the size is judged by it),
+            and best (whether it is shown to be better than every other model).
         models: by label.
         margin: in points.
         task: of the rows.
@@ -304,7 +301,7 @@ def _add_verdicts(family: Sequence[Place], margin: float) -> None:
     for place in family:
         first = firsts.setdefault(parse_size(place.row["img_size"]), place)
         nothing = dict.fromkeys(("difference", "difference_low", "difference_high"), math.nan)
-        place.row.update(nothing, verdict="", gains=False, used=first is place)
+        place.row.update(nothing, verdict="", gains=False, used=first is place, best=False)
     references = {size: place for size, place in firsts.items() if is_training(place.row)}
     others = [place for place in family if place not in references.values()]
     if not references or not others:
@@ -367,6 +364,7 @@ def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
             model.behind[size] = best, accuracy[best] - own
         elif all(order == 1 for order in by_other.values()):
             model.ahead[size] = own - max(accuracy.values())
+            model.used[size]["best"] = True
         else:
             model.level.append(size)
 
