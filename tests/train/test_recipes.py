@@ -6,6 +6,7 @@ import torch
 import yaml
 
 import vitrel
+from helpers import each
 from helpers.runs import read, rows
 from helpers.small_runs import Tensors, fit
 from vitrel import POSITIONS
@@ -13,6 +14,7 @@ from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import Classifier, Optimization, Tuning, run
+from vitrel.train.datamodule import default_batch_size
 
 NAMES = timm.list_models("vitrel*")
 SMALLEST = [name for name in NAMES if "_n8_" in name or name in ("vitrel_swin_n", "vitrel_swin_n_shaw", "vitrel_swinv2_n")]
@@ -25,6 +27,13 @@ def test_every_family_and_encoding_has_a_smallest_model():
     assert families == {"vit", "swin", "swinv2"}
     trained = {name.partition("_n8_")[2] or name.partition("swin_n_")[2] for name in SMALLEST}
     assert trained >= {*POSITIONS} - {"sincos", "absolute"}
+
+
+@each("name", ["scratch", "finetune"])
+@each("images", [30, 320, 1584, 5000])
+def test_the_rate_follows_the_batch_of_a_small_folder(name, images):
+    optim = yaml.safe_load(packaged("train")[name].read_text("utf-8"))["model"]["optim"]
+    assert 2e-4 < Optimization(**optim).scaled_lr(default_batch_size(images)) < 2e-3
 
 
 def recipe(name, **how):

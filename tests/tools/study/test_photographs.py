@@ -35,7 +35,7 @@ def photographs(folder, side=40):
 @pytest.mark.slow
 def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     """Own training, tuning at another size, borrowed weights: every kind of line of the configuration, on twelve images."""
-    config = yaml.safe_load((ROOT / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
+    config = yaml.safe_load((ROOT / "configs" / "study_photographs.yaml").read_text("utf-8"))
     labels = ["absolute", "rope_mixed", "rope_mixed-mixed", "absolute-fixres"]
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]
     config |= {"data": str(photographs(tmp_path / "photographs")), "seeds": [0]}
@@ -57,7 +57,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     compare.main([str(path), "--out", str(tmp_path), "--no-report"])
     printed = capsys.readouterr().out
     assert re.findall(r"\] ([\w-]+)-seed0: training", printed) == labels  # what is tuned comes last
-    folder = tmp_path / "study_imagenette224"
+    folder = tmp_path / "study_photographs"
     rows = pd.read_csv(folder / "results.csv")
     assert set(rows["label"]) == {*labels, "rope_mixed+yarn"}
     trained = rows.groupby("label")["train_size"].unique().map(list).to_dict()
