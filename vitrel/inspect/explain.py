@@ -1,6 +1,5 @@
 """`explain`: every term that position adds to attention, as tensors and as a text, for a few tokens of a small grid."""
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -152,12 +151,14 @@ def explain(
         ValueError: shapes do not fit together.
     """
     q, k, v = _with_heads(q=q, k=k, v=v)
-    grid = Grid(1, k.shape[-2]) if grid is None else _checked_grid(grid)
+    grid = Grid(1, k.shape[-2]) if grid is None else Grid(*grid)
     queries = _chosen_queries(query, grid, q.shape[-2])
     if head is not None and not 0 <= head < len(q):
         raise ValueError(f"there is no head {head}: q has {len(q)}, counted from 0")
     heads = list(range(len(q))) if head is None else [head]
-    names = _names(tokens, grid)
+    patches = (f"({y}, {x})" for y, x in grid.coordinates().tolist())
+    names = tuple(tokens or (*(f"prefix {i}" for i in range(grid.prefix)), *patches))
+    mask = None if mask is None else torch.as_tensor(mask, device=q.device)
     with torch.no_grad():
         if not isinstance(position, str | PositionEncoding | Terms):
             kind = type(position).__name__
@@ -165,7 +166,7 @@ def explain(
         factory = {"device": q.device} if isinstance(position, str) else {}
         encoding = built_encoding(position, grid, q.shape[0], q.shape[-1], **factory, **options)
         terms = encoding if isinstance(encoding, Terms) else evaluated(encoding, grid)
-        added, tensors = _terms(q, k, v, terms, grid, _checked_mask(mask, q, k))
+        added, tensors = _terms(q, k, v, terms, grid, mask)
     rows = [i - (grid.tokens - q.shape[-2]) for i in queries]
     return Explanation(
         "Terms" if isinstance(position, Terms) else encoding_name(position, **options),
@@ -264,74 +265,36 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v plus what position adds to the tokens; the queries are the last tokens. ValueError if shapes do not fit."""
+    """q, k, v plus what position adds to the tokens; the queries are the last tokens."""
     if terms.tokens is None:
         return q, k, v
-    heads, width = q.shape[0], q.shape[-1]
-    if tuple(terms.tokens.shape) != (k.shape[-2], heads * width):
-        shape, needed = tuple(terms.tokens.shape), (k.shape[-2], heads * width)
-        raise ValueError(f"Terms.tokens has shape {shape}, but {heads} heads of width {width} need {needed}")
-    rows = terms.tokens.to(q.dtype).unflatten(-1, (heads, width)).transpose(0, 1)  # [H, N, D]
+    rows = terms.tokens.to(q.dtype).unflatten(-1, (q.shape[0], q.shape[-1])).transpose(0, 1)  # [H, N, D]
     return q + rows[:, -q.shape[-2] :], k + rows, v + rows
 
 
 def _with_heads(**arrays: Array) -> list[Tensor]:
-    """Each array as a tensor [H, N, D] in float64; ValueError where heads or widths differ."""
+    """Each array as a tensor [H, N, D] in float64; ValueError where heads or widths differ, which could be broadcast."""
     tensors = [torch.as_tensor(x).detach().double() for x in arrays.values()]
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(arrays, tensors, strict=True))
-    if any(x.dim() not in (2, 3) for x in tensors):
-        raise ValueError(f"q, k and v are [N, D] or [H, N, D], of one image, not {shapes}")
-    tensors = [x if x.dim() == 3 else x[None] for x in tensors]
+    tensors = [x[None] if x.dim() == 2 else x for x in tensors]
     if len({(len(x), x.shape[-1]) for x in tensors}) > 1:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(arrays, tensors, strict=True))
         raise ValueError(f"q, k and v need the same number of heads and the same width, not {shapes}")
     return tensors
-
-
-def _checked_mask(mask: Array | None, q: Tensor, k: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    mask, shape = torch.as_tensor(mask, device=q.device), (*q.shape[:-1], k.shape[-2])
-    try:
-        fits = torch.broadcast_shapes(mask.shape, shape) == shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"the mask has shape {tuple(mask.shape)}, which does not broadcast to [H, M, N] = {list(shape)}")
-    return mask
 
 
 def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int) -> list[int]:
     first = grid.tokens - count
     if query is None:
         return list(range(first, grid.tokens))
-    try:
-        if isinstance(query, Sequence):
-            row, column = map(operator.index, query)
-            inside = 0 <= row < grid.h and 0 <= column < grid.w
-            index = grid.prefix + row * grid.w + column if inside else -1
-        else:
-            index = operator.index(query)
-    except (TypeError, ValueError):
-        raise TypeError(f"query is the index of a token or (row, column) of a patch, not {query!r}") from None
+    if isinstance(query, int):
+        index = query
+    else:
+        row, column = query
+        index = grid.prefix + row * grid.w + column if 0 <= row < grid.h and 0 <= column < grid.w else -1
     if not max(first, 0) <= index < grid.tokens:
         has = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens has queries {first} to {grid.tokens - 1}"
         raise ValueError(f"there is no query {query}: {has}, or (row, column)")
     return [index]
-
-
-def _checked_grid(grid: Sequence[int]) -> Grid:
-    if not isinstance(grid, Sequence) or len(grid) not in (2, 3) or not all(isinstance(n, int) for n in grid):
-        raise TypeError(f"grid is (h, w) or (h, w, prefix) of the keys, in tokens, not {grid!r}")
-    return Grid(*grid)
-
-
-def _names(tokens: Sequence[str] | None, grid: Grid) -> tuple[str, ...]:
-    if tokens is None:
-        patches = (f"({y}, {x})" for y, x in grid.coordinates().tolist())
-        return (*(f"prefix {i}" for i in range(grid.prefix)), *patches)
-    if len(tokens) != grid.tokens:
-        raise ValueError(f"{len(tokens)} names for {grid.tokens} tokens, prefix tokens included")
-    return tuple(map(str, tokens))
 
 
 def _numbers(values: Tensor) -> Sequence[str]:
