@@ -16,7 +16,6 @@ from vitrel.conformance.run import CHECKS
 from vitrel.conformance.subject import Subject
 from vitrel.conformance.survey import survey
 
-pytest_plugins = ["vitrel.conformance.pytest_plugin"]
 QUICK = [name for name in CHECKS if name not in ("compile", "export")]
 tool = command("check")
 
@@ -152,9 +151,9 @@ print(timm.__version__, *(finding.found for finding in report.findings))
     assert printed == ["1.0.26 interleaving: pairs are interleaved, not half", "1.0.27"]
 
 
-def test_the_fixture_and_the_function(assert_position_conforms):
+def test_the_function_for_tests_of_others():
     faulty = next(fault for fault in FAULTS if fault.check == "half_pixel")
-    assert_position_conforms(Tiny(), sizes=[(48, 64), (64, 48), 48], checks=["half_pixel", "order"])
+    vitrel.assert_position_conforms(Tiny(), sizes=[(48, 64), (64, 48), 48], checks=["half_pixel", "order"])
     with pytest.raises(AssertionError, match=r"half_pixel: bi.* with align_corners"):
         vitrel.assert_position_conforms(faulty.build(), checks=["half_pixel"])
 

@@ -109,20 +109,14 @@ def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention
     if call.grid is None:
         raise Unlocated(f"the tokens of {first.where} are no grid of {size[0]}x{size[1]} pixels, each once")
 
-    def shaped(parts: list[Tensor]) -> Tensor:
-        """[B, W, H, ...] of the constant passes, one after another."""
-        dims = (call.heads, -1) if call.heads_first else (-1, call.heads)
-        found = torch.stack([part.unflatten(0, dims) for part in parts])
-        return found.transpose(1, 2) if call.heads_first else found
-
-    def unrotated(side: int) -> Tensor | None:
-        parts = [one[group[0]].unrotated[side] for one in fixed]
-        return shaped(parts) if whole and all(part is not None for part in parts) else None  # type: ignore[arg-type]
+    def passes(parts: list[Tensor | None]) -> Tensor | None:
+        """[B, W, H, ...] of the constant passes, one after another; None if one lacks it."""
+        return None if any(part is None for part in parts) else call.unflattened(torch.cat(parts), len(fixed))  # type: ignore[arg-type]
 
     tokens = (call.tokens - call.grid.prefix).clamp(min=-1)
     names = ("logits", "query", "key")
-    logits, query, key = (shaped([torch.cat([getattr(one[n], name) for n in group]) for one in fixed]) for name in names)
-    before = unrotated(0), unrotated(1)
+    logits, query, key = (passes([torch.cat([getattr(one[n], name) for n in group]) for one in fixed]) for name in names)
+    before = tuple(passes([one[group[0]].unrotated[side] if whole else None for one in fixed]) for side in (0, 1))
     grid, full = call.grid[:2], len(tokens) == 1 and int((tokens >= 0).sum()) + call.grid.prefix == tokens.shape[1]
     about = first.where, grid, tokens, grid if full else call.window, call.heads, call.grid.prefix
     return Located(*about, logits, query, key, before)

@@ -27,7 +27,7 @@ from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
 from vitrel.ops.window import axis_shift, windows
-from vitrel.position import PositionEncoding, create_position, key_of
+from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition, Terms, sum_counts
 
 # errors by which models refuse a size
@@ -75,6 +75,12 @@ class Call(NamedTuple):
     heads_first: bool = False  # in the leading dimensions of its product, heads are slower than windows
     square: bool = True  # keys are the tokens of the queries, not pooled ones
 
+    def unflattened(self, value: Tensor, batch: int) -> Tensor:
+        """[B, W, H, ...] of the flat leading dimensions of a product."""
+        if self.heads_first:
+            return value.unflatten(0, (batch, self.heads, -1)).transpose(1, 2)
+        return value.unflatten(0, (batch, -1, self.heads))
+
     @property
     def windows(self) -> StageWindows:
         """The grid and window, as those of a stage of one block."""
@@ -111,15 +117,6 @@ def encoding_name(position: PositionEncoding | str, **options: Any) -> str:
         position = "+".join(position.parts)
     key = position if isinstance(position, str) else key_of(position)
     return " ".join([key, *(f"{name}={value}" for name, value in options.items())])
-
-
-def built_encoding(position: PositionEncoding | str, grid: Grid, heads: int, width: int, **options: Any) -> PositionEncoding:
-    """The encoding of a key, built with `options`; an encoding as it is, then TypeError for options."""
-    if isinstance(position, str):
-        return create_position(position, grid, heads, width, **options)
-    if options:
-        raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
-    return position
 
 
 def evaluated(encoding: PositionEncoding, grid: Grid) -> Terms:

@@ -288,19 +288,13 @@ _Where = tuple[str, Grid, Size | None, Size, Tensor]  # the fields of Layer from
 
 def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
     """A Layer of a recorded attention, whose tokens lie where `call` says."""
-
-    def shaped(value: Tensor) -> Tensor:
-        """[B, W, H, ...] of the leading dimensions of a product."""
-        if call.heads_first:
-            return value.unflatten(0, (batch, call.heads, -1)).transpose(1, 2)
-        return value.unflatten(0, (batch, -1, call.heads))
-
-    logits, content = shaped(found.logits), None
+    logits, content = call.unflattened(found.logits, batch), None
     if position:
-        content = logits if found.plain is None else shaped(found.plain)
+        content = logits if found.plain is None else call.unflattened(found.plain, batch)
     visible = None if call.visible is None else call.visible[None]
     layer = _from_logits((call.name, call.grid, call.window, call.shift, call.tokens), logits, content, visible)
-    return layer._replace(query=shaped(found.query), key=shaped(found.key), rotation=found.rotation, parameters=found.entered)
+    query, key = (call.unflattened(part, batch) for part in (found.query, found.key))
+    return layer._replace(query=query, key=key, rotation=found.rotation, parameters=found.entered)
 
 
 def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:

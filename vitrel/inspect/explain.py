@@ -10,10 +10,10 @@ from torch import Tensor
 from vitrel.common.sizes import format_size
 from vitrel.common.tables import aligned
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import built_encoding, encoding_name, evaluated
+from vitrel.inspect.any_model import encoding_name, evaluated
 from vitrel.ops import attention
 from vitrel.ops.reference import masked_logits, rotated, table_logits
-from vitrel.position import PositionEncoding, Table, Terms
+from vitrel.position import PositionEncoding, Table, Terms, create_position
 
 Array = Tensor | np.ndarray | Sequence
 Position = str | PositionEncoding | Terms
@@ -163,8 +163,11 @@ def explain(
         if not isinstance(position, str | PositionEncoding | Terms):
             kind = type(position).__name__
             raise TypeError(f"position is a key, an encoding (of a model: model.blocks[0].position) or Terms, not {kind}")
-        factory = {"device": q.device} if isinstance(position, str) else {}
-        encoding = built_encoding(position, grid, q.shape[0], q.shape[-1], **factory, **options)
+        encoding = position
+        if isinstance(position, str):
+            encoding = create_position(position, grid, q.shape[0], q.shape[-1], device=q.device, **options)
+        elif options:
+            raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
         terms = encoding if isinstance(encoding, Terms) else evaluated(encoding, grid)
         added, tensors = _terms(q, k, v, terms, grid, mask)
     rows = [i - (grid.tokens - q.shape[-2]) for i in queries]
