@@ -283,28 +283,52 @@ def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
     return y, x
 
 
-_Where = tuple[str, Grid, Size | None, Size, Tensor]  # the fields of Layer from name to tokens
-
-
 def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
     """A Layer of a recorded attention, whose tokens lie where `call` says."""
     logits, content = call.unflattened(found.logits, batch), None
     if position:
         content = logits if found.plain is None else call.unflattened(found.plain, batch)
-    visible = None if call.visible is None else call.visible[None]
-    layer = _from_logits((call.name, call.grid, call.window, call.shift, call.tokens), logits, content, visible)
+    layer = _from_logits(call, logits, content, None if call.visible is None else call.visible[None])
     query, key = (call.unflattened(part, batch) for part in (found.query, found.key))
     return layer._replace(query=query, key=key, rotation=found.rotation, parameters=found.entered)
 
 
-def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
+def _own_layer(
+    name: str, module: Attention, qkv: Tensor, position: bool, terms: Terms, grid: Grid, mask: Tensor | None = None
+) -> Layer:
+    """A Layer of vitrel's attention, from its projected tokens `qkv` and the arguments of its forward after the tokens."""
+    call = own_call(name, module, grid, qkv.device)
+    if call.window is None:
+        q, k = (part[:, None] for part in module.heads(qkv)[:2])
+        mask = None if mask is None else mask.expand(*q.shape[:1], *q.shape[2:-1], -1)[:, None]  # [B, 1, H, N, N]
+    else:
+        layout, n, grid = (
+            windows(grid.h, grid.w, call.window, module.shift, qkv.device),
+            call.tokens.shape[1],
+            Grid(*call.window),
+        )
+        image = qkv if qkv.dim() == 3 else qkv.flatten(1, 2)  # [B, h*w, 3C]
+        slots = image[:, layout.source].unflatten(2, (3, module.num_heads, -1)).unflatten(1, (-1, n))
+        q, k, _ = slots.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each
+        mask = call.visible[None]  # type: ignore[index]  # a window has it
+    q, k, content = upcast(q), upcast(k), None
+    with no_autocast(q.device):
+        logits = masked_logits(q, k, terms, grid, mask)
+        if position:
+            content = masked_logits(q, k, Terms(scale=terms.scale), grid, mask)
+    hidden = logits == float("-inf")
+    layer = _from_logits(call, logits, content, ~hidden if bool(hidden.any()) else None)
+    return layer._replace(query=q, key=k, rotation=terms.rotary or ())
+
+
+def _from_logits(call: Call, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
     """A Layer from the model's masked logits [B, W, H, N, N].
 
     Args:
         content: logits without position under the same mask, or None to leave out content and position.
         visible: bool, broadcastable to the logits, without regard to padding; None if every pair is visible.
     """
-    real = where[-1] >= 0  # [W, N]
+    where, real = (call.name, call.grid, call.window, call.shift, call.tokens), call.tokens >= 0  # [W, N]
     if not bool(real.all()):
         pairs = (real[:, :, None] & real[:, None])[None, :, None]  # [1, W, 1, N, N]
         visible = pairs if visible is None else pairs & visible
@@ -322,31 +346,3 @@ def _softmax(logits: Tensor, real: Tensor) -> Tensor:
     logits = logits.float()
     zero = (logits == float("-inf")).all(-1, keepdim=True) | ~real[None, :, None, :, None]
     return logits.masked_fill(zero, 0.0).softmax(-1).masked_fill(zero, 0.0)
-
-
-def _own_layer(
-    name: str, module: Attention, qkv: Tensor, position: bool, terms: Terms, grid: Grid, mask: Tensor | None = None
-) -> Layer:
-    """A Layer of vitrel's attention, from its projected tokens `qkv` and the arguments of its forward after the tokens."""
-    call = own_call(name, module, grid, qkv.device)
-    where, visible = (name, grid, call.window, call.shift, call.tokens), call.visible
-    if call.window is None:
-        q, k, _ = module.heads(qkv)
-        visible = None if mask is None else mask.expand(*q.shape[:-1], -1)[:, None]  # [B, 1, H, N, N]
-        return _own_logits(where, q[:, None], k[:, None], terms, grid, visible, position)
-    layout, n = windows(grid.h, grid.w, call.window, module.shift, qkv.device), call.tokens.shape[1]
-    image = qkv if qkv.dim() == 3 else qkv.flatten(1, 2)  # [B, h*w, 3C]
-    slots = image[:, layout.source].unflatten(2, (3, module.num_heads, -1)).unflatten(1, (-1, n))
-    q, k, _ = slots.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each
-    return _own_logits(where, q, k, terms, Grid(*call.window), visible[None], position)
-
-
-def _own_logits(where: _Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, position: bool) -> Layer:
-    q, k = upcast(q), upcast(k)
-    bare = Terms(scale=terms.scale)
-    with no_autocast(q.device):
-        logits = masked_logits(q, k, terms, grid, mask)
-        content = masked_logits(q, k, bare, grid, mask) if position else None
-    hidden = logits == float("-inf")
-    layer = _from_logits(where, logits, content, ~hidden if bool(hidden.any()) else None)
-    return layer._replace(query=q, key=k, rotation=terms.rotary or ())
