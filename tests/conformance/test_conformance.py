@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from conformance.faults import FAULTS, RIGHT, Noise, Rope, Table, Tiny, swin, swin_without_mask
+from timm.models.twins import LocallyGroupedAttn
 
 import vitrel
 from helpers import ROOT, command, each
@@ -188,6 +189,23 @@ def test_none_is_said_only_of_equal_tokens():
     assert vitrel.check(Added(), checks=["order"]).encodings == ["none"]
     assert vitrel.check(Product(), checks=["order"]).encodings == ["not identified"]
     assert vitrel.check(Sum(), checks=["order"]).encodings == ["absolute, resampled bicubic"]
+
+
+def test_linear_layers_are_seen_in_any_layout_of_tokens():
+    """Twins' windows: padded, transposed and not made contiguous, so that PyTorch computes a product with expanded weights."""
+
+    class Windows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch, self.attention = torch.nn.Conv2d(3, 32, 8, 8), LocallyGroupedAttn(32, 2, ws=4)
+
+        def forward(self, image):
+            x = self.patch(image)
+            return self.attention(x.flatten(2).mT, x.shape[-2:]).mean(1)
+
+    found = vitrel.check(Windows(), checks=["rotation", "order", "padding"])
+    assert [f.check for f in found.findings] == ["padding"]
+    assert found.encodings == ["none, window 4x4"]
 
 
 def test_an_embedding_that_follows_no_known_rule_is_a_finding():

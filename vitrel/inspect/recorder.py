@@ -317,6 +317,7 @@ class _Recorder(TorchDispatchMode):
         self._origin: Any = WeakTensorKeyDictionary()  # name of the parameter that a tensor is made of
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             self._origin[value] = name
+        self._linear_layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         self._linears, self._products, self._softmaxes = 0, 0, 0
         self._off = False
         h, w = images.shape[-2:]
@@ -339,6 +340,8 @@ class _Recorder(TorchDispatchMode):
         if getattr(func, "__name__", "") == "flex_attention" and not hasattr(func, "overloadpacket"):
             return self._flex(func, args, kwargs)
         name, read = _base(func), _tensors((args, kwargs))
+        if name in _PRODUCT and self.stack[-1] in self._linear_layers:  # of tokens whose layout is no plain matrix
+            name = "mm"
         image = [value for value in read if value in self._trail]
         if not image:
             out = func(*args, **kwargs)
