@@ -4,10 +4,9 @@ import ast
 import inspect
 import re
 from itertools import takewhile
-from pathlib import Path
 
 import vitrel
-from helpers import ROOT, each
+from helpers import each
 from helpers.sources import sources, trees
 
 CORE = ["geometry", "grid", "position", "ops", "layers", "models"]  # each may import those before it
@@ -162,14 +161,6 @@ def test_encodings_describe_every_option(key):
     assert described(vitrel.POSITIONS[key].__doc__) == [p.name for p in signature if p.kind is p.KEYWORD_ONLY]
 
 
-@each("name", sorted(name for name, value in PUBLIC.items() if hasattr(value, "_fields")))
-def test_fields_of_public_tuples_have_a_comment(name):
-    lines = inspect.getsource(PUBLIC[name]).splitlines()
-    fields = [line for line in lines if re.match(rf"    ({'|'.join(PUBLIC[name]._fields)}): ", line)]
-    assert len(fields) == len(PUBLIC[name]._fields)
-    assert [line for line in fields if not re.search(r"  # \S", line)] == []
-
-
 def test_described_arguments_exist():
     """A docstring does not describe an argument that was renamed or removed."""
     wrong = {}
@@ -178,10 +169,3 @@ def test_described_arguments_exist():
             if unknown := {*described(ast.get_docstring(node))} - {*parameters(node)}:
                 wrong[f"{name}: {node.name}"] = unknown
     assert wrong == {}
-
-
-@each("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
-def test_configs_have_their_header(path: Path):
-    header = [line.lower() for line in path.read_text().splitlines() if line.startswith("#")]
-    for word in ("command", "hardware", "time", "expected", "measured"):
-        assert any(word in line for line in header), f"{path.name}: its header does not give {word!r}"

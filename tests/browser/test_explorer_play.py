@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import golden
-from helpers.explorer_page import LIVE, NEEDS_BROWSER, PHONE, cells, look, numbers, press, set_value, table
+from helpers.explorer_page import LIVE, NEEDS_BROWSER, cells, numbers, press, set_value, table
 from vitrel import create_position, explain
 from vitrel.grid import Grid
 
@@ -14,7 +14,6 @@ selenium = pytest.importorskip("selenium", reason="selenium is not installed: pi
 pytestmark = NEEDS_BROWSER
 CASES = golden("founding_documents")["cases"]
 TOKENS = ["The", "cat", "sat", "on", "mat"]
-PARTS = ("contents", "biases", "none-cells", "relative-cells", "row-table", "lines", "trace-cells")  # none scrolls on a phone
 BIASES = [0.3, 0.1, 0, 0.2, 0, -0.2, 0, -0.1, -0.3]  # offsets (-1, -1), (-1, 0) ... (1, 1), query minus key
 
 
@@ -143,23 +142,6 @@ def test_row_by_row_in_sentences(browser, explorer):
     assert browser.execute_script(alike) == ["2,0"] and "query 2, key 0" in pair
 
 
-def test_each_head_looks_in_its_direction(browser, explorer):
-    explorer()
-    for preset, looks in (
-        ("Head 1: right", {0: 1, 2: 3}),
-        ("Head 2: left", {1: 0, 3: 2}),
-        ("Head 3: below", {0: 2, 1: 3}),
-        ("Head 4: below right", {0: 3}),
-    ):
-        browser.execute_script("document.querySelector(`[data-preset='${arguments[0]}']`).click()", preset)
-        relative = "; ".join(f"{query} → {looks.get(query, 'all alike')}" for query in range(4))
-        assert browser.execute_script(LIVE, "relative-targets") == relative
-        set_value(browser, "sign", "query")  # the same table read the other way looks the other way
-        back = {key: query for query, key in looks.items()}
-        relative = "; ".join(f"{query} → {back.get(query, 'all alike')}" for query in range(4))
-        assert browser.execute_script(LIVE, "relative-targets") == relative
-
-
 def test_a_content_outweighs_a_bias(browser, explorer):
     explorer()
     browser.execute_script("document.querySelector('[data-preset=\"Content against bias\"]').click()")
@@ -245,18 +227,6 @@ def test_every_line_of_the_calculation(browser, explorer):
     assert browser.find_element("css selector", "[data-line=shifted] .value").text == "−0.5796"
 
 
-def test_lines_are_walked_by_keyboard(browser, explorer):
-    from selenium.webdriver import Keys
-
-    explorer()
-    browser.find_element("css selector", "[data-line=scaled]").click()
-    press(browser, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
-    assert browser.execute_script("return [state.line, document.activeElement.value]") == ["limit", "limit"]
-    outline = "return getComputedStyle(document.activeElement.closest('label')).outlineStyle"
-    assert browser.execute_script(outline) == "solid"
-    assert browser.execute_script(LIVE, "trace-said") == "limit[The, cat] = min(1, 4) = 1.0000"
-
-
 def test_the_calculation_with_other_settings(browser, explorer):
     inputs = CASES["five_tokens_log_decay"]["inputs"]
     explorer(line="weights", traceLambda=1)
@@ -279,20 +249,3 @@ def test_the_calculation_with_other_settings(browser, explorer):
     same(browser, expected["output"])
     browser.execute_script("document.getElementById('trace-reset').click()")
     same(browser, traced(inputs, encoding("table", Grid(1, 5), 4, bias))["output"])
-
-
-def test_it_all_fits_a_phone(browser, explorer_path):
-    for set_to in ({}, {"contents": "9.5,-9.25,8,7,6,-5,44,1", "sign": "key"}, {"line": "output", "length": 8, "radius": 4}):
-        look(browser, explorer_path, PHONE, **set_to)
-        browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE[0]
-        for name in PARTS:
-            part = browser.find_element("id", name)
-            right, cut = browser.execute_script(
-                "const box = arguments[0].closest('.scroll') || arguments[0];"
-                "return [arguments[0].getBoundingClientRect().right, box.scrollWidth > box.clientWidth]",
-                part,
-            )
-            assert right <= PHONE[0] and not cut, name
-    browser.find_element("css selector", "#relative-cells [data-at='3,1']").click()
-    assert browser.execute_script("return [state.storyQuery, state.storyKey]") == [3, 1]

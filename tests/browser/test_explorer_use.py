@@ -64,17 +64,6 @@ def test_the_calculation_of_a_cell_in_words(browser, explorer):
     assert browser.execute_script("return [state.query, state.key]") == [8, 3]
 
 
-def test_the_query_moves_in_the_maps(browser, explorer):
-    from selenium.webdriver import Keys
-
-    explorer(h=3, w=5, query=6)
-    browser.find_element("css selector", "#difference-cells [data-at='0,3']").click()
-    press(browser, Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
-    assert browser.execute_script("return [state.query, document.activeElement.dataset.at]") == [12, "2,2"]
-    assert browser.execute_script("return document.activeElement.ariaLabel").startswith("difference, key (2, 2), the query: ")
-    assert "For query (2, 2)" in browser.execute_script(LIVE, "summary")
-
-
 def test_sliders_and_choices_by_keyboard(browser, explorer):
     from selenium.webdriver import Keys
 
@@ -138,33 +127,6 @@ def test_the_address_keeps_what_is_set(browser, explorer):
     assert kept == [0, 0.3, 99, "query", "scores"]
 
 
-def test_the_strip_and_the_map_can_be_pointed_at(browser, explorer):
-    from selenium.webdriver import ActionChains, Keys
-
-    explorer(buckets=8, max=8, span=20)
-    strip = browser.find_element("id", "strip")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", strip)
-    each = strip.size["width"] / 41
-    ActionChains(browser).move_to_element_with_offset(strip, round(3 * each), 0).perform()
-    assert browser.execute_script(LIVE, "why").startswith("Offset +3: ")
-    assert browser.execute_script("return state.offset") == -20
-    ActionChains(browser).click().perform()
-    assert browser.execute_script("return state.offset") == 3
-    assert browser.execute_script("return document.getElementById('offset').ariaValueText") == "+3, bucket 2"
-    browser.execute_script("document.getElementById('offset').focus()")
-    press(browser, Keys.ARROW_RIGHT)
-    assert browser.execute_script(LIVE, "why").startswith("Offset +4: ")
-    cell = browser.find_element("css selector", "#lattice-cells [data-at='0,5']")
-    cell.click()
-    said = "Offset (−4, 0): bucket 7 along the rows, 0 along the columns, together 7 · 8 + 0 = 56."
-    assert browser.execute_script(LIVE, "pair") == said
-    alike = "return [...document.querySelectorAll('#lattice-cells .alike')].map(c => c.textContent)"
-    assert browser.execute_script(alike) == ["56"]
-    press(browser, Keys.HOME)
-    assert browser.execute_script(alike) == ["63"] * 2
-    assert browser.execute_script(LIVE, "pair").startswith("Offset (−4, −5): bucket 7 along the rows, 7 along")
-
-
 @pytest.mark.parametrize(("size", "scheme"), [(LAPTOP, "light"), (PHONE, "dark")], ids=["laptop", "phone"])
 def test_it_fits_every_screen_and_both_schemes(browser, explorer_path, size, scheme):
     """In the scheme of the system, then in the other, chosen on the page."""
@@ -188,40 +150,3 @@ def test_it_fits_every_screen_and_both_schemes(browser, explorer_path, size, sch
     requested = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
     assert [url for url in requested if not url.startswith(("data:", "file:", "about:"))] == []
     assert sum(url.startswith("file:") for url in requested) == 3  # the page itself, three times
-
-
-def test_all_controls_have_names_and_are_reached_by_tab(browser, explorer):
-    from selenium.webdriver import Keys
-
-    explorer()
-    nameless = browser.execute_script(
-        "return [...document.querySelectorAll('select, input, button, [tabindex], [role=grid], [role=img]')]"
-        ".filter(e => !(e.labels?.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)"
-    )
-    assert nameless == []
-    browser.execute_script(
-        "window.found = []; addEventListener('focusin', ({target: e}) => found.push("
-        "(e.dataset.list || '') + (e.id || e.dataset.at || e.dataset.preset || e.name || e.className)))"
-    )
-    press(browser, *[Keys.TAB] * 95)
-    found = browser.execute_script("return found")
-    first = ["skip", "theme", "", "", "", "", "", "", "The example", "Head 1: right", "Head 2: left"]
-    assert found[: len(first)] == first
-    fields = [*(f"contents{2 * patch + at}" for patch in range(4) for at in (0, 1)), *(f"biases{at}" for at in range(9))]
-    assert [name for name in found if name.startswith(("contents", "biases"))] == fields
-    order = ["sign", "show", "0,2", "0,2", "0,2", "row-before", "row-after", "length", "radius", "clip-sign", "clipBiases2"]
-    order += ["grid", "h", "w", "decay", "lambda", "0,1", "query", "0,0", "0,0", "0,0", "trace-query", "trace-lambda", "reach"]
-    order += ["later", "line", "0,1", "count", "max", "both", "span", "offset", "rows", "columns", "4,4"]
-    assert [name for name in found if name in order] == order
-    browser.execute_script("document.querySelector('#bias-cells [tabindex=\"0\"]').focus()")
-    press(browser, Keys.ARROW_RIGHT)
-    assert browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
-
-
-def test_motion_is_only_for_those_who_want_it(browser, explorer):
-    for wish, behavior in (("reduce", "auto"), ("no-preference", "smooth")):
-        explorer()
-        features = [{"name": "prefers-reduced-motion", "value": wish}]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        assert browser.execute_script("return getComputedStyle(document.documentElement).scrollBehavior") == behavior
-    assert browser.execute_script("return document.getAnimations().length") == 0

@@ -3,22 +3,18 @@
 import collections
 import importlib
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tools.benchmark import __main__ as benchmark
-from tools.benchmark import page
 from tools.benchmark.engine import Case, Contender, Engine, Visit, relative_errors, too_large
 from tools.benchmark.models import MODELS, model_call, model_cases, our_model, peer_model
-from tools.benchmark.page import GOALS, PAGE, tables
-from tools.benchmark.plots import plot_scale
+from tools.benchmark.page import PAGE, tables
 from tools.benchmark.samples import ROOT, Samples, machine, read_rows
 from tools.benchmark.scale import DENSE, scale_cases
-from tools.benchmark.tables import growth, times
-from tools.benchmark.worker import Repeats, Worker, WorkerFailed, most_bytes, take_turns
+from tools.benchmark.worker import Repeats, Worker, WorkerFailed, most_bytes
 
 CPU = torch.device("cpu")
 BRIEF = Repeats(1, 3, 0.0, 1)
@@ -152,14 +148,6 @@ def test_rounds_are_interleaved(engine):
     assert ["the definition", *["a"] * 6, *["b"] * 6] == SAID
 
 
-def test_a_definition_that_fails_is_said_for_everyone(engine):
-    truth = dict(method="the definition", at=1, text="no room")
-    known = [one(name)._replace(truth=truth) for name in "ab"]
-    engine.measure(case(*known, Contender("floor", "floor", {"method": "floor"}, None)))
-    assert {row["text"] for row in ended(engine, "failed").values()} == {"the definition failed: MemoryError: no room"}
-    assert set(ended(engine, "time")) == {"floor"}  # which is not compared
-
-
 def test_visits(engine):
     """A row for each size, in one process; what fails is out from there on, and peers are held to the first alone."""
     visits = tuple(Visit(f"of {n}", {"n": n}, {"size": n}, ("ours", "peer") if n == 4 else ("ours",)) for n in (4, 3, 5))
@@ -171,14 +159,6 @@ def test_visits(engine):
     assert ended(engine, "failed")["late"]["mode"] == "of 3" and SAID.count("the definition") == 3
     errors = [bool(row["errors"]) for row in read_rows(engine.samples.path) if row["contender"] == "timm"]
     assert errors == [True, False, False]
-
-
-def test_a_run(engine):
-    """In order, of what matches; nothing starts when time is up."""
-    cases = [case(one("a"), name=name) for name in ("one", "two", "three")]
-    assert engine.run(cases, "t", time.time() + 60)
-    assert [row["case"] for row in read_rows(engine.samples.path)] == ["two", "three"]
-    assert not engine.run(cases, "", 0.0)
 
 
 def test_errors():
@@ -193,27 +173,6 @@ def test_errors():
     assert "q inf" in text(q=None) and "q inf" in text(q=torch.ones(3)) and "q" in text(q=same["q"] * 1.001)
     assert not text("amp", q=1.9 * same["q"]) and "q 1.0e+00" in text("amp", q=0 * same["q"])  # cancels, or is absent
     assert "output" in text("bfloat16", output=same["output"] * 1.2)
-
-
-def test_cases():
-    """Names are unique, timm's is the first of every case of models, every goal is measured."""
-    for quick in (False, True):
-        for cases in (model_cases(quick), scale_cases(quick)):
-            assert len({(known.name, known.visits[0].mode) for known in cases}) == len(cases)
-            assert all(len({c.name for c in known.contenders}) == len(known.contenders) for known in cases)
-        for known in model_cases(quick):
-            assert known.contenders[0].args["library"] == "timm" and known.contenders[0].env == {"TIMM_FUSED_ATTN": "1"}
-            assert {"ours", "peer"} == {c.of for c in known.contenders}
-            assert not quick or not any("compiled" in c.args["how"] for c in known.contenders)
-    cases = model_cases(False)
-    measured = {(c.name, v.mode): known.name for known in cases for c in known.contenders for v in known.visits_of(c)}
-    for goal in GOALS:
-        modes = [page.visits_of(model, page._CPU)[goal.visit].mode for model, _ in (goal.fast, goal.slow)]
-        where = {measured[": ".join(pair), mode] for pair, mode in zip((goal.fast, goal.slow), modes, strict=True)}
-        assert len(where) == 1, goal  # interleaved
-    names = {c.name: c for known in cases for c in known.contenders}
-    assert names["Swin-T: timm, compiled, fused attention"].env == {"TIMM_FUSED_ATTN": "2"}
-    assert {c.args["library"] for c in names.values()} == {"ours", "timm", "torchvision", "transformers"}
 
 
 def test_rows_of_scale(engine, monkeypatch):
@@ -282,7 +241,7 @@ def later(what):
     def call():
         calls.append(1)
         if len(calls) > 1:
-            {"die": lambda: os._exit(9), "hang": lambda: time.sleep(60), "raise": lambda: 1 / 0}[what]()
+            {"die": lambda: os._exit(9), "raise": lambda: 1 / 0}[what]()
         return {"x": torch.ones(1)}
 
     return call
@@ -294,7 +253,7 @@ def started(worker, build, **args):
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_worker_answers_until_it_dies_or_hangs():
+def test_a_worker_answers_until_it_dies():
     paths = os.pathsep.join((str(Path(__file__).parent), str(ROOT)))
     with Worker(f"{Path(__file__).stem}:glutton", {"mb": 200}, 1, {"PYTHONPATH": paths}, patience=60.0) as worker:
         assert worker.start()["first_call_s"] > 0 and worker.outcome()["threads"] == 1
@@ -311,12 +270,7 @@ def test_a_worker_answers_until_it_dies_or_hangs():
         started(worker, "later", what="raise")
         with pytest.raises(WorkerFailed, match="ZeroDivisionError: division by zero"):
             worker.run(1)
-        started(worker, "later", what="hang")
-        worker.patience = 0.3
-        with pytest.raises(WorkerFailed, match="did not end within 0 s"):
-            worker.run(1)
-    with Worker(f"{Path(__file__).stem}:later", {"what": "die"}, 1, {"PYTHONPATH": paths}, patience=60.0) as worker:
-        worker.start()
+        started(worker, "later", what="die")
         with pytest.raises(WorkerFailed, match="the process ended with status 9"):
             worker.run(1)
 
@@ -334,84 +288,11 @@ def test_most_bytes_are_those_of_live_tensors():
     assert most_bytes(lambda: held.view(-1), CPU) == 0
 
 
-def test_take_turns():
-    """One that fails on its way leaves the others their rounds."""
-
-    class Fake:
-        def __init__(self, ms, last=99):
-            self.ms, self.left = ms, last
-
-        def run(self, calls):
-            self.left -= 1
-            if self.left < 0:
-                raise WorkerFailed("gone")
-            return [(self.ms, 7.0)] * calls
-
-    times, failed = take_turns({"slow": Fake(600.0), "fast": Fake(100.0), "bad": Fake(1.0, 2)}, Repeats(2, 3, 0.5, 4))
-    assert {name: found["rounds"] for name, found in times.items()} == {"slow": [[600.0]] * 3, "fast": [[100.0] * 4] * 3}
-    assert times["fast"]["host"] == [[7.0] * 4] * 3 and str(failed["bad"]) == "gone"
-    assert take_turns({"never run": Fake(1.0, 0)}, Repeats(0, 0)) == ({"never run": {"rounds": [], "host": []}}, {})
-
-
 # --- command line and tables
-
-
-@pytest.fixture
-def tool(monkeypatch, tmp_path):
-    """main(*arguments), with results in tmp_path; and what the engine was given."""
-    given = {}
-
-    class Fake:
-        def __init__(self, samples):
-            self.samples = samples
-            given.update(threads=torch.get_num_threads())
-
-        def run(self, cases, only, until):
-            given.update(cases=cases, only=only, until=until)
-            self.samples.add("failed", case="a", mode="b", contender="c", text="no reason")
-            return False
-
-    monkeypatch.setattr(benchmark, "Engine", Fake)
-    return lambda *args: benchmark.main([*args, "--out", str(tmp_path)]), given
-
-
-def test_suite(tool, tmp_path, capsys):
-    main, given = tool
-    main("--suite", "cpu", "--only", "Swin", "--seconds", "100", "--commit", "abc")
-    assert given["only"] == "Swin" and given["threads"] == 1
-    assert given["cases"][1].name == "Swin-T" and abs(given["until"] - time.time() - 100) < 20
-    (folder,) = tmp_path.iterdir()
-    rows = read_rows(folder / "cpu" / "samples.jsonl")
-    assert [row["kind"] for row in rows] == ["machine", "failed"]
-    wanted = ("device", "cpu", "threads", "torch", "timm", "python", "code")
-    assert all(row[name] for row in rows for name in wanted) and {row["commit"] for row in rows} == {"abc"}
-    notice, _, table = capsys.readouterr().out.partition("\n")
-    assert notice == "time is up: run it again for the rest" and "| c | a, b | failed: no reason |" in table
-    given.clear()
-    main("--suite", "cpu", "--table")
-    assert not given and capsys.readouterr().out == table
-    for suite in ("cpu", "scale"):
-        main("--suite", suite, "--quick")
-        assert len(given["cases"]) < 20 and (folder / f"{suite}-quick").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (("--suite", "sizes"), "invalid choice: 'sizes'"),
-        (("--suite", "cpu", "--only", "("), "'(' is no regular expression"),
-        (("--suite", "cpu", "--table"), "samples.jsonl is not there: measure first"),
-    ],
-)
-def test_bad_usage(tool, args, text, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        tool[0](*args)
-    assert stopped.value.code == 2 and text in capsys.readouterr().err
 
 
 MACHINE = {"device": "Zen", "cpu": "Zen", "threads": "1", "torch": "2", "timm": "1", "triton": "none", "interpreter": ""}
 MACHINE |= {"python": "3.12", "commit": "abc", "code": "now", "cuda": ""}
-SWIN = "Swin-T, 224, batch 8, fp32"
 ABOUT = {"kind": "machine", **MACHINE}
 
 
@@ -421,36 +302,12 @@ def row(case, contender, ms, of="peer", mode="inference", call=100e6, **more):
     return {"kind": "time", "case": case, "mode": mode, "contender": contender, "of": of} | own | MACHINE | more
 
 
-def test_table_of_models():
-    """Speeds are over timm's model, run the same way in the same rounds."""
-    rows = [
-        row(SWIN, "Swin-T: timm", 900.0),
-        row(SWIN, "Swin-T: timm, compiled", 600.0, call=200e6),
-        row(SWIN, "Swin-T: ours", 700.0, "ours"),
-        row(SWIN, "Swin-T: ours, compiled", 250.0, "ours", call=120e6),
-    ]
-    assert times(rows)[2:] == [
-        f"| {SWIN} | inference | Swin-T: timm | 7.11 |  |  | 100 | 61.0 |",
-        f"| {SWIN} | inference | Swin-T: timm, compiled | 10.7 |  |  | 200 | 61.0 |",
-        f"| {SWIN} | inference | Swin-T: ours | 9.14 | 1.29x (1.29 to 1.29) |  | 100 | 61.0 |",
-        f"| {SWIN} | inference | Swin-T: ours, compiled | 25.6 | 2.40x (2.40 to 2.40) |  | 120 | 61.0 |",
-    ]
-
-
 def scale_rows(who, power, mb, kept=0.0):
     for side in (14, 32, 48, 64, 128):
         n = side * side
         found = {"kind": "size", "case": f"scale {who}", "mode": f"inference, {n} tokens", "contender": who, "of": "ours"}
         found |= {"tokens": n, "rounds": [], "call_ms": n**2 / 1e5, "kept_bytes": kept * n**2}
         yield MACHINE | found | {"call_bytes": mb * 1e6 * (n / 196) ** power}
-
-
-def test_growth_and_its_plot(tmp_path):
-    rows = list(scale_rows("table", 1.0, 1.5))
-    plot_scale(rows, "Zen", tmp_path / "scale.png")
-    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
-    assert growth(rows, lambda row: row["call_bytes"]) == pytest.approx(1.0)
-    assert growth(rows[:3], lambda row: row["call_bytes"]) is None  # two sizes from 1000 tokens on
 
 
 def test_tables_of_the_page():
@@ -483,14 +340,14 @@ def test_the_page_is_of_the_committed_samples():
 
 @pytest.mark.slow(seconds=15)
 def test_quick_models(tmp_path, monkeypatch):
-    """Processes and times, for real; of timm's model and of ours, in inference and training."""
-    keep = lambda case: Case(**vars(case) | {"contenders": case.contenders[:2], "visits": case.visits[:3:2]})  # noqa: E731
+    """Processes and times, for real; of timm's model and of ours."""
+    keep = lambda case: Case(**vars(case) | {"contenders": case.contenders[:2], "visits": case.visits[:1]})  # noqa: E731
     suite = benchmark.SUITES["cpu"]
     monkeypatch.setitem(benchmark.SUITES, "cpu", suite._replace(cases=lambda *of: [keep(known) for known in suite.cases(*of)]))
     benchmark.main(["--suite", "cpu", "--quick", "--only", "Swin nano", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/cpu-quick/samples.jsonl")
     rows = [row for row in read_rows(path) if row["kind"] == "time"]
-    assert {row["contender"] for row in rows} == {"Swin nano: timm", "Swin nano: ours"} and len(rows) == 4
+    assert {row["contender"] for row in rows} == {"Swin nano: timm", "Swin nano: ours"} and len(rows) == 2
     for found in rows:
         assert 1e5 < found["call_bytes"] < 1e8 and min(map(min, found["rounds"])) > 0
         assert (found["launches"] or 99) > 50

@@ -1,10 +1,8 @@
 """tools/gpu on a CPU: parts end in time and go on where they stopped, a wrong result is found, data wait is measured."""
 
 import argparse
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +10,8 @@ import timm
 import torch
 from PIL import Image
 
-from tools.benchmark.samples import ROOT
-from tools.gpu import attention, bench, check, pack, page, parts, study, train
-from tools.gpu.parts import Job, Setting, measuring, run, run_again
+from tools.gpu import attention, bench, check, pack, parts, study, train
+from tools.gpu.parts import Job, Setting, run, run_again
 from vitrel.data.readers.decode import IGNORED
 from vitrel.grid import Grid
 
@@ -67,31 +64,6 @@ def test_a_row_that_ends_its_process_is_one_and_the_others_follow(setting, scrip
     assert not (tmp_path / "bench-small.now").exists()
 
 
-def test_jobs_that_measure_at_once_do_not_end_each_other(setting):
-    one, other = (setting("check").samples() for _ in range(2))
-    with measuring(one, case="a", mode="", contender=""), measuring(other, case="b", mode="", contender=""):
-        pass
-    assert not list(one.path.parent.glob("*.now"))
-
-
-def test_an_error_is_a_row_and_is_not_tried_again(setting):
-    samples = setting("bench").samples()
-    for error in (ValueError("triton refuses: float64"), RuntimeError("no memory")):
-        with measuring(samples, case=type(error).__name__, mode="", contender=""):
-            raise error
-    assert [row["kind"] for row in samples.rows] == ["refused", "failed"]
-    assert parts.known(setting("bench").samples(), "time", case="ValueError", mode="", contender="")
-
-
-def test_rows_of_another_gpu_or_other_code_are_measured_anew_unless_they_hold_everywhere(setting, monkeypatch):
-    key = dict(case="table", mode="90x120", contender="seed 0")
-    setting("study").samples(("tools/gpu/study.py",), study.STAMP).add("miou", **key, miou=50.0)
-    monkeypatch.setattr("tools.benchmark.samples.hardware_name", lambda device: "another")
-    assert setting("study").samples(("tools/gpu/study.py",), study.STAMP).has("miou", **key)
-    assert not setting("study").samples(("tools/gpu/study.py",)).has("miou", **key)
-    assert not setting("study").samples(("tools/gpu/train.py",), study.STAMP).has("miou", **key)
-
-
 def test_numerics_find_a_wrong_gradient(setting, monkeypatch):
     """Half of the gradient of one block's table, on the backend and not in the definition, which comes first."""
     found, calls = check.results, []
@@ -126,33 +98,6 @@ def test_numerics_of_right_backends(setting):
     assert len(samples.rows) == count and not check.table(compared)[1]
 
 
-def test_tests_are_rows_and_those_that_passed_are_left_out(setting, tmp_path, monkeypatch):
-    samples = setting("check").samples(check.TESTED)
-    plugin = check._Rows(samples.path)
-    for name, outcome in (("a", "passed"), ("b", "failed")):
-        for when in ("setup", "call"):
-            result = outcome if when == "call" else "passed"
-            text = "E   AssertionError: 1 is not 2"
-            plugin.pytest_runtest_logreport(
-                SimpleNamespace(when=when, outcome=result, nodeid=name, longrepr=text, duration=1.0)
-            )
-    plugin.pytest_collectreport(SimpleNamespace(outcome="failed", nodeid="c", longrepr="E   SyntaxError: invalid"))
-    lines, bad = check.table(setting("check"))
-    assert lines[0] == "Tests: 1 passed, 1 failed, 1 not collected." and bad
-    assert lines[-2:] == ["- b: AssertionError: 1 is not 2", "- c: SyntaxError: invalid"]
-    (tmp_path / "passed").write_text("tests/ops/a")
-    monkeypatch.setenv(check._PASSED, str(tmp_path / "passed"))
-    items = [SimpleNamespace(nodeid=name, get_closest_marker=lambda _, slow=slow: slow) for name, slow in
-             (("tests/ops/a", 0), ("tests/ops/b", 1), ("tests/cli/c", 1), ("tests/cli/d", 0))]  # fmt: skip
-    check.pytest_collection_modifyitems(None, items)
-    assert [item.nodeid for item in items] == ["tests/ops/b", "tests/cli/d"]
-    found = check.gpu_tests()
-    assert ROOT / "tests" / "ops" / "backends" / "test_triton_window.py" in found
-    monkeypatch.setattr(check, "absent", lambda *modules: ["scipy"])  # without extras, those alone that need none
-    assert {path.relative_to(ROOT).parts[1] for path in check.gpu_tests()} == {"ops", "models"}
-    assert {path.relative_to(ROOT).parts[1] for path in found} > {"ops", "models"}
-
-
 @pytest.mark.parametrize("shape", attention.SMALL, ids=lambda shape: shape.name)
 def test_attention_that_is_timed_is_attention_with_all_gradients(shape):
     ours, definition = (attention.call(shape, name, True, CPU, torch.float32)() for name in ("sdpa", "reference"))
@@ -162,19 +107,6 @@ def test_attention_that_is_timed_is_attention_with_all_gradients(shape):
         assert one.norm() > 0
     bare = attention.call(shape, attention.FLOOR, False, CPU, torch.float32)()
     assert not torch.allclose(bare, attention.call(shape, "sdpa", False, CPU, torch.float32)(), atol=1e-2)
-
-
-def test_a_kernel_is_counted_once():
-    """In a profile it is itself, a part of the operator that launched it, and within what the caller has named."""
-    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
-    events = [
-        SimpleNamespace(key=key, device_type=device, is_user_annotation=named, self_device_time_total=us)
-        for key, device, named, us in (
-            ("aten::mm", cpu, False, 30.0), ("gemm", gpu, False, 30.0), ("_whole", gpu, False, 12.0),
-            ("one call", cpu, True, 0.0), ("one call", gpu, True, 50.0),
-        )
-    ]  # fmt: skip
-    assert attention.kernel_us(events) == {"gemm": 30.0, "_whole": 12.0}
 
 
 def test_bytes_that_have_to_be_moved():
@@ -221,17 +153,6 @@ def test_a_model_that_differs_from_timms_gets_no_time(setting, monkeypatch):
     rows = part.samples(bench.MEASURED).rows
     assert [(row["kind"], row["contender"]) for row in rows] == [("wrong", "Swin nano: ours"), ("time", "Swin nano: timm")]
     assert bench.table(part)[1]
-
-
-def test_goals_compare_with_what_was_measured():
-    row = dict(kind="time", mode="inference", case="Swin-T, compiled", batch=128, call_bytes=0, first_call_s=1.0)
-    rows = [row | dict(contender="Swin-T: ours", rounds=[[10.0]]), row | dict(contender="Swin-T: timm", rounds=[[16.5]])]
-    copy = dict(kind="copy", terabytes_s=4.0)
-    windows = dict(kind="attention", case=attention.SHAPES[0].name, mode="training", contender="triton", moved_bytes=4e8)
-    lines = bench.goals_table([*rows, copy, windows | dict(gpu_us=300.0)])
-    assert "| Swin-T, compiled, inference: Swin-T: ours over Swin-T: timm | 1.60 | 1.65x (1.65 to 1.65) | met |" in lines
-    assert any("over its bytes | at most 2.50 | 3.00 | **missed** |" in line for line in lines)
-    assert sum("not measured" in line for line in lines) == len(bench.GOALS) - 1 + 2
 
 
 def test_waiting_for_data_is_measured():
@@ -311,16 +232,6 @@ def test_the_study_trains_evaluates_and_goes_on(setting, packed, monkeypatch, ca
     assert seen == [0, 0]
 
 
-def test_a_training_that_has_ended_its_process_is_not_tried_again(setting, packed, monkeypatch):
-    monkeypatch.setattr(study, "start_of", lambda *given: pytest.fail("it was"))
-    part = setting("study", data=packed)
-    for position in study.SMALL.positions:
-        key = dict(case=position, mode="90x120", contender="seed 0")
-        part.samples(("tools/gpu/study.py",), study.STAMP).add("failed", **key, text="the process ended with status -11")
-    study.work(part, "study")
-    assert study.table(part)[1]
-
-
 def test_views_of_images_and_masks_show_the_same_places():
     """A mask of the bright pixels is where the view is bright."""
     pixels = torch.zeros(4, 3, 60, 80, dtype=torch.uint8)
@@ -368,31 +279,3 @@ def test_every_parameter_is_in_one_group_and_encodings_learn_faster():
     scales = {id(p): group["lr_scale"] for group in found for p in group["params"]}
     assert scales[id(model.head.weight)] == 1 and scales[id(model.backbone.patch_embed.proj.weight)] < 0.75
     assert scales[id(model.backbone.blocks[0].position.relative_position_bias_table)] == 10
-
-
-def test_pages_have_their_tables(tmp_path):
-    made = page.pages(tmp_path)
-    for name, tables in made.items():
-        text = (ROOT / name).read_text("utf-8")
-        assert tables and all(f"<!-- {mark} -->" in text and f"<!-- /{mark} -->" in text for mark, _ in tables)
-        assert [table for _, table in tables] == ["No rows are committed yet."]
-
-
-def test_a_page_names_hardware_versions_and_commit(tmp_path):
-    samples = Setting("study", tmp_path, 0.0, small=False).samples(("tools/gpu/study.py",), study.STAMP)
-    for seed, value in enumerate((40.0, 50.0)):
-        samples.add("miou", case="table", mode="360x480", contender=f"seed {seed}", miou=value)
-    [(_, text)] = page.pages(tmp_path)[page.STUDY]
-    assert "| table | 2 | 45.0 (40.0 to 50.0) |" in text and f"torch {torch.__version__}" in text
-
-
-@pytest.mark.slow
-def test_a_bare_machine_has_what_the_parts_import():
-    code = """
-import sys
-from tools.gpu import bench, check, study, sweep, train
-missing = "lightning", "jsonargparse", "torchmetrics", "albumentations", "cv2", "pandas", "matplotlib", "scipy", "pytest"
-assert not [name for name in missing if name in sys.modules], [name for name in missing if name in sys.modules]
-"""
-    done = parts.subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-800:]

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from tools.study.coverage import LOSS, SEEDS, World, alarms, draw, hillis, ours, share
+from tools.study.coverage import LOSS, SEEDS, World, draw, ours, share
 
 RUNS = 600
 share_of = functools.cache(share)
@@ -25,16 +25,6 @@ def test_intervals_contain_what_they_should_with_any_number_of_seeds(world):
 def test_more_seeds_find_more():
     power = [share(ours, World(1.0, 0.5), seeds, 400, LOSS, covers=False) for seeds in SEEDS[1:]]
     assert power == sorted(power) and power[0] < 0.3 < 0.8 < power[-1]
-
-
-@pytest.mark.slow(seconds=2)
-def test_degrees_of_freedom_for_many_readers_are_too_many_for_two_seeds():
-    assert share(hillis, World(5.0, 0.5), 2, RUNS) < 0.9
-
-
-@pytest.mark.slow(seconds=4)
-def test_fifteen_sizes_at_which_nothing_is_lost():
-    assert max(alarms(World(1.0, 0.5), seeds, 200) for seeds in (1, 3)) <= 0.05
 
 
 def test_the_simulated_worlds_are_what_they_are_called():

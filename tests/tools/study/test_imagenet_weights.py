@@ -101,15 +101,12 @@ def test_the_flower_classifier_separates_what_is_separable():
 
 @pytest.mark.slow
 def test_the_pages_are_what_the_results_give(tmp_path, monkeypatch):
+    """And a changed number is found."""
     monkeypatch.setattr(study, "study_tables", functools.cache(study.study_tables))  # the same each time
     study.main(["pages", "--check"])
     page = tmp_path / study.PAGE
     page.parent.mkdir(parents=True)
-    page.write_text((ROOT / study.PAGE).read_text("utf-8"), "utf-8")
-    text = page.read_text("utf-8")
+    text = (ROOT / study.PAGE).read_text("utf-8")
     page.write_text(re.sub(r"(\| cpb +\| +)\d\d\.\d ±", r"\g<1>99.9 ±", text, count=1), "utf-8")
     with pytest.raises(SystemExit, match=r"imagenet_weights\.md is out of date: run python -m tools\.study\.imagenet_weights"):
         study.main(["pages", "--check", "--root", str(tmp_path)])
-    (tmp_path / "docs" / "images").mkdir()
-    study.main(["pages", "--root", str(tmp_path)])
-    assert page.read_text("utf-8") == text and len(list((tmp_path / "docs" / "images").glob("*.png"))) == 2
