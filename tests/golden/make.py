@@ -3,7 +3,7 @@
 Inputs come from one formula, so that any implementation can rebuild them: element m (row-major, from 0) of an array is
 round(amplitude * sin(0.37 * (m + 1)^2 + phase), 4), its phase and amplitude in INPUTS. "trained" is the grid (h, w) that the
 encoding was built for, "grid" the one it is evaluated at; an infinite logit is the string "-inf".
-founding_documents.json is not made here, its values are the documents' own; docs/founding_documents.md is written from it.
+founding_documents.json is not made here, its values are the documents' own.
 """
 
 import argparse
@@ -17,8 +17,6 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-
-import founding_documents  # noqa: E402
 
 import oracles  # noqa: E402
 
@@ -274,9 +272,7 @@ def differences(stored, made, path=""):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=HERE, help="where the files lie (default: beside this script, the page in docs)"
-    )
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE, help="where the files lie (default: beside this script)")
     parser.add_argument("--check", action="store_true", help="compare with the stored files and write nothing")
     arguments = parser.parse_args()
     wrong = []
@@ -288,12 +284,6 @@ def main():
             wrong.append(f"{file}: missing")
         else:
             wrong += [f"{file}: {path}" for path in differences(json.loads(file.read_text()), made)]
-    at_home = arguments.folder.resolve() == HERE.resolve()
-    file = founding_documents.PAGE if at_home else arguments.folder / founding_documents.PAGE.name
-    if not arguments.check:
-        file.write_text(founding_documents.page())
-    elif not file.exists() or file.read_text() != founding_documents.page():
-        wrong.append(f"{file}: not what founding_documents.json gives")
     if wrong:
         sys.exit("golden files differ from the oracles; rerun without --check if the oracle changed:\n" + "\n".join(wrong))
 
