@@ -141,9 +141,7 @@ def test_position_lowers_the_error_of_prediction():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        # without position the error stays where it is after 100 updates (0.0158; 0.0156 after 300)
-        steps = {"none": 100, "rope_axial": 300}
-        errors = {position: train(position, n, n_val=64, lr=5e-3) for position, n in steps.items()}
+        error = train("rope_axial", 300, n_val=64, lr=5e-3)
     finally:
         torch.set_num_threads(threads)
-    assert errors["rope_axial"] < 0.8 * errors["none"]
+    assert error < 0.8 * 0.0158  # of the model without position, which stays there: 0.0158 after 100 updates, 0.0156 after 300

@@ -9,7 +9,6 @@ import torch
 import torch.fx.experimental._config as fx_config
 from timm.layers import get_notrace_modules
 from timm.models import FeatureListNet
-from timm.models._features_fx import create_feature_extractor
 from timm.models.vision_transformer import VisionTransformer
 from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
@@ -171,28 +170,6 @@ def test_features_only(name):
     assert len(two(torch.randn(1, 3, 64, 64))) == 2
 
 
-@each("name", PAIR)
-def test_classifier(name):
-    model, image = build(name), torch.randn(2, 3, 64, 64)
-    features = model.forward_features(image)
-    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
-    pool = model.global_pool
-    model.reset_classifier(11)
-    assert model.global_pool == pool and model(image).shape == (2, 11) and model.num_classes == 11
-    model.reset_classifier(0)
-    assert torch.equal(model(image), model.forward_head(features, pre_logits=True))
-    model.reset_classifier(0, "")
-    assert model(image).shape == features.shape
-
-
-@each("name", PAIR)
-def test_pool_size_in_the_config(name):
-    model = build(name)
-    features = model.forward_features(torch.randn(1, 3, *model.img_size))
-    pool = model.pretrained_cfg["pool_size"]
-    assert pool is None or features.shape[1:3] == pool
-
-
 @each("name", KINDS)
 def test_gradient_checkpointing(name):
     """Off, on, off again: equal gradients, and when on every block runs a second time, in the backward pass."""
@@ -229,14 +206,6 @@ def test_layer_decay_groups(name):
     assert scale[id(named[f"{first}attn.qkv.weight"])] < scale[id(named[f"{last}attn.qkv.weight"])] <= 1
     assert all(decay[id(named[n])] == 0 for n in model.position_parameters())
     assert len({scale[id(p)] for n, p in named.items() if n.startswith(first)}) == 1  # position decays with its block
-
-
-@each("name", KINDS)
-def test_fx_features_are_exact(name):
-    model, image = shallow(name), torch.randn(1, 3, 80, 56)
-    extractor = create_feature_extractor(model, {model.feature_info[1]["module"]: "mid", "norm": "last"})
-    out = extractor(image)
-    assert torch.equal(out["last"], model.forward_features(image))
 
 
 @each("name", TRIO)

@@ -7,9 +7,8 @@ import pickle
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save_file
 from timm.layers import DropPath
-from timm.models import group_modules, group_parameters, save_for_hf
+from timm.models import group_modules, group_parameters
 from timm.optim import param_groups_weight_decay
 
 from helpers import each
@@ -223,30 +222,6 @@ def test_copies(name):
             for parameter in twin.parameters():
                 parameter.zero_()
         assert torch.equal(model(image), expected)
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_through_a_folder(name, tmp_path):
-    """timm's own export and import, offline, options of the constructor included."""
-    options = dict(img_size=(32, 48), num_classes=7)
-    model, image = build(name, **options), torch.randn(2, 3, 40, 72)
-    for safe in (False, True):
-        folder = tmp_path / str(safe)
-        save_for_hf(model, folder, safe_serialization=safe)
-        again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-        assert torch.equal(again(image), model(image)) and again.img_size == (32, 48)
-    path = tmp_path / "weights.safetensors"
-    save_file(model.state_dict(), path)
-    other = timm.create_model(name, **options).eval()
-    other.load_state_dict(load_file(path))
-    assert torch.equal(other(image), model(image))
-
-
-def test_a_composition_through_a_folder(tmp_path):
-    options = dict(position="absolute+rope_mixed", position_args=dict(base=50.0), reg_tokens=2)
-    model, image = build("vitrel_vit_n8_table", **options), torch.randn(2, 3, 40, 72)
-    save_for_hf(model, tmp_path)
-    assert torch.equal(timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()(image), model(image))
 
 
 UNTRAINED = (72, 104)  # pixels; the models are built for 64x64

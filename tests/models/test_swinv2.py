@@ -81,14 +81,6 @@ def test_equals_timm_after_a_change_of_window():
 
 
 @pytest.mark.slow
-def test_tiny_equals_timm_at_256():
-    theirs = perturb(timm.create_model("swinv2_tiny_window8_256", num_classes=10))
-    ours = vitrel.load_pretrained(timm.create_model("vitrel_swinv2_t", num_classes=10), theirs.state_dict()).eval()
-    assert ours.pretrained_cfg["input_size"] == (3, 256, 256) and ours.window_size == (8, 8)
-    assert_same(ours, theirs, torch.randn(1, 3, 256, 256), 2e-5)
-
-
-@pytest.mark.slow
 @each(("name", "peer"), [("t", "tiny"), ("s", "small"), ("b", "base")])
 def test_shapes_of_the_published_models(name, peer):
     ours = timm.create_model(f"vitrel_swinv2_{name}", device="meta")
@@ -129,17 +121,6 @@ def test_no_weight_decay():
     model = timm.create_model("vitrel_swinv2_n")
     scales = {n for n, _ in model.named_parameters() if n.endswith("logit_scale")}
     assert len(scales) == 6 and model.no_weight_decay() == scales | model.position_parameters()
-
-
-@pytest.mark.slow
-@each("position", ["none", "table", "factorized", "rope_axial", "rope_mixed", "absolute+rope_mixed+table"])
-def test_any_position_at_any_size(position):
-    model = perturb(timm.create_model("vitrel_swinv2_n", position=position, num_classes=5))
-    for size in [(64, 64), (72, 40), (30, 100)]:
-        model.zero_grad()
-        model(torch.randn(2, 3, *size)).square().sum().backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.isfinite().all(), name
 
 
 def opposed(dim, heads, window, shift):

@@ -188,11 +188,8 @@ SIZES = [(512, 512), (64, 64), (64, 96), (256, 256), (80, 48), (72, 512), (400, 
 SDPA, WINDOWS, GLOBAL = "scaled_dot_product_attention", "vitrel.window_attention", "vitrel.biased_attention"
 COMPILED = [  # model, training -> operators of the graph of the first size, and of the graph for any size
     ("swin_n", False, WINDOWS, WINDOWS),
-    ("swin_n", True, WINDOWS, WINDOWS),
-    ("vit_n8_table", False, SDPA, SDPA),
     ("vit_n8_table", True, GLOBAL, SDPA),
     ("vit_n8_decomposed", False, SDPA, SDPA),  # of augmented_qk, which adds no mask
-    ("vit_n8_decomposed", True, SDPA, SDPA),
 ]
 
 

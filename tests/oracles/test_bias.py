@@ -78,26 +78,9 @@ def test_renormalized_distances_are_in_patches_of_the_training_grid(key, options
     assert_same(rule(*qkv(4, 3), trained=(2, 3), **options), rule(*qkv(4, 3), **options))
 
 
-def test_fixed_decay_is_the_learned_one():
-    learned = {"log_a": np.log([0.3, 0.3]), "log_b": np.zeros(2)}
-    assert_same(oracles.log_decay(*qkv(3, 4, 1), decay=0.3), oracles.log_decay(*qkv(3, 4, 1), **learned))
-    assert_same(oracles.log_decay(*qkv(3, 4), decay=0.0), oracles.none(*qkv(3, 4)))
-    logits, _ = oracles.log_decay(*no_content(4, 5), log_a=np.log([1.0, 2]), log_b=np.log([1, 0.2]))
-    assert_allclose(from_corner(logits, 4, 5)[:, 3, 4], [-math.log(6), -2 * math.log(2)])
-
-
 def fire_parameters(hidden=32, c=-0.5, L=-0.5, **replaced):
     layers = {"mlp.0.weight": draw(0, hidden, 1), "mlp.0.bias": draw(1, hidden), "mlp.2.weight": draw(2, 2, hidden)}
     return {"c": np.array([c]), "L": np.array([L]), **layers, "mlp.2.bias": np.array([0.25, -2])} | replaced
-
-
-def test_fire_with_a_constant_network():
-    bias = draw(4, 3, 2)
-    logits, _ = oracles.fire(*no_content(2, 3, 1), prefix_bias=bias, **fire_parameters(**{"mlp.2.weight": np.zeros((2, 32))}))
-    assert_allclose(logits[:, 1:, 1:], np.broadcast_to([[[0.25]], [[-2]]], (2, 6, 6)))
-    assert_allclose(logits[:, 0, 0], bias[2])
-    assert_allclose(logits[:, 0, 1:], bias[0][:, None].repeat(6, 1))
-    assert_allclose(logits[:, 1:, 0], bias[1][:, None].repeat(6, 1))
 
 
 def test_fire_with_a_network_that_copies():

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 import oracles
 from oracles.content import stretch_rows
-from oracles.inputs import draw, no_content, qkv
+from oracles.inputs import draw, qkv
 
 
 def shaw_tables(R_h, R_w, *heads):
@@ -65,11 +65,3 @@ def test_pape_along_the_axes():
             curve, tilt = np.log(1 + np.exp(a[n] @ q[n, i])), b[n] @ q[n, i]
             expected += -curve[0] * delta[0] ** 2 - curve[1] * delta[1] ** 2 + tilt[0] * delta[0] + tilt[1] * delta[1]
         assert logits[n, i, j] == pytest.approx(8**-0.5 * expected)
-
-
-def test_pape_without_content_is_squared_alibi_of_ln_2():
-    zero = np.zeros((2, 2, 8))
-    logits, _ = oracles.pape(*no_content(3, 4), position=np.stack([np.eye(2)] * 2), a=zero, b=zero)
-    slopes = [8**-0.5 * math.log(2)] * 2
-    expected = oracles.alibi(*no_content(3, 4), distance="squared", learnable=True, slopes=slopes)[0]
-    assert_allclose(logits, expected)
