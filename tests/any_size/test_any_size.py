@@ -33,7 +33,7 @@ def test_timms_logits_in_as_many_operators_and_other_sizes(name):
         with Launches() as counted:
             logits.append(model(image))
         operators.append(counted.count)
-    assert logits[1].std() > 0.05 and apart(*logits) < 3e-6
+    assert logits[1].std() > 0.05 and apart(*logits) < 1e-5  # of float32; in float64 below
     assert operators[0] <= MORE.get(name, 1.02) * operators[1]
     step = side_multiple(ours)
     for size in ((160, 64), (133, 170) if step == 1 else (3 * step, 5 * step)):  # odd grids in later stages

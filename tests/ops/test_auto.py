@@ -60,6 +60,7 @@ GPU = [  # encoding, side of the grid, window, training -> backend
 ]
 
 
+@pytest.mark.slow
 @needs_triton
 @each(("key", "side", "window", "training", "backend"), GPU)
 def test_on_a_gpu_in_half_precision(key, side, window, training, backend):
@@ -67,6 +68,7 @@ def test_on_a_gpu_in_half_precision(key, side, window, training, backend):
         assert chosen(key, Grid(side, side), window, training, dtype=dtype) == backend
 
 
+@pytest.mark.slow
 @each(("key", "side", "window", "training", "backend"), GPU)
 def test_on_a_gpu_in_full_precision(key, side, window, training, backend):
     for dtype in FULL:
@@ -213,6 +215,7 @@ def test_eight_sizes_compile_in_two_graphs(name, training, first, any_size):
             assert all(node.kwargs["attn_mask"] is None for node in calls)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_a_graph_has_no_kernel_that_fails(monkeypatch, untried):
     monkeypatch.setattr(triton_backend, "_try", broken(lambda kind: True))
@@ -226,6 +229,7 @@ def test_a_graph_has_no_kernel_that_fails(monkeypatch, untried):
     assert found and all(SDPA in target for target in found)
 
 
+@pytest.mark.slow
 @each("name", ["swin_n", "vit_n8_decomposed"])
 def test_exported_programs_do_not_depend_on_the_machine(name):
     few = {"depth": 1} if "vit" in name else {"depths": (2,), "num_heads": (1,)}
