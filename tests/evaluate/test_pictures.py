@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitrel.evaluate import pictures as module
+from vitrel.evaluate import predict
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.pictures import MODELS, collect
 from vitrel.evaluate.run import opened
@@ -90,6 +91,14 @@ def test_predictions_of_every_model_at_every_size_with_all_classes():
     assert colors <= {tuple(map(int, text[4:-1].split(","))) for text in section.colors.values()} | {module.NOTHING}
     hidden = made([segmenter()], "shapes-dense", photographs=False)[0].tables["scale protocol"]
     assert [*hidden] == ["truth", "table"]
+
+
+@pytest.mark.usefixtures("brief_figures")
+def test_models_that_predict_are_made_for_the_size_of_the_image(monkeypatch):
+    sizes, own = [], predict.with_policy
+    monkeypatch.setattr(predict, "with_policy", lambda model, size, policy: sizes.append(size) or own(model, size, policy))
+    made([segmenter()], "shapes-dense", sizes=("32x48",))
+    assert {*sizes} == {(32, 32), (32, 48)}  # and that of the training
 
 
 def test_a_picture_that_cannot_be_made_is_named_and_the_others_stay(noise, trained, monkeypatch):

@@ -135,3 +135,9 @@ def test_counts_and_shares():
     assert table.resampled(Grid(24, 10)) == {"table geometric": 729 * 3}
     assert create_position("factorized", Grid(14, 14), 3, 8).resampled(Grid(24, 10)) == {"factorized geometric": 27 * 3}
     assert create_position("absolute", Grid(14, 14, 1), 3, 8).resampled(Grid(7, 7, 1)) == {"absolute bicubic": 196 * 24}
+
+
+def test_only_axes_of_another_length_count_as_resampled():
+    encoding = create_position("absolute_factorized", Grid(4, 3), 2, 8)
+    counts = {Grid(4, 3): 0, Grid(6, 3): 4 * 16, Grid(4, 5): 3 * 16, Grid(2, 5): 7 * 16}
+    assert {grid: sum(encoding.resampled(grid).values()) for grid in counts} == counts

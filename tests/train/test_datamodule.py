@@ -1,5 +1,11 @@
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from vitrel.models.config import preprocessing_of
 from vitrel.train.datamodule import ImageData, default_batch_size, divided_batch, pair
 
 
@@ -66,3 +72,20 @@ def test_a_global_batch_is_divided_between_the_devices_that_exist(images, batch_
 def test_a_global_batch_that_cannot_be_divided_is_refused(images, batch_size, devices, even):
     with pytest.raises(ValueError, match=f"data.global_batch_size {images} cannot be divided between {devices} devices"):
         divided_batch(images, batch_size, devices, even)
+
+
+def test_evaluation_crops_images_or_at_native_shape_keeps_them_whole(tmp_path):
+    """A picture that is white on the left, which a square crop of its middle does not hold."""
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        picture = Image.new("RGB", (96, 32))
+        picture.paste("white", (0, 0, 16, 32))
+        picture.save(tmp_path / split / "a" / "0.png")
+    model = timm.create_model("vitrel_vit_n8_none", img_size=32, depth=1)
+    module = SimpleNamespace(model=model, preprocessing=preprocessing_of(model), mixup=None)
+    for protocol, size, brightest in (("scale", (32, 32), 0), ("native", (16, 56), 255)):
+        data = ImageData(str(tmp_path), 32, protocol=protocol, batch_size=1, workers=0)
+        data.trainer = SimpleNamespace(lightning_module=module, global_rank=0, world_size=1, accumulate_grad_batches=1)
+        data.setup()
+        images, _ = next(iter(data.val_dataloader()))
+        assert images.shape == (1, 3, *size) and images.dtype == torch.uint8 and images.max() == brightest
