@@ -122,7 +122,7 @@ def test_the_center_crop_of_training_is_the_view_of_evaluation(mode):
     ("arguments", "text"),
     [
         ({"interpolation": "lanczos"}, "unknown interpolation 'lanczos'; use one of bicubic, bilinear"),
-        ({"protocol": "stretch"}, "unknown protocol 'stretch'; use 'scale', 'canvas' or 'native'"),
+        ({"protocol": "stretch"}, "unknown protocol 'stretch'; use one of scale, canvas, native"),
         ({"crop_mode": "stretch"}, "unknown crop_mode 'stretch'; use one of center, squash, border"),
         ({"crop_pct": 0.0}, "crop_pct must be above 0 .* not 0.0"),
         ({"protocol": "canvas"}, "give base_size"),

@@ -88,12 +88,10 @@ class Prepare:
         base_size: tuple[int, int] | None = None,
         crop_mode: str = "center",
     ) -> None:
-        if interpolation not in INTERPOLATIONS:
-            raise ValueError(f"unknown interpolation {interpolation!r}; use one of {', '.join(INTERPOLATIONS)}")
-        if protocol not in ("scale", "canvas", "native"):
-            raise ValueError(f"unknown protocol {protocol!r}; use 'scale', 'canvas' or 'native'")
-        if crop_mode not in CROP_MODES:
-            raise ValueError(f"unknown crop_mode {crop_mode!r}; use one of {', '.join(CROP_MODES)}")
+        known = {"interpolation": INTERPOLATIONS, "protocol": ("scale", "canvas", "native"), "crop_mode": CROP_MODES}
+        for (name, values), value in zip(known.items(), (interpolation, protocol, crop_mode), strict=True):
+            if value not in values:
+                raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(values)}")
         if not crop_pct > 0:
             raise ValueError(f"crop_pct must be above 0 (share of the resized image's sides that is kept), not {crop_pct}")
         if protocol == "canvas" and base_size is None:

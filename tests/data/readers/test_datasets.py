@@ -56,8 +56,8 @@ def test_what_does_not_apply_is_refused(tmp_path):
 def test_shapes_have_a_control_of_place_and_a_corner():
     place = create_dataset("shapes-place", "val", (64, 64), **CFG, n=300)
     assert place.classes == class_names("shapes-place") == ["upper left", "upper right", "lower left", "lower right"]
-    assert set(place._scenes(range(300)).label) == {0, 1, 2, 3}
+    assert set(place.scenes(range(300)).label) == {0, 1, 2, 3}
     for split in ("train", "val"):
         corner = create_dataset("shapes-corner", split, (64, 64), **CFG, n=300)
-        scenes = corner._scenes(range(300))
+        scenes = corner.scenes(range(300))
         assert corner.classes == class_names("shapes") and (scenes.center + scenes.radius[..., None]).max() <= 48

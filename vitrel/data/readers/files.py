@@ -81,7 +81,7 @@ def csv_reader(path: str, split: Split, reading: Reading) -> Files:
                 if not any(cells):
                     continue
                 if None in row or not all(cells):
-                    raise ValueError(f"{where} needs {', '.join(used)} and has {', '.join(cells)}: it has more or fewer cells")
+                    raise ValueError(f"{where} needs {', '.join(used)}, and as many cells as the header: {', '.join(cells)}")
                 if cells[2:] and cells[2] not in NAMES:
                     raise ValueError(f"{where} has the split {cells[2]!r}: use one of {', '.join(sorted(NAMES))}")
                 place = os.path.join(folder, cells[0])

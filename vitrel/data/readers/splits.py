@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from vitrel.common.warn import warn_once
-
 Split = Literal["train", "val"]
 SPLITS: dict[str, tuple[str, ...]] = {  # names that folders, files and tables have for a split, the first found is used
     "train": ("train", "training"),
@@ -43,8 +41,8 @@ def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None,
     """Return the (source, label) samples of a split of data that is not divided: of each label `val_fraction`, at least one,
     is for evaluation.
 
-    The only sample of a label is for training, and a warning counts such labels. The choice depends on the order of the samples
-    alone, so training and evaluation agree. ValueError without `val_fraction`, or if there is nothing to evaluate.
+    The only sample of a label is for training. The choice depends on the order of the samples alone, so training and evaluation
+    agree. ValueError without `val_fraction`, or if there is nothing to evaluate.
     """
     if val_fraction is None:
         raise ValueError(
@@ -59,11 +57,8 @@ def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None,
         order = np.random.default_rng(label).permutation(len(indices))
         number = min(max(1, round(val_fraction * len(indices))), len(indices) - 1)
         chosen.update(indices[i] for i in order[:number])
-    if single := sum(len(indices) == 1 for indices in of_class.values()):
-        text = f"{where}: {single} of {len(of_class)} classes have one image, which is used for training"
-        if not chosen:
-            raise ValueError(f"{text}, so none is left to evaluate: add images, or give an evaluation split")
-        warn_once(f"{text}; these classes have none to evaluate")
+    if not chosen:
+        raise ValueError(f"{where}: every class has one image, so none is left to evaluate: add images or an evaluation split")
     return [sample for index, sample in enumerate(samples) if (index in chosen) == (split == "val")]
 
 

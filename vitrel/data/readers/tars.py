@@ -18,7 +18,7 @@ from timm.data.readers.reader_image_in_tar import extract_tarinfos
 from vitrel.common.files import shown
 from vitrel.data.readers.base import Reader
 from vitrel.data.readers.classes import class_order
-from vitrel.data.readers.decode import SUFFIXES, BadImage, Reading, open_image
+from vitrel.data.readers.decode import SUFFIXES, Reading, open_image
 from vitrel.data.readers.files import below, file_states
 from vitrel.data.readers.folder import hidden
 from vitrel.data.readers.splits import Split, of_split, split_word
@@ -42,13 +42,9 @@ class Tars(Reader):
 
     def encoded(self, source: Member) -> bytes:
         """Return the bytes of an image."""
-        name = self.title(source)
-        with open_image(source.tar, name) as file:
+        with open_image(source.tar, self.title(source)) as file:
             file.seek(source.offset)
-            data = file.read(source.size)
-        if len(data) < source.size:
-            raise BadImage(f"{name} ends after {len(data):,} of {source.size:,} bytes; copy the tar file again")
-        return data
+            return file.read(source.size)
 
     def name(self, source: Member) -> str:
         """Return tar and member of an image, e.g. "train.tar: cat/12.jpg"."""
