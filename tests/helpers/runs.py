@@ -38,7 +38,8 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-MEASURED = {"images_per_s", "data_wait", "memory_mb"}  # columns that differ between equal runs
+# columns that differ between equal runs; the means of an epoch in which a run is resumed are those of its rest
+MEASURED = {"images_per_s", "data_wait", *(f"train/{name}_epoch" for name in ("loss", "top1", "pixel_accuracy"))}
 
 
 def in_child(args, hook=None, main=run):

@@ -290,11 +290,6 @@ def test_an_encoding_is_fitted_before_training(tmp_path, capsys, absolute):
     assert "table fitted to 16 images" in capsys.readouterr().out
     assert found[16] < found[0] * (0.5 if absolute == "drop" else 1)
     how = {"tuning": Tuning(**tuning, fit=16), "optim": still}
-    averaged = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, ema=Ema(every=100))
-    fit(averaged, data, max_epochs=1).save_checkpoint(tmp_path / "averaged.ckpt")
-    for name, value in torch.load(tmp_path / "averaged.ckpt", weights_only=True)["state_dict"].items():
-        if not name.endswith("steps"):  # of the fade, which the average counts at its own updates
-            torch.testing.assert_close(value, recipe.state_dict()[name], atol=1e-5, rtol=1e-4)
     capsys.readouterr()
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     resumed = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how)

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.nn import functional as F
 
 from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.train import Classifier
 from vitrel.train.ema import Ema
-from vitrel.train.metrics import EpochMeans
 from vitrel.train.tuning import Tuning
 
 
@@ -108,26 +106,6 @@ def test_the_epochs_mean_is_that_of_its_images():
     mean = sum(loss * count for loss, count in steps[6:]) / 22
     assert float(metrics["train/loss_epoch"]) == pytest.approx(mean, rel=1e-5)
     assert float(metrics["train/loss_step"]) == pytest.approx(steps[-1][0], rel=1e-5)
-
-
-def test_epoch_means_continue_from_a_checkpoint():
-    values = [{"train/loss": torch.rand(4), "train/top1": torch.rand(4).round()} for _ in range(4)]
-    whole, first, second = (EpochMeans("train/loss", "train/top1") for _ in range(3))
-    for i, value in enumerate(values):
-        whole.add(3, value)
-        (first if i < 2 else second).add(3, value)
-        if i == 1:
-            second.restore(first.saved(SingleDeviceStrategy("cpu")), rank=0)
-    assert all(torch.equal(whole[name].compute(), second[name].compute()) for name in whole)
-    assert not whole.state_dict()
-    second.add(4, values[0])  # the first step of the next epoch
-    torch.testing.assert_close(second["train/loss"].compute(), values[0]["train/loss"].mean())
-    second.restore(whole.saved(SingleDeviceStrategy("cpu")), rank=1, world=2)
-    assert float(second["train/loss"].weight) == 0  # the first rank has it
-    of_two = {"epoch": 3, "train/loss": [[1.0, 4.0], [2.0, 6.0]], "train/top1": [[3.0, 4.0], [5.0, 6.0]]}
-    for rank, world, total, weight in ((1, 2, 2.0, 6.0), (0, 1, 3.0, 10.0)):
-        second.restore(of_two, rank, world)
-        assert (float(second["train/loss"].mean_value), float(second["train/loss"].weight)) == (total, weight)
 
 
 def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from helpers import shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
 from vitrel.common.sizes import Budget, native_size
-from vitrel.data import Augmentation, BadImage, create_dataset
+from vitrel.data import Augmentation, create_dataset
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import run
 from vitrel.train.batch_order import Filled, NativeOrder, evaluation_batches
@@ -188,11 +188,13 @@ def test_models_of_one_size_are_refused(command, native):
         run(command("run", *native, "--model.model=vit_tiny_patch16_224", fixed))
 
 
-def test_an_evaluation_image_without_a_header_stops_the_run_before_it_begins(command, native_folder, tmp_path):
+def test_images_without_a_header_are_left_out(command, native_folder, tmp_path):
     shutil.copytree(native_folder, tmp_path / "data")
-    (tmp_path / "data" / "val" / "red" / "3.png").write_bytes(b"")
-    with pytest.raises(BadImage, match=r"red/3\.png"):
-        run(command("run", f"--data.data={tmp_path / 'data'}", *NATIVE))
+    for split in ("train", "val"):
+        (tmp_path / "data" / split / "red" / "3.png").write_bytes(b"")
+    run(command("run", f"--data.data={tmp_path / 'data'}", *NATIVE, "--data.reading.bad_share=0.1", epochs=1))
+    listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()[1:]
+    assert listed == [str(tmp_path / "data" / split / "red" / "3.png") for split in ("train", "val")]
 
 
 def test_all_tokens_of_photographs_are_image():

@@ -14,7 +14,7 @@ with optional_import():
     from vitrel.train.objective import Mixing, Objective
     from vitrel.train.optim import Optimization, Schedule
     from vitrel.train.running.command import run
-    from vitrel.train.running.execution import Execution, ShardedStrategy
+    from vitrel.train.running.execution import Execution
     from vitrel.train.tuning import Tuning
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Objective",
     "Optimization",
     "Schedule",
-    "ShardedStrategy",
     "Tuning",
     "run",
 ]

@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from math import log, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vitrel.common.sizes import Size, native_size
-from vitrel.data.readers.base import Draw
+from vitrel.data import BadImage, Draw
 
 
 class Batch(NamedTuple):
@@ -254,7 +254,7 @@ class EpochLoader(DataLoader):
     Lightning sets the epoch of a sampler only after it has created the first iterator, whose workers already read ahead.
 
     Args:
-        dataset: a data set of images with `set_epoch`.
+        dataset: `Readable`, of a data set with `set_epoch`.
         progress: called at the start of an iteration; returns (epoch, number of its batches that are done).
         options: further keywords of DataLoader; `batch_sampler` is an `Order`.
     """
@@ -265,7 +265,7 @@ class EpochLoader(DataLoader):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
         epoch, done = self.progress()
-        self.dataset.set_epoch(epoch)
+        self.dataset.dataset.set_epoch(epoch)
         self.batch_sampler.start(epoch, done)
         return super().__iter__()
 
@@ -293,10 +293,34 @@ def evaluation_batches(sizes: Sequence[Size], batch_size: int, rank: int = 0, wo
     return batches
 
 
-class Filled(Dataset):
-    """A data set indexed by `Draw`s, in which a draw of index -1 and a size is a zero image of label -1.
+class Readable(Dataset):
+    """A data set for training, indexed by `Draw`s, whose batches leave unreadable images out.
 
-    Such draws pad the shares of several ranks (`evaluation_batches`); no metric counts them, nor does `len`.
+    Args:
+        dataset: its item of an unreadable image is not used; `bad` says which are.
+        even: leave out one more image where the number of the others is odd, because mixup pairs them.
+    """
+
+    def __init__(self, dataset: Dataset, even: bool = False) -> None:
+        self.dataset, self.step = dataset, 2 if even else 1
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
+        """Return the (image, target) pairs of a batch that can be read; BadImage where none can."""
+        items = [(self.dataset[draw], draw.index) for draw in draws]
+        kept = [item for item, index in items if not _is_bad(self.dataset, index)]
+        if len(kept) < self.step:
+            raise BadImage(f"no image of a whole batch can be read, as {self.dataset.name(draws[0].index)}")
+        return kept[: len(kept) // self.step * self.step]
+
+
+class Filled(Dataset):
+    """A data set for evaluation, indexed by `Draw`s, with zero images of label -1, which no metric counts.
+
+    They take the place of unreadable images, and of draws of index -1, which pad the shares of several ranks
+    (`evaluation_batches`); `len` does not count these.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -305,14 +329,18 @@ class Filled(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, int]]:
-        """Return the (image, label) pairs of a batch, read as one batch if the data set has `__getitems__`."""
-        real = [draw for draw in draws if draw.index >= 0]
-        read_batch = getattr(self.dataset, "__getitems__", None)
-        items = read_batch(real) if read_batch else [self.dataset[draw] for draw in real]
-        empty = torch.zeros_like(items[0][0]) if items else torch.zeros(3, *(draws[0].size or ()))
-        left = iter(items)
-        return [(empty, -1) if draw.index < 0 else next(left) for draw in draws]
+    def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
+        """Return the (image, target) pairs of a batch."""
+        items = [self.dataset[draw] if draw.index >= 0 else None for draw in draws]
+        items = [None if item and _is_bad(self.dataset, draw.index) else item for item, draw in zip(items, draws, strict=True)]
+        images = [item[0] for item in items if item]
+        empty = torch.zeros_like(images[0]) if images else torch.zeros(3, *(draws[0].size or ()))
+        return [item or (empty, -1) for item in items]
+
+
+def _is_bad(dataset: Dataset, index: int) -> bool:
+    """Whether an image has been found unreadable; drawn images have none."""
+    return hasattr(dataset, "bad") and bool(dataset.bad[index])
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ from vitrel.data import (
     create_dataset,
     create_shapes,
 )
-from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
+from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, Readable, evaluation_batches
 
 
 class ImageData(LightningDataModule):
@@ -63,7 +62,7 @@ class ImageData(LightningDataModule):
             null: those of `size`.
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.
-        reading: reading of image files; in evaluation, an unreadable image stops the run.
+        reading: reading of image files; unreadable ones are left out and listed, unless `on_bad` is "raise".
         seed: seed of the shapes, of the order of images and of the augmentation.
         task: "classification", or "segmentation", with a mask for every image (`vitrel.data.readers.masks`).
 
@@ -86,7 +85,7 @@ class ImageData(LightningDataModule):
         protocol: Literal["scale", "native"] = "scale",
         tokens: int | None = None,
         repeats: int = 1,
-        reading: Reading = Reading(on_bad="replace"),
+        reading: Reading = Reading(on_bad="leave_out"),
         seed: int = 0,
         task: Literal["classification", "segmentation"] = "classification",
     ) -> None:
@@ -118,12 +117,11 @@ class ImageData(LightningDataModule):
             self.workers = default_workers(self.trainer.strategy.root_device, self.trainer.num_devices)
         check_workers(self.workers)
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
-        strict = replace(self.reading, on_bad="raise")  # evaluation reads all images
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
         if self.data not in SHAPES:  # the module normalizes on its device
             preprocessing["std"] = None
         self.train_set = self._train_set(preprocessing)
-        options = {"n": self.n_val, "reading": strict, "task": self.task}
+        options = {"n": self.n_val, "reading": self.reading, "task": self.task}
         self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, **options)
         n, even = len(self.train_set), module.mixup is not None
         self.chose_batch = self.batch_size is None
@@ -157,7 +155,6 @@ class ImageData(LightningDataModule):
         self.budget = self.tokens or budget
         self.budgets = budgets or [self.budget]
         sizes = self.train_set.image_sizes()
-        self.val_set.image_sizes()  # an image that cannot be read stops the run here, not after an epoch
         ranks = self.trainer.global_rank, self.trainer.world_size
         return NativeOrder(sizes, self.batch_size, self.budget, self.patch, self.budgets, self.repeats, even, *ranks, self.seed)
 
@@ -200,13 +197,14 @@ class ImageData(LightningDataModule):
     def names(self, epoch: int, batch: int) -> list[str]:
         """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a tar.
 
-        Unreadable images are named, not their replacements.
+        Unreadable images, which are left out, are named too.
         """
         return [self.train_set.name(draw.index) for draw in self.order.batches(epoch)[batch]]
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of training batches, shuffled by (seed, epoch), which starts at the trainer's current batch."""
-        return self._loader(EpochLoader, self.train_set, progress=self._progress, batch_sampler=self.order, collate_fn=collate)
+        images = Readable(self.train_set, even=self.trainer.lightning_module.mixup is not None)
+        return self._loader(EpochLoader, images, progress=self._progress, batch_sampler=self.order, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader:
         """Return the loader of this rank's share of the evaluation images, in order (at native shape: grouped by size).

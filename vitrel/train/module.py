@@ -4,7 +4,6 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
 
     {"state_dict": {"model.<parameter>": tensor, ...}, in segmentation "model.features.body.<parameter>", ...
      "hyper_parameters": {the arguments of Classifier, plain values},
-     "epoch_means": {"epoch": int, "train/loss": [[sum, weight] of every rank], "train/top1": [...]} of the epoch so far,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W],
                 "train_sizes": ["HxW", ...], at native shape budgets of patch tokens as "196t", "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
@@ -34,9 +33,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from timm.layers import to_2tuple
-from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from vitrel.common.sizes import Budget, Size, format_size
@@ -48,10 +45,9 @@ from vitrel.models.segmenter import Segmenter
 from vitrel.tasks import task_named
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
-from vitrel.train.metrics import EpochMeans
 from vitrel.train.objective import Erasing, Mixing, Objective
-from vitrel.train.optim import Optimization, check_clipping, create_optimizer
-from vitrel.train.running.execution import Execution, ResourceAdvice, ShardedStrategy, check_strategy, shard
+from vitrel.train.optim import Optimization, create_optimizer
+from vitrel.train.running.execution import Execution
 from vitrel.train.running.resume_check import check_same_run
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record
@@ -110,7 +106,6 @@ class Classifier(LightningModule):
         self.learning = self.task.learning(self.num_classes, objective, label_smoothing)
         outputs = self.task.head_classes(self.num_classes)
         backbone, self.start_classes = tuning.build(model, outputs, self.img_size, self.model_args)
-        # before a strategy wraps the modules, which would hide their classes
         self.position, self.stored = position_record(backbone), tuning.stored(backbone, model, self.model_args)
         self.model = self.task.with_head(backbone, self.num_classes, head)
         tuning.freeze(self.model)
@@ -123,7 +118,6 @@ class Classifier(LightningModule):
         self.mean, self.std = (torch.tensor(self.preprocessing[name]) for name in ("mean", "std"))
         self.erasing: Erasing | None = None  # `setup` knows the augmentation
         self.resumed = self.compiled = False
-        self.means = EpochMeans("train/loss", f"train/{self.task.learned}")
         self.train()
 
     @property
@@ -176,8 +170,8 @@ class Classifier(LightningModule):
         self.class_counts = data.train_set.class_counts() if counted else None
         augment = getattr(data, "augment", None)
         self.erasing = Erasing(augment) if augment is not None and augment.erase else None
-        if self.mixup is not None:
-            self.mixing.check_batch(data.batch_size, self.img_size)
+        if self.mixup is not None and data.batch_size % 2:
+            raise ValueError(f"mixup pairs the images of a batch: data.batch_size must be even, not {data.batch_size}")
         if self.task.name == "segmentation":
             self.start_classes = None  # its head is always new
         if self.start_classes is not None and list(self.start_classes) != self.classes:
@@ -199,12 +193,10 @@ class Classifier(LightningModule):
             )
         if self.tuning.trainable is not None:  # frozen modules are in evaluation mode on purpose
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
-        check_clipping(self.optim, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks of the settings: advice on resources, EMA; ValueError if the strategy does not allow it."""
-        check_strategy(self.trainer.strategy, self.ema is not None, self.optim.clip_mode)
-        return [ResourceAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
+        """Return the callback that averages the weights, with `ema`."""
+        return [] if self.ema is None else [AveragedWeights(self.ema)]
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, num_classes], or [B, num_classes, H, W], of normalized images [B, 3, H, W]."""
@@ -215,11 +207,6 @@ class Classifier(LightningModule):
     def eager(self) -> AbstractContextManager:
         """Context in which compiled blocks run without their graphs, which other batch sizes and modes would compile anew."""
         return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
-
-    def configure_model(self) -> None:
-        """Shard the weights over the devices if the strategy is `ShardedStrategy` (FSDP2)."""
-        if isinstance(self.trainer.strategy, ShardedStrategy):
-            shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return the optimizer and the learning-rate schedule, which advances at every update.
@@ -235,33 +222,9 @@ class Classifier(LightningModule):
         factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip gradients by trainer.gradient_clip_val in the way that `optim.clip_mode`, or else the trainer, names.
-
-        "agc" leaves the classifier's gradients unchanged.
-        """
-        if gradient_clip_val and self.optim.clip_mode == "agc":
-            # arXiv 2102.06171 does not clip the classifier
-            heads = self.model.head if isinstance(self.model, Segmenter) else self.model.get_classifier()
-            heads = torch.nn.ModuleList(heads if isinstance(heads, tuple) else (heads,))
-            head = set(heads.parameters())
-            dispatch_clip_grad([p for p in self.model.parameters() if p not in head], gradient_clip_val, mode="agc")
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
-
     def on_fit_start(self) -> None:
         """Fit the position encoding where `tuning.fit` asks for it (a resumed run has its weights), and compile the blocks."""
         if self.tuning.position is not None and self.tuning.fit != 0 and not self.resumed:
-            if isinstance(self.trainer.strategy, ShardedStrategy):
-                raise ValueError(
-                    "model.tuning.fit needs all weights on one device, and this strategy shards them: fit with vitrel convert, "
-                    "and start from its file, or set model.tuning.fit to 0"
-                )
             self.tuning.fit_position(self.backbone, self.name, self.trainer.datamodule.unaugmented)
         one_size = len(self.train_sizes) == 1 and not isinstance(self.train_sizes[0], Budget)
         self.compiled = self.execution.compiles(self.device, one_size)
@@ -323,15 +286,12 @@ class Classifier(LightningModule):
             labels = answers.argmax(-1) if self.ignores_labels else labels
             logits = self(self.teacher.settings.student_view(images, batch_idx)).float()
             loss = self.teacher.loss(logits, answers, self.learning.loss(logits, labels))
-        right = self.learning.right(logits.detach(), labels)
-        values = {"train/loss": loss.detach().expand(len(images)), f"train/{self.task.learned}": right}
-        self.means.add(self.current_epoch, values)
-        self.log_dict({f"{name}_step": value.mean() for name, value in values.items()}, on_step=True, prog_bar=True)
+        right = self.learning.right(logits.detach(), labels).mean()
+        values = {"train/loss": loss.detach(), f"train/{self.task.learned}": right}
+        self.log_dict({f"{name}_step": value for name, value in values.items()}, prog_bar=True)
+        over_epoch = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": len(images)}
+        self.log_dict({f"{name}_epoch": value for name, value in values.items()}, **over_epoch)
         return loss
-
-    def on_train_epoch_end(self) -> None:
-        """Log the means of loss and top-1 over the epoch and all ranks."""
-        self.log_dict({f"{name}_epoch": mean for name, mean in self.means.items()})  # type: ignore[misc]
 
     def validation_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
         """Update the task's metrics of the evaluation set.
@@ -347,10 +307,7 @@ class Classifier(LightningModule):
         self.log_dict(dict(self.learning.values), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring).
-
-        Every rank has to call it, since the means are summed over ranks.
-        """
+        """Add the entries "vitrel" and "hyper_parameters" (layout in the module docstring)."""
         data = self.trainer.datamodule
         preprocessing = {k: list(v) if isinstance(v, tuple) else v for k, v in self.preprocessing.items()}
         name, arguments = self.stored
@@ -372,7 +329,6 @@ class Classifier(LightningModule):
             checkpoint["vitrel"] |= {"task": self.task.name, "head": self.head}
         if self.class_counts is not None:
             checkpoint["vitrel"]["class_counts"] = self.class_counts
-        checkpoint["epoch_means"] = self.means.saved(self.trainer.strategy)
         checkpoint["hyper_parameters"] = self.settings()
 
     def settings(self) -> dict[str, Any]:
@@ -384,7 +340,7 @@ class Classifier(LightningModule):
         return plain | {name: None if group is None else asdict(group) for name, group in groups.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the epoch's means; ValueError if the checkpoint's run had another model, classes, data or settings."""
+        """Raise ValueError if the checkpoint's run had another model, classes, data or settings."""
         saved = checkpoint.get("vitrel", {})
         current = {"model": self.stored[0], "classes": self.classes, "ema": self.ema is not None}
         if self.task.name != "classification" or "task" in saved:
@@ -394,4 +350,3 @@ class Classifier(LightningModule):
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")
         check_same_run(self.trainer, checkpoint)
         self.resumed = True
-        self.means.restore(checkpoint["epoch_means"], self.global_rank, self.trainer.world_size)

@@ -72,8 +72,8 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 class Mixing:
     """Mixup and cutmix of images, as in timm.
 
-    If mixup, cutmix and cutmix_minmax are all null, their strengths are DeiT's (arXiv 2012.12877): mixup 0.8 and cutmix 1. If
-    one of them is given, also as 0, the others are off.
+    If mixup and cutmix are both null, their strengths are DeiT's (arXiv 2012.12877): mixup 0.8 and cutmix 1. If one of them is
+    given, also as 0, the other is off.
 
     Args:
         mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
@@ -81,7 +81,6 @@ class Mixing:
         prob: probability of mixing a batch (or pair, or element, see `mode`).
         switch_prob: probability of cutmix instead of mixup if both are on.
         mode: one random draw per "batch", "pair" or "elem" (element).
-        cutmix_minmax: [minimum, maximum] side of cutmix's box as shares of the image's side; replaces `cutmix`.
         off_epoch: first epoch, counted from 0, without mixing; null mixes in all epochs.
     """
 
@@ -90,11 +89,10 @@ class Mixing:
     prob: float = 1.0
     switch_prob: float = 0.5
     mode: Literal["batch", "pair", "elem"] = "batch"
-    cutmix_minmax: tuple[float, float] | None = None
     off_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        unset = self.mixup is None and self.cutmix is None and self.cutmix_minmax is None
+        unset = self.mixup is None and self.cutmix is None
         for name, default in (("mixup", 0.8), ("cutmix", 1.0)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default if unset else 0.0)
@@ -104,21 +102,16 @@ class Mixing:
             raise ValueError(
                 f"model.mixing.prob ({self.prob}) and model.mixing.switch_prob ({self.switch_prob}) must be within 0..1"
             )
-        if self.cutmix_minmax is not None and not 0 <= self.cutmix_minmax[0] < self.cutmix_minmax[1] <= 1:
-            raise ValueError(
-                f"model.mixing.cutmix_minmax must be [minimum, maximum] within 0..1, not {list(self.cutmix_minmax)}"
-            )
         if self.off_epoch is not None and self.off_epoch < 0:
             raise ValueError(f"model.mixing.off_epoch must be an epoch, counted from 0, or null, not {self.off_epoch}")
 
     def build(self, num_classes: int, label_smoothing: float) -> Mixup | None:
         """Return timm's Mixup, which also smooths the labels; None if mixup and cutmix are 0."""
-        if not self.mixup and not self.cutmix and self.cutmix_minmax is None:
+        if not self.mixup and not self.cutmix:
             return None
         return Mixup(
             mixup_alpha=self.mixup,
             cutmix_alpha=self.cutmix,
-            cutmix_minmax=self.cutmix_minmax,
             prob=self.prob,
             switch_prob=self.switch_prob,
             mode=self.mode,
@@ -129,21 +122,6 @@ class Mixing:
     def active(self, epoch: int) -> bool:
         """Return whether `epoch`, counted from 0, is before `off_epoch` (null: always), even if mixup and cutmix are off."""
         return self.off_epoch is None or epoch < self.off_epoch
-
-    def check_batch(self, batch_size: int, img_size: tuple[int, int]) -> None:
-        """Raise ValueError for an odd batch size per device, or images (h, w) too small for `cutmix_minmax`.
-
-        To be called only if mixing is on, which it does not check.
-        """
-        if batch_size % 2:
-            raise ValueError(f"mixup and cutmix pair the images of a batch: data.batch_size must be even, not {batch_size}")
-        if self.cutmix_minmax is not None:
-            low, high = self.cutmix_minmax
-            if any(int(side * low) >= int(side * high) for side in img_size):
-                raise ValueError(
-                    f"model.mixing.cutmix_minmax {[low, high]} gives an empty box on images of {img_size[0]}x{img_size[1]} "
-                    "pixels: widen the range"
-                )
 
 
 class Erasing:

@@ -1,17 +1,14 @@
 """The optimizer, its parameter groups (weight decay, layer-wise learning-rate decay) and the learning-rate schedule."""
 
-import bisect
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from fnmatch import fnmatch
 from typing import Any, Literal
 
 from timm.models import group_parameters
-from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,51 +16,24 @@ from vitrel.common.names import nearest
 
 KINDS = ("decayed", "undecayed", "position")
 WARMUP_EPOCHS, WARMUP_SHARE = 5.0, 0.1  # default of `warmup_epochs`, and its largest share of a run
-FALLING = ("cosine", "linear", "poly")  # the schedules that end at final_lr
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule after the warm-up. Durations are in epochs, fractions allowed; the rate changes at every update.
+    """Learning-rate schedule after the warm-up; the rate changes at every update.
 
     Args:
-        sched: "cosine", "linear" and "poly" fall to `optim.final_lr` at the end of the run; "step" and "multistep" multiply the
-            rate by `decay_rate` at certain epochs; "constant" keeps the peak rate.
+        sched: "cosine" and "linear" fall to `optim.final_lr` at the end of the run; "constant" keeps the peak rate.
         warmup_lr: learning rate at the start of the warm-up, as a share of `optim.lr`.
-        cooldown_epochs: number of epochs at the end of the run that are trained at `optim.final_lr`; only with cosine, linear
-            and poly.
-        decay_epochs: epochs between two decays of "step".
-        decay_milestones: epochs, in increasing order, at whose beginning "multistep" decays.
-        decay_rate: factor of a decay of "step" and "multistep".
-        power: exponent of "poly": factor = final_lr + (1 - final_lr) * (1 - progress)**power.
     """
 
-    sched: Literal["cosine", "linear", "poly", "step", "multistep", "constant"] = "cosine"
+    sched: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_lr: float = 0.0
-    cooldown_epochs: float = 0.0
-    decay_epochs: float = 30.0
-    decay_milestones: tuple[float, ...] = (90.0, 180.0, 270.0)
-    decay_rate: float = 0.1
-    power: float = 0.9
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_lr <= 1:
             raise ValueError(
                 f"model.optim.schedule.warmup_lr must be a share of model.optim.lr, within 0..1, not {self.warmup_lr}"
-            )
-        if self.cooldown_epochs < 0 or (self.cooldown_epochs and self.sched not in FALLING):
-            raise ValueError(
-                f"model.optim.schedule.cooldown_epochs ({self.cooldown_epochs}) must be at least 0, and 0 with sched "
-                f"{self.sched}, since only {', '.join(FALLING)} have a final rate"
-            )
-        if not (self.decay_epochs > 0 and self.decay_rate > 0 and self.power > 0):
-            raise ValueError(
-                f"model.optim.schedule.decay_epochs ({self.decay_epochs}), decay_rate ({self.decay_rate}) and "
-                f"power ({self.power}) must be positive"
-            )
-        if list(self.decay_milestones) != sorted(self.decay_milestones):
-            raise ValueError(
-                f"model.optim.schedule.decay_milestones must be in increasing order, not {list(self.decay_milestones)}"
             )
 
     def factor(
@@ -75,42 +45,29 @@ class Schedule:
             updates: number of updates of the run.
             per_epoch: number of updates per epoch.
             warmup_epochs: length of the linear warm-up, epochs; None: WARMUP_EPOCHS, at most the share WARMUP_SHARE of the run.
-            final: factor at the end of a cosine, linear or poly schedule (`optim.final_lr`).
+            final: factor at the end of a cosine or linear schedule (`optim.final_lr`).
 
         Raises:
-            ValueError: the warm-up, if it is set, and the cool-down take the whole run.
+            ValueError: the warm-up, if it is set, takes the whole run.
         """
-        cooldown = round(self.cooldown_epochs * per_epoch)
-        end = updates - cooldown
         if warmup_epochs is None:
-            warmup_epochs = min(WARMUP_EPOCHS, WARMUP_SHARE * max(end, 0) / per_epoch)
+            warmup_epochs = min(WARMUP_EPOCHS, WARMUP_SHARE * updates / per_epoch)
         warmup = round(warmup_epochs * per_epoch)
-        if warmup >= end:
-            rest = f" and cool-down of {cooldown}" if cooldown else ""
+        if warmup >= updates:
             raise ValueError(
-                f"warm-up of {warmup} updates{rest} in a run of {updates}: lower model.optim.warmup_epochs or train longer"
+                f"warm-up of {warmup} updates in a run of {updates}: lower model.optim.warmup_epochs or train longer"
             )
 
         def at(update: int) -> float:
             if update < warmup:
                 return self.warmup_lr + (1 - self.warmup_lr) * (update + 1) / warmup
-            if self.sched in FALLING:
-                return final + (1 - final) * self._left(min(1.0, (update - warmup) / (end - warmup)))
-            return self.decay_rate ** self._steps(update / per_epoch)
+            if self.sched == "constant":
+                return 1.0
+            progress = min(1.0, (update - warmup) / (updates - warmup))
+            left = 0.5 * (1 + math.cos(math.pi * progress)) if self.sched == "cosine" else 1 - progress
+            return final + (1 - final) * left
 
         return at
-
-    def _left(self, progress: float) -> float:
-        """Factor of a cosine, linear or poly schedule between its peak, 1, and its end, 0; `progress` is 0 to 1."""
-        if self.sched == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        return (1 - progress) ** (self.power if self.sched == "poly" else 1)
-
-    def _steps(self, epoch: float) -> int:
-        """Number of decays of "step" or "multistep" up to and at `epoch` (fractional, from the start of the run); else 0."""
-        if self.sched == "step":
-            return int(epoch // self.decay_epochs)
-        return bisect.bisect_right(self.decay_milestones, epoch) if self.sched == "multistep" else 0
 
 
 @dataclass(frozen=True)
@@ -123,23 +80,19 @@ class Optimization:
         weight_decay: weight decay of matrices; biases, norms, position parameters and the parameters named by the model's
             `no_weight_decay()` are not decayed.
         betas: the optimizer's betas, if it has them; null is the optimizer's default.
-        eps: the optimizer's epsilon, if it has one; null is the optimizer's default.
-        momentum: the optimizer's momentum, if it has one; null is 0.9.
+        momentum: the optimizer's momentum, if it has one.
         position_lr_scale: factor on the learning rate of position parameters. Null: with `layer_decay`, which is for
             fine-tuning, encodings in attention have their own factor (their `lr_scale`) on `lr`, without layer decay, since
             most of their parameters are logits, which have to move further than weights; without `layer_decay` it is 1.
         warmup_epochs: length of the linear warm-up in epochs, fractions allowed; the rate rises at every update. Null: 5, or a
             tenth of a run of less than 50.
-        final_lr: learning rate at the end of a cosine, linear or poly schedule, as a share of `lr`.
-        opt_args: further keywords of the optimizer.
+        final_lr: learning rate at the end of a cosine or linear schedule, as a share of `lr`.
+        opt_args: further keywords of the optimizer, e.g. {eps: 1e-6}.
         layer_decay: layer-wise learning-rate decay: each layer's rate is that of the next layer times this factor, and the
             head has the full rate. Null: no decay.
         lr_base_size: number of images per update for which `lr` is meant; `lr` is scaled to the actual number, batch_size *
             devices * accumulate_grad_batches. Null uses `lr` unscaled.
         lr_base_scale: scaling of `lr` with the number of images: "linear", or "sqrt" (square root).
-        clip_mode: quantity that `trainer.gradient_clip_val` limits: the "norm" of all gradients, each "value", or each row's
-            gradient norm relative to its weight norm ("agc", arXiv 2102.06171, without the classifier). Null: as
-            trainer.gradient_clip_algorithm says, "norm" by default.
         schedule: the learning rate after the warm-up.
     """
 
@@ -150,13 +103,11 @@ class Optimization:
     position_lr_scale: float | None = None
     warmup_epochs: float | None = None
     final_lr: float = 0.0
-    eps: float | None = None
-    momentum: float | None = None
-    opt_args: dict[str, Any] | None = None
+    momentum: float = 0.9
+    opt_args: dict[str, Any] = field(default_factory=dict)
     layer_decay: float | None = None
     lr_base_size: int | None = None
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
-    clip_mode: Literal["norm", "value", "agc"] | None = None
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
@@ -173,7 +124,10 @@ class Optimization:
             raise ValueError(f"model.optim.layer_decay must be a factor, 0 < factor <= 1, not {self.layer_decay}")
         if self.lr_base_size is not None and self.lr_base_size < 1:
             raise ValueError(f"model.optim.lr_base_size must be a number of images, at least 1, not {self.lr_base_size}")
-        check_optimizer(self)
+        base = self.name.lower().removeprefix("lookahead_")
+        if base not in list_optimizers():
+            near = nearest(base, list_optimizers()) or ["adamw", "lamb", "sgd"]
+            raise ValueError(f"model.optim.name: timm has no optimizer {self.name!r}; nearest: {', '.join(near)}")
 
     def scaled_lr(self, images: int) -> float:
         """Return the peak learning rate for `images` images per update, over all devices and accumulated batches.
@@ -187,51 +141,8 @@ class Optimization:
         return self.lr * (math.sqrt(ratio) if self.lr_base_scale == "sqrt" else ratio)
 
 
-def check_optimizer(settings: Optimization) -> None:
-    """Raise ValueError for an unknown optimizer, or settings that the optimizer does not have."""
-    name = settings.name.lower()
-    base = name.removeprefix("lookahead_")
-    if base not in list_optimizers():
-        near = nearest(base, list_optimizers()) or ["adamw", "lamb", "sgd"]
-        raise ValueError(f"model.optim.name: timm has no optimizer {settings.name!r}; nearest: {', '.join(near)}")
-    info = get_optimizer_info(base)
-    for key, has in (("betas", info.has_betas), ("eps", info.has_eps), ("momentum", info.has_momentum)):
-        if getattr(settings, key) is not None and not has:
-            raise ValueError(f"model.optim.{key}: the optimizer {name} has no {key}; leave it out")
-    if settings.betas is not None and len(settings.betas) != info.num_betas:
-        raise ValueError(f"model.optim.betas: {name} takes {info.num_betas}, not {len(settings.betas)}")
-    parameters = inspect.signature(get_optimizer_class(base, bind_defaults=False)).parameters
-    options = {"params", "lr", "weight_decay", "betas", "eps", "momentum"}  # these are options of model.optim
-    wrong = sorted(key for key in settings.opt_args or {} if key in options or key not in parameters)
-    if wrong:
-        allowed = ", ".join(key for key in parameters if key not in options)
-        raise ValueError(f"model.optim.opt_args: {', '.join(wrong)} cannot be set here; {name} takes {allowed}")
-
-
-def check_clipping(settings: Optimization, value: float | None, algorithm: Enum | None) -> None:
-    """Raise ValueError if `clip_mode` is set but gradient_clip_val is not, or if gradient_clip_algorithm is another mode.
-
-    Args:
-        value: the trainer's gradient_clip_val.
-        algorithm: the trainer's gradient_clip_algorithm.
-    """
-    mode = settings.clip_mode
-    if mode is not None and not value:
-        raise ValueError(f"model.optim.clip_mode {mode} has no effect without trainer.gradient_clip_val: set both or neither")
-    if mode is not None and algorithm is not None and mode != algorithm.value:
-        raise ValueError(
-            f"model.optim.clip_mode is {mode}, trainer.gradient_clip_algorithm {algorithm.value}: leave the latter out"
-        )
-
-
-def parameter_groups(
-    model: nn.Module,
-    lr: float,
-    weight_decay: float,
-    position_lr_scale: float | None = None,
-    layer_decay: float | None = None,
-) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, as dictionaries of name, params, names, lr and weight_decay.
+def parameter_groups(model: nn.Module, settings: Optimization, lr: float) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups, as dictionaries of name, params, lr and weight_decay.
 
     The groups are "decayed", "undecayed" (biases, all parameters of at most one dimension, and those that a name or pattern of
     `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, learning rate times `position_lr_scale`).
@@ -241,10 +152,14 @@ def parameter_groups(
     layer's factor, layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen
     parameters are in no group.
 
+    Args:
+        lr: peak learning rate, for the number of images in an update.
+
     Raises:
         ValueError: `position_lr_scale` is neither None nor 1, and the model has no trainable parameters in
             `position_parameters()`; or `layer_decay` is set and the model has no `group_matcher()`.
     """
+    position_lr_scale, layer_decay = settings.position_lr_scale, settings.layer_decay
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     position = set(model.position_parameters()) if hasattr(model, "position_parameters") else set()
     if position_lr_scale not in (None, 1) and not position & named.keys():
@@ -269,9 +184,8 @@ def parameter_groups(
             {
                 "name": f"{kind}.x{scale:g}" if scale else kind if layers is None else f"{kind}.{layer}",
                 "params": [named[n] for n in names],
-                "names": names,
                 "lr": lr * factor,
-                "weight_decay": weight_decay if kind == "decayed" else 0.0,
+                "weight_decay": settings.weight_decay if kind == "decayed" else 0.0,
             }
         )
     return groups
@@ -290,22 +204,21 @@ def create_optimizer(model: nn.Module, settings: Optimization, images: int = 1) 
     """Return timm's optimizer `settings.name` over `parameter_groups`, with `lr` scaled to `images` images per update.
 
     Raises:
-        ValueError: see `parameter_groups`; or an optimizer that needs second derivatives.
+        ValueError: see `parameter_groups`; or `opt_args` that the optimizer does not have.
     """
-    lr, decay = settings.scaled_lr(images), settings.weight_decay
-    groups = parameter_groups(model, lr, decay, settings.position_lr_scale, settings.layer_decay)
-    groups = [{k: v for k, v in group.items() if k != "names"} for group in groups]
-    optional = {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
-    keywords = {key: value for key, value in optional.items() if value is not None}
+    lr = settings.scaled_lr(images)
+    keywords: dict[str, Any] = {"momentum": settings.momentum}
+    if settings.betas is not None:
+        keywords["betas"] = settings.betas
     if settings.name == "adamw":
         keywords["fused"] = True  # one kernel instead of several per parameter, on CPUs too
-    keywords |= settings.opt_args or {}
-    optimizer = create_optimizer_v2(groups, opt=settings.name, lr=lr, weight_decay=decay, **keywords)
+    keywords |= settings.opt_args
+    try:
+        groups = parameter_groups(model, settings, lr)
+        optimizer = create_optimizer_v2(groups, opt=settings.name, lr=lr, weight_decay=settings.weight_decay, **keywords)
+    except TypeError as error:
+        raise ValueError(f"model.optim.opt_args: {error}") from error
     # Fused optimizers can unscale gradients themselves. Lightning then refuses to clip gradients, even where nothing is scaled
     # (bf16-mixed).
     optimizer._step_supports_amp_scaling = False  # noqa: SLF001  the flag that Lightning reads
-    if getattr(optimizer, "is_second_order", False):
-        raise ValueError(
-            f"model.optim.name: {settings.name} needs second derivatives, which are not computed: use another optimizer"
-        )
     return optimizer

@@ -149,7 +149,6 @@ def test_a_key_that_is_given_twice_is_refused(evil, capsys):
         "{callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/top1}}]}",
         "{strategy: ddp, accelerator: cpu, devices: 2, profiler: simple, logger: false}",
         "{strategy: {class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {find_unused_parameters: true}}}",
-        "{strategy: {class_path: vitrel.train.ShardedStrategy}}",
         "{logger: {class_path: MLFlowLogger, init_args: {experiment_name: vitrel}}}",
         "{callbacks: [{class_path: lightning.pytorch.callbacks.BatchSizeFinder}]}",
         "{plugins: [{class_path: lightning.pytorch.plugins.environments.SLURMEnvironment, init_args: {auto_requeue: false}}]}",

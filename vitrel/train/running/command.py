@@ -8,6 +8,7 @@ resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if t
 import logging
 import math
 import re
+import signal
 import sys
 import threading
 import warnings
@@ -21,7 +22,7 @@ import jsonargparse
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -37,8 +38,7 @@ from vitrel.train.datamodule import ImageData
 from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
 from vitrel.train.running.faults import BadImages, FiniteLoss
-from vitrel.train.running.progress import EpochLines, Speed
-from vitrel.train.running.report import IdlePosition, Report
+from vitrel.train.running.progress import Progress
 from vitrel.train.running.saving import AtomicIO, Best, Saving, read_to_resume
 
 USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
@@ -173,7 +173,7 @@ class TrainCLI(LightningCLI):
         if config["accumulate_grad_batches"] < 1:
             raise ValueError(f"trainer.accumulate_grad_batches must be at least 1, not {config['accumulate_grad_batches']}")
         log = CSVLog(folder)
-        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO(folder)]
+        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO()]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.batch_order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
         callbacks = _listed(config["callbacks"])
@@ -190,18 +190,15 @@ class TrainCLI(LightningCLI):
             raise ValueError(one_line(error)) from error
 
     def _callbacks(self, log: CSVLog, prints: bool, bar: bool) -> list[Callback]:
-        settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
-        lines = [EpochLines(speed, math.inf if bar else 60.0), Report(log)] if prints else []
-        saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
-        # the checks come first: FiniteLoss must raise before anything is logged or saved
-        checks = [FiniteLoss(folder), BadImages(folder)]
-        metric = self._get(self.config_init, "model").task.metric
-        return [*checks, speed, IdlePosition(), *lines, Best(folder / "checkpoints", metric), saving]
+        folder = log.path.parent
+        best = Best(folder / "checkpoints", self._get(self.config_init, "model").task.metric)
+        progress = Progress(best, prints, math.inf if bar else 60.0)
+        saving = Saving(folder / "checkpoints", log, self._get(self.config_init, "run").save_every, self.go_on)
+        # FiniteLoss comes first: it must raise before anything is logged or saved
+        return [FiniteLoss(folder), BadImages(folder), LearningRateMonitor("step"), progress, best, saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).
-
-        After an error, each callback's `explain` may raise another error instead.
 
         Raises:
             BlockingIOError: another process is writing into the run's folder.
@@ -227,11 +224,8 @@ class TrainCLI(LightningCLI):
             cause = error
             if "iter(combined_loader)" in str(error) and error.__context__ is not None:
                 cause = error.__context__  # Lightning's teardown fails where the loaders could not be started
-            for callback in self.trainer.callbacks:
-                if hasattr(callback, "explain"):
-                    callback.explain(cause)  # raises another error where `cause` is only the consequence of it
-            if isinstance(cause.__context__, KeyboardInterrupt):  # ctrl-c before there was anything to save
-                raise cause.__context__ from None
+            if isinstance(cause, SystemExit) and isinstance(cause.__context__, KeyboardInterrupt):
+                raise SystemExit(128 + signal.SIGINT) from None  # Lightning's status is 1
             if isinstance(cause, MisconfigurationException):
                 raise ValueError(one_line(cause)) from cause
             if cause is not error:

@@ -1,157 +1,148 @@
-"""Speed measurement and progress output of a run: a line of text per epoch."""
+"""What a run prints and logs: a header, a line an epoch and a minute with the speed, and the best result at the end."""
 
-import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-SHOWN = {
-    "train/loss_step": "loss",
-    "train/top1_step": "top1",
-    "train/loss_epoch": "loss",
-    "train/top1_epoch": "top1",
-    "val/loss": "val loss",
-    "train/pixel_accuracy_step": "pixel accuracy",
-    "train/pixel_accuracy_epoch": "pixel accuracy",
-    "val/top1": "val top1",
-    "val/miou": "val mIoU",
-}
+from vitrel.common.commands import evaluate_line
+from vitrel.common.sizes import sizes_in_words
+from vitrel.train.running.saving import Best
+
+SPEED = {"images_per_s": "images/s {:.0f}", "data_wait": "data wait {:.0%}", "memory_mb": "memory {:,.0f} MiB"}
 
 
-class Speed(Callback):
-    """Measures the training speed of an epoch, without evaluation, and logs it with the learning rate at the end of the epoch.
+class Progress(Callback):
+    """Prints what a run does, on rank 0, and logs its speed and memory at the end of an epoch.
 
-    Lowers `trainer.log_every_n_steps` to the number of updates in an epoch if it is larger.
+    The line of an epoch is printed when the next one begins, since the module has not logged the epoch's means in
+    `on_train_epoch_end` yet. Lowers `trainer.log_every_n_steps` to the number of updates in an epoch if it is larger.
 
-    Attributes:
-        rate: images/s over all devices in the current epoch, including loading.
-        data_wait: share of the epoch's time in which this process waited for batches, 0 to 1.
-        memory_mb: peak memory of the run so far in MiB: tensors on the GPU, or the resident memory of the process on a CPU.
-        eta: estimated seconds to the end of the run, including evaluation; None if the end is unknown.
+    Args:
+        best: the checkpoint of the best evaluation, in the run's folder.
+        prints: whether anything is printed.
+        every: seconds after which a line within an epoch follows the last line; infinite beside a bar.
     """
 
-    def __init__(self) -> None:
-        self.rate = self.data_wait = self.memory_mb = 0.0
-        self.eta: float | None = None
+    def __init__(self, best: Best, prints: bool = True, every: float = 60.0) -> None:
+        self.best, self.prints, self.every, self.ended = best, prints, every, False
+        self.speed: dict[str, float] = {}  # of the epoch so far
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         # in an epoch shorter than the logging interval, no metrics of single steps would be logged
         trainer.log_every_n_steps = max(1, min(trainer.log_every_n_steps, module.updates_per_epoch()))
+        self.prints = self.prints and trainer.is_global_zero
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.prints:
+            data, parameters = trainer.datamodule, sum(p.numel() for p in module.model.parameters())  # type: ignore[misc]
+            print(
+                f"{module.name}, {parameters / 1e6:.2f} M parameters, {module.num_classes} classes, at "
+                f"{sizes_in_words(module.train_sizes)}\n"
+                f"{len(data.train_set):,} training and {len(data.val_set):,} evaluation images of {data.data}; "
+                f"{trainer.max_epochs} epochs, written to {trainer.default_root_dir}\n{update_line(trainer, module)}",
+                flush=True,
+            )
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.updates = module.updates()
-        self.run_start, self.first_step = time.perf_counter(), trainer.global_step
-        self.on_train_epoch_start(trainer, module)  # Lightning does not call it in a run that resumes within an epoch
+        if self.prints and trainer.ckpt_path is not None:
+            done = f"{trainer.current_epoch} of {trainer.max_epochs} epochs done"
+            print(f"resumed after update {trainer.global_step}, {done}: {trainer.ckpt_path}", flush=True)
+        self.begin, self.first_step, self.printed = time.monotonic(), trainer.global_step, time.monotonic()
+        self._reset()  # Lightning does not call the next hook in a run that resumes within an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._print_epoch(trainer, module)
+        self._reset()
+
+    def _reset(self) -> None:
         self.images, self.waited = 0, 0.0
-        self.start = self.batch_end = time.perf_counter()
+        self.start = self.batch_end = time.monotonic()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.waited += time.perf_counter() - self.batch_end
+        self.waited += time.monotonic() - self.batch_end
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batch_end = time.perf_counter()
+        self.batch_end = time.monotonic()
         self.images += len(batch[0]) * trainer.world_size
-        self.rate = self.images / (self.batch_end - self.start)
-        self.data_wait = self.waited / (self.batch_end - self.start)
-        self.memory_mb = peak_memory(module.device)
-        if self.updates and trainer.global_step > self.first_step:
-            seconds_per_update = (self.batch_end - self.run_start) / (trainer.global_step - self.first_step)
-            self.eta = seconds_per_update * (self.updates - trainer.global_step)
+        elapsed = self.batch_end - self.start
+        self.speed = {"images_per_s": self.images / elapsed, "data_wait": self.waited / elapsed}
+        if module.device.type == "cuda":
+            self.speed["memory_mb"] = torch.cuda.max_memory_allocated(module.device) / 2**20
+        self._print_within(trainer, module, f"batch {batch_idx + 1}/{trainer.num_training_batches}", "_step")
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.validation = time.perf_counter()
+        self.validation = time.monotonic()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._print_within(trainer, module, f"evaluation {batch_idx + 1}/{sum(trainer.num_val_batches)}", "")
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            elapsed = time.perf_counter() - self.validation
+        if not trainer.sanity_checking:  # the speed is that of training
+            elapsed = time.monotonic() - self.validation
             self.start, self.batch_end = self.start + elapsed, self.batch_end + elapsed
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        names = {"images_per_s": self.rate, "data_wait": self.data_wait, "memory_mb": self.memory_mb}
-        names |= {"lr": trainer.optimizers[0].param_groups[0]["lr"]}
-        module.log_dict(names, sync_dist=True)  # averaged over ranks; each images_per_s counts all devices
-
-
-class EpochLines(Callback):
-    """Prints a line of plain text per epoch, on rank 0: the epoch's metrics and the speed; and one a minute within epochs.
-
-    The line of an epoch is printed when the next one begins, since the module has not logged the epoch's means in
-    `on_train_epoch_end` yet.
-
-    Args:
-        speed: the speed measurements.
-        every: seconds after which a line within an epoch follows the last line; infinite beside a bar.
-    """
-
-    def __init__(self, speed: Speed, every: float = 60.0) -> None:
-        self.speed, self.every, self.ended, self.printed = speed, every, False, time.monotonic()
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.printed = time.monotonic()
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        metrics = ("train/loss_step", f"train/{module.task.learned}_step")
-        self._print_within(trainer, f"batch {batch_idx + 1}/{trainer.num_training_batches}", metrics)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._print_within(trainer, f"evaluation {batch_idx + 1}/{sum(trainer.num_val_batches)}")
-
-    def _print_within(self, trainer: Trainer, where: str, metrics: Sequence[str] = ()) -> None:
-        if trainer.is_global_zero and time.monotonic() - self.printed >= self.every:
-            known = {name: trainer.callback_metrics[name] for name in metrics if name in trainer.callback_metrics}
-            self._print(f"epoch {trainer.current_epoch + 1}{_end(trainer)}  {where}", known)
-
-    def _print(self, where: str, metrics: dict[str, Any]) -> None:
-        values = {name: f"{float(value):.4f}" for name, value in _shown(metrics).items()} | _speed_values(self.speed)
-        print("  ".join([where, *(f"{name} {value}" for name, value in values.items())]), flush=True)
-        self.printed = time.monotonic()
-
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log_dict(self.speed, sync_dist=True)  # averaged over ranks; each images_per_s counts all devices
         self.ended = True
 
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._print_line(trainer)
-
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._print_line(trainer)
+        self._print_epoch(trainer, module)
 
-    def _print_line(self, trainer: Trainer) -> None:
-        if not trainer.is_global_zero or not self.ended:
-            return
-        self.ended = False
-        of_epochs = {name: value for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
-        self._print(f"epoch {trainer.current_epoch}{_end(trainer)}", of_epochs)
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.prints and self.best.best_model_score is not None:
+            folder = trainer.default_root_dir
+            print(f"best {module.task.title} {float(self.best.best_model_score):.4f}: {self.best.best_model_path}")
+            command = evaluate_line(folder, trainer.datamodule.data, module.train_sizes, f"{folder}/evaluation")
+            print(f"at other sizes (a run's folder stands for its last.ckpt):\n  {command}", flush=True)
+
+    def _print_epoch(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.ended:
+            self.ended = False
+            self._print(trainer, module, f"epoch {trainer.current_epoch}{_end(trainer)}", "_epoch")
+
+    def _print_within(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
+        if time.monotonic() - self.printed >= self.every:
+            self._print(trainer, module, f"epoch {trainer.current_epoch + 1}{_end(trainer)}  {where}", suffix)
+
+    def _print(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
+        """Print a line with the metrics of training whose names end in `suffix`, and of an epoch those of its evaluation."""
+        names = {f"train/{name}{suffix}": name for name in ("loss", module.task.learned)} if suffix else {}
+        names |= {f"val/{name}": f"val {name}" for name in ("loss", module.task.metric)} if suffix == "_epoch" else {}
+        known = trainer.callback_metrics
+        parts = [f"{short} {float(known[name]):.4f}" for name, short in names.items() if name in known]
+        for name, form in SPEED.items():
+            if name in self.speed:
+                parts.append(form.format(self.speed[name]))
+        if (updates := module.updates()) and (done := trainer.global_step - self.first_step):
+            seconds = (time.monotonic() - self.begin) / done * (updates - trainer.global_step)
+            parts.append(f"eta {timedelta(seconds=round(seconds))}")
+        if self.prints:
+            print("  ".join([where, *parts]), flush=True)
+        self.printed = time.monotonic()
 
 
-def peak_memory(device: torch.device) -> float:
-    """Return the peak memory in MiB: tensors on a GPU, or this process's resident memory on a CPU; 0 on Windows."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+def update_line(trainer: Trainer, module: LightningModule) -> str:
+    """Return one line: the images of an update, how they are divided, and the learning rate that follows from them."""
+    data, optim = trainer.datamodule, module.optim
+    images, devices, accumulated = data.batch_size, trainer.world_size, trainer.accumulate_grad_batches
+    update = images * devices * accumulated
+    meant = data.global_batch_size
+    why = f" instead of {meant:,} (data.global_batch_size)" if meant not in (None, update) else ""
+    why = f" (chosen for {len(data.train_set):,}; --batch-size)" if data.chose_batch and meant is None else why
+    rate = f"learning rate {optim.scaled_lr(update):.2g}"
+    if optim.lr_base_size not in (None, update):
+        rate += f" ({optim.lr:.2g} for {optim.lr_base_size:,} images, {optim.lr_base_scale} scaling)"
+    return (
+        f"updates of {update:,} images{why}: {devices} device{'s' * (devices > 1)}, batches of {images}, {accumulated} "
+        f"accumulated; {rate}"
+    )
 
 
 def _end(trainer: Trainer) -> str:
     """The number of epochs after the one that is named, if it is known."""
     return f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-
-
-def _shown(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {short: metrics[name] for name, short in SHOWN.items() if name in metrics}
-
-
-def _speed_values(speed: Speed) -> dict[str, str]:
-    values = {"images/s": f"{speed.rate:.0f}", "data wait": f"{speed.data_wait:.0%}", "memory": f"{speed.memory_mb:,.0f} MiB"}
-    return values if speed.eta is None else {**values, "eta": str(timedelta(seconds=round(speed.eta)))}
