@@ -90,7 +90,7 @@ def test_shapes_from_the_command_line(tmp_path, capfd):
     said = capfd.readouterr()
     assert done == 0, said.err
     assert (tmp_path / "checkpoints" / "best.ckpt").is_file() and (tmp_path / "metrics.csv").is_file()
-    seen = r"images/s \d+  data wait \d+%  memory \S+ MiB  eta 0:00:00"
+    seen = r"images/s \d+  data wait \d+%  eta 0:00:00"
     first, second, update, epoch, best, _, _ = said.out.splitlines()
     assert first.startswith("vitrel_vit_n8_none, ") and "4 classes, at 64 px" in first
     assert second == f"16 training and 8 evaluation images of shapes; 1 epochs, written to {tmp_path}"

@@ -136,5 +136,5 @@ def test_counters_are_copied():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="ema.decay must satisfy 0 <= decay < 1, not 1.0"):
+    with pytest.raises(ValueError, match=r"ema.decay must satisfy 0 <= decay < 1, not 1.0"):
         Ema(1.0)

@@ -230,7 +230,7 @@ def test_linear_and_constant():
 
 
 def test_settings_of_the_schedule_are_checked():
-    with pytest.raises(ValueError, match="warmup_lr must be a share of model.optim.lr, within 0..1, not 2.0"):
+    with pytest.raises(ValueError, match=r"warmup_lr must be a share of model.optim.lr, within 0..1, not 2.0"):
         Schedule(warmup_lr=2.0)
 
 

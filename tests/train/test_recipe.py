@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from helpers.small_runs import SMALL, fit, small
 from vitrel.train import Classifier, Optimization
@@ -51,7 +52,7 @@ def test_the_rate_is_for_the_images_of_an_update():
 
 
 def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(ValueError, match="warm-up of 30 updates in a run of 12: lower model.optim.warmup_epochs"):
+    with pytest.raises(ValueError, match=r"warm-up of 30 updates in a run of 12: lower model.optim.warmup_epochs"):
         fit(small(TABLE, optim=Optimization(warmup_epochs=5.0)))
 
 
@@ -87,6 +88,11 @@ def test_images_are_channels_last_too():
 def test_grad_checkpointing_a_model_without_it_is_refused():
     with pytest.raises(ValueError, match=r"execution.grad_checkpointing: .* does not support it, leave it out"):
         Execution(grad_checkpointing=True).apply(torch.nn.Linear(2, 2))
+
+
+def test_strategies_that_shard_weights_are_refused():
+    with pytest.raises(ValueError, match=r"strategies that shard the weights are not supported: use trainer.strategy ddp"):
+        fit(small(TABLE), strategy=ModelParallelStrategy())
 
 
 COMPILED = Execution(compile=True, dynamic=True, backend="eager")

@@ -274,8 +274,8 @@ def evaluation_batches(sizes: Sequence[Size], batch_size: int, rank: int = 0, wo
     """Return the batches of one rank in an evaluation of all images, grouped by size; for a `Filled` data set.
 
     Every image is on exactly one rank. All ranks have the same number of batches of the same lengths and sizes, padded by
-    draws of index -1: padding by real images, as DistributedSampler does, would count some images twice, and shares of unequal
-    length would block the ranks under FSDP, which gathers parameters from all ranks in every forward pass.
+    draws of index -1: padding by real images, as DistributedSampler does, would count some images twice, and ranks with fewer
+    batches would not take part in what the others wait for.
 
     Args:
         sizes: (h, w) at which every image is evaluated, pixels.

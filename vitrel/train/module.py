@@ -30,6 +30,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from timm.layers import to_2tuple
@@ -195,7 +196,10 @@ class Classifier(LightningModule):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the weights, with `ema`."""
+        """Return the callback that averages the weights, with `ema`; ValueError for a strategy that shards them."""
+        if isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+            # a shard has one dimension, so matrices could not be told from biases, and weight decay would silently be off
+            raise ValueError("strategies that shard the weights are not supported: use trainer.strategy ddp")
         return [] if self.ema is None else [AveragedWeights(self.ema)]
 
     def forward(self, images: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def test_several_training_sizes_are_recorded_and_shown(command, tmp_path, capfd)
     arguments = [arg for arg in command("--trainer.max_epochs=1") if "enable_progress_bar" not in arg]
     run([*arguments, "--data.train_sizes=[24, [40, 32]]"])
     said = capfd.readouterr().out
-    assert "at 24x24 and 40x32 px" in said
+    assert "at 24 and 40x32 px" in said
     [args] = printed_commands(said)
     assert not args.protocols and {(24, 24), (40, 32)} < {*args.size}
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"

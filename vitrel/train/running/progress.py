@@ -77,7 +77,7 @@ class Progress(Callback):
         self.validation = time.monotonic()
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._print_within(trainer, module, f"evaluation {batch_idx + 1}/{sum(trainer.num_val_batches)}", "")
 

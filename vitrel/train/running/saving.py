@@ -74,7 +74,8 @@ class Best(ModelCheckpoint):
         """Restore the state; Lightning would forget the best score, and a worse checkpoint would replace the file."""
         path = str(Path(self.dirpath) / f"{self.filename}{self.FILE_EXTENSION}")
         paths = {"dirpath": self.dirpath, "best_model_path": path, "kth_best_model_path": path}
-        super().load_state_dict({**state, **paths, "best_k_models": {path: score for score in state["best_k_models"].values()}})
+        models = {path: state["best_model_score"]} if state["best_k_models"] else {}
+        super().load_state_dict({**state, **paths, "best_k_models": models})
 
 
 class Saving(Checkpoint):
