@@ -7,8 +7,10 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torch.distributed.run import parse_args
 
 from helpers import command
+from vitrel.cli import evaluate
 from vitrel.data import class_names
 from vitrel.evaluate import run
 from vitrel.evaluate.folder import read_folder, read_rows
@@ -42,7 +44,7 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
     model, out = checkpoint("vitrel_vit_n8_none", "a.ckpt", ("cat", "dog")), tmp_path / "out"
     arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocol", "scale", "--device", "cpu"]
     arguments += ["--attention-n", "0", "--no-report", "--out", str(out)]
-    with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate --follow-links"):
+    with pytest.warns(UserWarning, match="links to folders: 1 .*vitrel evaluate --follow-links"):
         tool.main(arguments)
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
     with pytest.raises(SystemExit, match=r"another evaluation is in .*number of images: 2 there, 3 now.*--overwrite"):
@@ -105,6 +107,14 @@ def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tool.main([path, "--data", "shapes", "--size", "64", "96by128"])
     assert "'96by128' is not an image size: write pixels as 96, or height x width as 160x224" in capsys.readouterr().err
+
+
+def test_torchrun_leaves_the_options_of_the_command_that_its_help_shows_alone():
+    """Without -- torchrun takes --n for an abbreviation of its own options."""
+    [line] = [line.strip() for line in evaluate.__doc__.splitlines() if line.strip().startswith("torchrun ")]
+    found = parse_args([*line.split()[1:], "--n", "4"])
+    assert found.module and [found.training_script, *found.training_script_args][:2] == ["vitrel", "evaluate"]
+    assert found.training_script_args[-2:] == ["--n", "4"]
 
 
 def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):

@@ -90,7 +90,7 @@ def test_what_is_kept_is_in_the_order_of_the_data_with_zeros_for_what_could_not_
         lambda logits, targets: {"sum": logits.sum(1), "target": targets},
         seen.append,
     )
-    assert kept.seen.tolist() == [True, False, True, True, False, True] and seen == [3, 3]
+    assert kept.seen.tolist() == [True, False, True, True, False, True] and seen == [0.5, 0.5]
     assert kept.arrays["sum"].tolist() == [6, 0, 6, 3, 0, 3] and kept.arrays["target"].tolist() == [2, 0, 20, 10, 0, 1]
 
 

@@ -42,8 +42,6 @@ def plan(models, sizes=(), **settings):
         ({"crop_pct": 1.5}, "crop_pct takes shares of the image, above 0 and at most 1, got 1.5"),
         ({"translations": [4, -1]}, "translations takes whole numbers of pixels, 0 or more, got -1"),
         ({"translations": [0.5]}, "translations takes whole numbers of pixels, 0 or more, got 0.5"),
-        ({"attention_n": -1}, "attention_n must be at least 0, got -1"),
-        ({"margin": 0.0}, "the margin is a loss in points and must be above 0"),
         ({"sizes": ["64*96"]}, r"'64\*96' is not an image size"),
     ],
 )

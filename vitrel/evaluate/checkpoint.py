@@ -196,7 +196,8 @@ def load_model(
             do not fit or contain NaN or objects other than tensors.
         FileNotFoundError: a file or folder is missing.
     """
-    arguments = _arguments(model_args, about)
+    default = {"img_size": about["img_size"]} if about.get("img_size") else {}
+    arguments = default | dict(model_args or {})
     if name.startswith("local-dir:"):
         model = _create(name, arguments | {"pretrained": True})
     else:
@@ -309,12 +310,6 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
             return timm_model(name, weights, **arguments)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
-
-
-def _arguments(model_args: Mapping[str, Any] | None, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments to build the model with: `model_args`, and img_size where only `about` has it."""
-    default = {"img_size": about["img_size"]} if about.get("img_size") else {}
-    return default | dict(model_args or {})
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:

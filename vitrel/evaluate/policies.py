@@ -79,7 +79,8 @@ def _policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] |
     joined = []
     for window in [name for name in windows if wanted is None or name in wanted] or windows[:1]:
         windowed = with_policy(model, size, window)
-        joined += [join_policy(window, policy) for policy in _encoding_policies_at(windowed, size, wanted)]
+        of_encodings = _encoding_policies_at(windowed, size, wanted)
+        joined += [window if policy == "none" else f"{window}+{policy}" for policy in of_encodings]
     return tuple(joined)
 
 
@@ -144,11 +145,6 @@ def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ..
     rescaled = any(tuple(attn.window) != _window_at(model, attn, grid, size, "rescale") for attn, grid in layers)
     different = [name for name, differs in (("divisor", divided), ("rescale", rescaled)) if differs]
     return ("fixed", *different) if different else ()
-
-
-def join_policy(window: str, encoding: str) -> str:
-    """Join policies of windows and encodings: ("rescale", "clip") -> "rescale+clip", ("divisor", "none") -> "divisor"."""
-    return window if encoding == "none" else f"{window}+{encoding}"
 
 
 class ModelWithPolicy(NamedTuple):

@@ -147,14 +147,14 @@ def predict(
     batches: Iterable[Batch],
     order: Sequence[int],
     keep: Callable[[Tensor, list[Any]], Mapping[str, Any]],
-    advance: Callable[[int], None] = lambda n: None,
+    advance: Callable[[float], None] = lambda share: None,
 ) -> Kept:
     """Run a model over batches, and return what is kept of each image, in the order of their indices.
 
     Args:
         order: index of each image in the data, in the order of the batches.
         keep: from logits and targets of a batch to what is kept of its images, [B, ...] each.
-        advance: called after every batch with its number of images.
+        advance: called after every batch with its share of the images.
     """
     read: list[bool] = []
     found: dict[str, list[np.ndarray]] = defaultdict(list)
@@ -165,7 +165,7 @@ def predict(
             pixels = pixels if all(flags) else pixels[torch.tensor(flags)]  # indexing would copy
             for name, values in keep(runner(pixels), [target for target in targets if target is not None]).items():
                 found[name].append(np.asarray(values))
-        advance(len(flags))
+        advance(len(flags) / len(order))
     at, seen = np.asarray(order).argsort(), np.asarray(read, bool)
     return Kept({name: _spread(np.concatenate(values), seen)[at] for name, values in found.items()}, seen[at])
 

@@ -26,7 +26,7 @@ from vitrel.common.files import commit, shown
 from vitrel.common.lock import only_writer
 from vitrel.common.modules import evaluating
 from vitrel.common.processes import local_device, on_all, rank_and_world
-from vitrel.common.progress import progress
+from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
 from vitrel.common.tables import markdown
 from vitrel.data import Reading
@@ -126,7 +126,8 @@ def _evaluated(
         if told:
             print(_header(plan, left, images, path), flush=True)
         try:
-            with _evaluating(models), _progress(left, costs) if told else nullcontext() as advance:
+            work = sum(costs[_about_cost(trial)]["gflops"] for trial in left) if told else 0
+            with _evaluating(models), progress(len(left), "rows", work=work) if told else nullcontext() as advance:
                 for row, kept, bad in _measured(left, images, settings, device, costs, advance):
                     folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
@@ -193,6 +194,7 @@ def _loaded(models: Any) -> list[TrainedModel]:
 def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, device: torch.device) -> dict[str, Any]:
     """The settings of a `Folder`, without title and command."""
     classes = _classes(models, images)
+    outputs = {id(one): (class_outputs(one, classes, images.source), one.restrict) for one in models}
     of_models = {
         f"{shown(one.label)}|{one.seed}": {
             "weights": state_hash(one.model),
@@ -203,7 +205,7 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
             "std": one.std,
             "interpolation": one.interpolation,
             "crop_mode": one.crop_mode,
-            "outputs": _digest((class_outputs(one, classes, images.source), one.restrict)),
+            "outputs": hashlib.sha256(repr(outputs[id(one)]).encode()).hexdigest()[:12],
         }
         for one in models
     }
@@ -229,10 +231,6 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
         "commit": commit(),
         "python": platform.python_version(),
     }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def _about_cost(trial: Trial) -> tuple:
@@ -262,7 +260,7 @@ def _measured(
     settings: Settings,
     device: torch.device,
     costs: Mapping[tuple, Row],
-    advance: Callable[[Trial, float], None] | None,
+    advance: Advance | None,
 ) -> Iterator[tuple[Row, Kept, list[str]]]:
     """Yield row, what is kept of the images, and unreadable images of one trial after another, size by size.
 
@@ -274,11 +272,13 @@ def _measured(
         at_size = [*group]
         fast = _speeds(at_size, settings, device) if first else {}
         for trial in at_size:
-            parts = on_all(partial(_share, trial, images, settings, device, advance))
+            about = _about_cost(trial)
+            ahead = partial(advance, what=trial.name, cost=costs[about]["gflops"]) if advance else lambda share: None
+            parts = on_all(partial(_share, trial, images, settings, device, ahead))
             row = parts[-1][0]  # attention is that of the last process
             row["peak_memory_mb"] = max(part["peak_memory_mb"] for part, *_ in parts)
             row["batch_size"] = min(part["batch_size"] for part, *_ in parts)
-            kept, about = joined([part for _, part, _ in parts]), _about_cost(trial)
+            kept = joined([part for _, part, _ in parts])
             if not kept.seen.any():
                 raise ValueError(f"none of the {len(images)} images of {images.source} can be read")
             if first and settings.border_leak and about not in leaks:
@@ -294,17 +294,12 @@ def _share(
     images: Images,
     settings: Settings,
     device: torch.device,
-    advance: Callable[[Trial, float], None] | None,
+    ahead: Callable[[float], None],
 ) -> tuple[Row, Kept, list[str]]:
     """Run a trial on this process's share of the images: columns, what is kept of each image, unreadable images."""
     model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
     keep = partial(trial.task.keep, outputs=trial.outputs, restrict=trial.trained.restrict)
     order = images.order(view, rank, world)
-
-    def ahead(n: int) -> None:
-        if advance is not None:
-            advance(trial, n / len(order))
-
     with AtSizes(model, trial.policy, device, view.window) as at:
         runner = Runner(at, device, settings.batch_size, settings.dtype)
         reset_peak(device)
@@ -351,14 +346,6 @@ def _evaluating(models: Sequence[TrainedModel]) -> Iterator[None]:
         finally:
             for one, device in zip(models, devices, strict=True):
                 one.model.to(device)
-
-
-@contextmanager
-def _progress(left: Sequence[Trial], costs: Mapping[tuple, Row]) -> Iterator[Callable[[Trial, float], None]]:
-    """Context that gives advance(trial, share of it); the time left is taken to be proportional to multiply-adds."""
-    work = sum(costs[_about_cost(trial)]["gflops"] for trial in left)
-    with progress(len(left), "rows", work=work) as advance:
-        yield lambda trial, share: advance(share, trial.name, costs[_about_cost(trial)]["gflops"])
 
 
 def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: Path) -> str:

@@ -99,11 +99,8 @@ class Settings:
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
         if self.on_bad_image not in ("raise", "count"):
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
-        if not 0 < self.margin < 100:
-            raise ValueError(f"the margin is a loss in points and must be above 0 and below 100, got {self.margin:g}")
-        for name, least in (("batch_size", 1), ("attention_n", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if wrong := [share for share in self.crop_pct if not 0 < share <= 1]:
             raise ValueError(f"crop_pct takes shares of the image, above 0 and at most 1, got {wrong[0]!r}")
         if wrong := [pixels for pixels in self.translations if type(pixels) is not int or pixels < 0]:
