@@ -50,7 +50,7 @@ def test_a_training_size_that_is_missing_is_asked_for():
         ((90, 89.9, 90.1), (65, 65.2, 64.8), BIG, "Use a at any size: it is better than b at each of them, by 25 points."),
         ((65, 65.2, 64.8), (90, 89.9, 90.1), BIG, "a is behind b at every size, by 25 points."),
         ((90, 90, 80), (90, 80, 90), BIG, "Use a at 96 px: it is better than b there, by 10 points; it is behind b at 128 px, "
-                                          "by 10 points; elsewhere no other is shown to be better."),
+                                          "by 10 points; elsewhere these 10,000 images cannot tell the two apart."),
         ((90, 90, 89), (90, 89, 89), SMALL, "These 100 images cannot tell a from b at any size. Whether a changes with the "
                                             "size these 100 images cannot tell."),
         ((90,), (80,), BIG, "Use a at 64 px: it is better than b there, by 10 points."),

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into = "folder in which the comparison's folder is made; default %(default)s"
     add("--out", "-o", type=Path, default=Path("runs"), help=into)
     add("--jobs", type=count, help="models trained at a time, and processes of the evaluation; default 1, on a CPU its cores")
-    add("--data", help="folder of the data; of several data sets in the file, only that of the same name is used")
+    add("--data", help="folder or name of the data; of several data sets in the file, only that of the same name is used")
     add("--overwrite", action="store_true", help="evaluate anew where the folder holds another evaluation; runs are kept")
     add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures")

@@ -7,7 +7,6 @@ from typing import Any
 
 from vitrel.common.names import did_you_mean
 from vitrel.common.plain_yaml import read_yaml
-from vitrel.data import SHAPES
 from vitrel.evaluate.sweep import Settings
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
@@ -69,10 +68,10 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
     they are trained on, or on evaluate.data.
 
     Args:
-        data: the folder of the data, in place of that in the file; of several data sets only that of the same name is used.
+        data: in place of that in the file; of several data sets only that of the same name is used.
 
     Raises:
-        FileNotFoundError: a missing file or data folder.
+        FileNotFoundError: a missing file.
         ValueError: unknown, missing or invalid settings.
     """
     config = _section(read_yaml(path), KEYS, KEYS, str(path))
@@ -80,12 +79,9 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
     items = [one if isinstance(one, dict) else {"data": one} for one in (config["data"] if several else [config["data"]])]
     names = [Path(_section(item, KEYS, ("data",), f"{path}, data")["data"]).name for item in items]
     if data is not None:
-        found = [
-            item | {"data": data} for item, name in zip(items, names, strict=True) if not several or name == Path(data).name
-        ]
-        if not found:
+        if several and Path(data).name not in names:
             raise ValueError(f"--data {data}: the data sets of {path} are {', '.join(names)}")
-        items = found
+        items = [items[names.index(Path(data).name) if several else 0] | {"data": data}]
     return [_comparison(merged(config, item), several, path, out) for item in items]
 
 
@@ -94,12 +90,6 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
     keys = [one.name for one in fields(Settings)]
     data, settings = config["data"], {**_section(config["evaluate"], (*keys, "data"), (), f"{path}, evaluate")}
     evaluated, name = settings.pop("data", data), f"{config['name']}/{Path(data).name}" if several else str(config["name"])
-    for place in (data, evaluated):
-        if place not in SHAPES and not Path(place).is_dir():
-            raise FileNotFoundError(
-                f"{path}: there is no data folder {place}: give --data path/to/{Path(place).name}, with train/<class>/ and "
-                f"val/<class>/, or in the file a built-in data set: {', '.join(SHAPES)}"
-            )
     try:
         Settings(**settings)
     except ValueError as error:

@@ -121,15 +121,13 @@ def _comparison(model: Model) -> list[str]:
         clauses.append(
             f"{'it' if clauses else model.label} is behind {better.pop() if len(better) == 1 else 'others'} at {where}, by {by}"
         )
+    two, evidence = len(model.others) == 1, _evidence(model)
     if model.level and clauses:
-        clauses.append("elsewhere no other is shown to be better")
+        clauses.append(f"elsewhere {f'{evidence} cannot tell the two apart' if two else 'no other is shown to be better'}")
     elif model.level:
-        where = _where(model.level, model, compared)
-        clauses.append(
-            f"{capital(_evidence(model))} cannot tell {model.label} from {rest} at {where}"
-            if len(model.others) == 1
-            else f"No other is shown to be better than {model.label} at {where}"
-        )
+        alike = f"{capital(evidence)} cannot tell {model.label} from {rest}"
+        what = alike if two else f"No other is shown to be better than {model.label}"
+        clauses.append(f"{what} at {_where(model.level, model, compared)}")
     return ["; ".join(clauses)] if clauses else []
 
 
