@@ -109,9 +109,9 @@ PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget, float], View]] = {
 
 
 class Images:
-    """The images of an evaluation in any view, with a cache of the views of one size and mode that models share.
+    """The images of an evaluation in any view, with a cache of the last one, which trials share.
 
-    Images that exceed CACHE_BYTES together are decoded again for each model.
+    Images that exceed CACHE_BYTES together are decoded again for each trial.
 
     Attributes:
         classes: names by label; None where the data set has none.
@@ -148,9 +148,9 @@ class Images:
         check_workers(workers)
         self.data, self.split, self.n, self.seed, self.reading = data, split, n, seed, reading
         self.batch_size, self.workers = batch_size, workers
-        self._current: tuple | None = None  # size, mode, crop and budget of the cached images
-        self._datasets: dict[View, Dataset] = {}
-        self._decoded: dict[View, list[Batch]] = {}
+        self._view: View | None = None  # of the next two
+        self._dataset: Dataset
+        self._decoded: list[Batch] | None = None
         self._file_sizes: list[Size] = []
         dataset = self.dataset(view)
         self.classes: list[str] | None = [*map(shown, getattr(dataset, "classes", None) or ())] or None
@@ -165,17 +165,11 @@ class Images:
     def dataset(self, view: View) -> Dataset:
         """Return the data set of a view; items are (normalized float32 [3, H, W], target), with a budget indexed by a `Draw`.
 
-        With another size, mode, crop or budget than in the call before, the cache is emptied; other methods call this one.
+        With another view than in the call before, the cache is emptied; other methods call this one.
         """
-        view = view.of_files
-        current = view.size, view.mode, view.crop_pct, view.budget
-        if self._current != current:
-            self._current = current
-            self._datasets.clear()
-            self._decoded.clear()
-        if view not in self._datasets:
-            self._datasets[view] = self._opened(view)
-        return self._datasets[view]
+        if self._view != (view := view.of_files):
+            self._view, self._dataset, self._decoded = view, self._opened(view), None
+        return self._dataset
 
     def _opened(self, view: View) -> Dataset:
         data, names = self.data, ("crop_pct", "crop_mode", "base_size", "mean", "std", "interpolation")
@@ -198,9 +192,8 @@ class Images:
 
         For generated images and a data set that the user passed, the hash is only of data, seed, number of images and classes.
         """
-        dataset = next(iter(self._datasets.values()))
-        if isinstance(dataset, ImageSet):
-            return dataset.digest()
+        if isinstance(self._dataset, ImageSet):
+            return self._dataset.digest()
         return hashlib.sha256(json.dumps((self.source, self.seed, len(self), self.classes)).encode()).hexdigest()
 
     def batches(self, view: View, rank: int = 0, world: int = 1) -> Iterator[Batch]:
@@ -210,8 +203,8 @@ class Images:
 
     def _read(self, view: View, rank: int, world: int) -> Iterator[Batch]:
         self.dataset(view)  # may empty the cache
-        if view in self._decoded:
-            yield from self._decoded[view]
+        if self._decoded is not None:
+            yield from self._decoded
             return
         groups = self._groups(view, rank, world)
         fits = sum(map(len, groups)) * 3 * math.prod(view.size) * 4 <= CACHE_BYTES
@@ -221,7 +214,7 @@ class Images:
                 read.append(batch)
             yield batch
         if fits:
-            self._decoded[view] = read
+            self._decoded = read
 
     def batch_of(self, view: View) -> int:
         """Return the number of images in a batch; with masks, whose logits are as large as images, at most MASK_PIXELS."""

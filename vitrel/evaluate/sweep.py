@@ -192,7 +192,7 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
     asked, protocols = settings.sizes or default_sizes(models[0]), settings.protocols or default_protocols(models)
     _check(models, settings)
     wanted = None if settings.policies == ("all",) else settings.policies
-    found: list[tuple[tuple, Trial]] = []
+    found, views = list[tuple[tuple, Trial]](), dict[View, int]()
     for trained, of_classes in zip(models, outputs, strict=True):
         at = (*trained.train_sizes, *asked)
         places = [*dict.fromkeys(map(trained.size_of, at))]
@@ -202,12 +202,13 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
                 continue
             for crop in (settings.crop_pct or (trained.crop_pct,)) if protocol != "native" else (1.0,):
                 view = PROTOCOLS[protocol](trained, given, crop)
+                number = views.setdefault(view.of_files, len(views))
                 names = policies_at(trained.model, view.window or size, wanted, settings.log_n)
                 own = protocol == protocols[0] and size == trained.img_size
                 moved = [0, *(pixels for pixels in settings.translations if pixels)] if own else [0]
                 for policy in names[:1] if view.window else names:
                     for by in moved:
-                        place = size not in trained.train_pixels, places.index(size), protocols.index(protocol), crop
+                        place = size not in trained.train_pixels, places.index(size), protocols.index(protocol), crop, number
                         trial = Trial(trained, size, protocol, policy, view._replace(translation=by), of_classes)
                         found.append((place, trial))
     found.sort(key=lambda pair: pair[0])
