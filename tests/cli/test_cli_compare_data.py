@@ -90,11 +90,3 @@ def test_policies_that_no_model_has_are_refused_before_training(compare, monkeyp
     monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
     with pytest.raises(SystemExit, match=r"no model has the policy 'rescale'; the policies of .*bicubic"):
         compare(evaluate=CONFIG["evaluate"] | {"policies": ["bicubic", "rescale"]})
-
-
-def test_training_data_without_images_are_refused_before_training(compare, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
-    for path in (tmp_path / "photographs" / "train" / "cat").iterdir():
-        path.unlink()
-    with pytest.raises(SystemExit, match=r"training on photographs: .*without images"):
-        compare()

@@ -63,24 +63,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check(comparison: "Comparison") -> None:
-    """Raise ValueError or OSError, before any training, for data that cannot be found and models that cannot be built, trained
-    or evaluated as configured. A comparison of which every model is trained is not checked.
+    """Raise ValueError or OSError, before any training, for data that cannot be found and models that cannot be built or
+    evaluated as configured. A comparison of which every model is trained is not checked.
     """
     from vitrel.compare.models import untrained_models
-    from vitrel.data import create_dataset
     from vitrel.evaluate.policies import at_size_with
     from vitrel.evaluate.run import opened
     from vitrel.evaluate.sweep import Settings
 
     if all(run.checkpoint.exists() for run in comparison.runs):
         return
-    models = untrained_models(comparison)
-    how: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "n": 1, "task": models[0].task}
-    try:
-        create_dataset(comparison.data, "train", models[0].img_size, **how)
-    except ValueError as error:
-        raise ValueError(f"training on {comparison.data}: {error}") from error
-    _, plan = opened(models, comparison.evaluated, Settings(**comparison.settings))
+    _, plan = opened(untrained_models(comparison), comparison.evaluated, Settings(**comparison.settings))
     for trial in plan:
         at_size_with(trial.trained.model, trial.view.window or trial.size, trial.policy)
 
