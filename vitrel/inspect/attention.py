@@ -153,7 +153,6 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
         images: [B, C, height, width], as for `record`.
     """
     embeddings = [module for module in model.modules() if isinstance(module, PositionEncoding) and module.site == "tokens"]
-    own = any(isinstance(module, PositionEncoding) and module.at_larger_grid != "nothing" for module in model.modules())
     shares: dict[str, float] = {}
     first: list[Layer] = []
 
@@ -161,7 +160,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
         if embeddings and not first:
             first.append(layer)
         share = layer_position_share(layer)
-        if share or (own and in_attention):
+        if share or in_attention:
             shares[layer.name] = share
 
     in_attention = any(_acts_in_attention(module) for module in model.modules())
