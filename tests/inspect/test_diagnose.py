@@ -71,7 +71,8 @@ def test_set_input_size_resamples_and_changes_the_bias():
 @pytest.mark.slow
 def test_the_bias_of_swin_v2_changes_silently():
     """Against its formula: coordinates are divided by the window, so that an offset of 1 means less in a larger one."""
-    model = swin("swinv2_tiny_window8_256")
+    two = dict(depths=(2, 2), num_heads=(1, 2))
+    model = swin("swinv2_tiny_window8_256", **two)
     found = at_size(model, 512)
     attention = model.layers[0].blocks[0].attn
 
@@ -83,9 +84,9 @@ def test_the_bias_of_swin_v2_changes_silently():
     with torch.no_grad():
         first = float((bias(8) - bias(16)).abs().max() / bias(8).std(correction=0))
     (change,) = vitrel.diagnose(model, 512).sizes[0].changes
-    assert change.what == "bias" and change.layers == 8 and change.largest >= first - 1e-4 > 0.1
-    assert found.resampled == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
-    kept = swin("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8))
+    assert change.what == "bias" and change.layers == 4 and change.largest >= first - 1e-4 > 0.1
+    assert found.resampled == {"relative_coords_table re-created": 4 * 15 * 15 * 2}
+    kept = swin("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8), **two)
     assert vitrel.diagnose(kept, 512).sizes[0].changes == ()
     assert vitrel.diagnose(model, 320).findings.keys() == {"replaced", "bias"}
 
@@ -131,13 +132,6 @@ def test_families_are_examined(name, sizes, kinds, words):
     found = vitrel.diagnose(name, sizes)
     assert found.findings.keys() == kinds
     assert words in str(found) and ("found nothing" in str(found)) == (not kinds)
-
-
-@pytest.mark.slow
-def test_borders_meet_at_the_known_larger_sizes():
-    found = vitrel.diagnose(swin(dynamic_img_size=True), [288, 448])
-    assert [line.size[0] for line in found.sizes if any(stage.leaking for stage in line.stages)] == [288]
-    assert found.sizes[1].stages[0].padded == 0 and all(line.stages[3].frozen for line in found.sizes)
 
 
 @pytest.mark.parametrize("position", ["table", "rope_normalized", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
