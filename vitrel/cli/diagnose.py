@@ -20,7 +20,7 @@ from vitrel.common.extras import require
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel diagnose`."""
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's models included, or package.module:function")
+    add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's included, or package.module:function")
     add_sizes(parser, "image sizes")
     add(
         "--model-args",
