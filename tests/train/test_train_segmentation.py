@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_head_or_task_is_refused(segment, tmp_path):
 def test_masks_beyond_the_classes_end_the_run_before_it_begins(segment, town):
     (town / "classes.txt").write_text("field\nhouse\n")
     try:
-        with pytest.raises(ValueError, match=r"classes in the mask beyond the 2 known, such as .* \(value 2\)"):
+        with pytest.raises(ValueError, match=r"has the value 2, beyond the 2 classes known"):
             run(segment("run", epochs=1))
     finally:
         (town / "classes.txt").write_text("\n".join(CLASSES) + "\n")

@@ -88,7 +88,6 @@ class Drawn(Dataset, ABC):
             raise ValueError(f"n ({n}) must be at least 1, seed ({seed}) at least 0")
         if protocol not in ("scale", "canvas"):
             raise ValueError(f"unknown protocol {protocol!r}; use 'scale' or 'canvas'")
-        self.bad = torch.zeros(n, dtype=torch.uint8)  # the interface of `ImageSet`; no image is unreadable here
         self._settings = {"protocol": protocol, "base": base, "mean": mean, "std": std, **settings}
         self._sizes: dict[tuple[int, int], Drawn] = {}
         self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
@@ -124,10 +123,6 @@ class Drawn(Dataset, ABC):
     def name(self, index: int) -> str:
         """Return the name of an image for messages: data set, seed and index."""
         return f"{self.kind} (seed {self.seed}): {self._check(index)}"
-
-    def bad_indices(self) -> list[int]:
-        """Return an empty list: no image is unreadable."""
-        return []
 
     def _of_size(self, size: tuple[int, int] | None) -> "Drawn":
         if size is None or tuple(size) == self.size:

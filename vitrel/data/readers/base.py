@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from vitrel.data.prepare import Picture
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size
 
 READERS = 16  # threads; more than cores, because on a network disk they mostly wait
-IN_A_ROW = 100  # unreadable images, after which no replacement is looked for
 
 
 class Draw(NamedTuple):
@@ -164,31 +163,19 @@ class ImageSet(Dataset):
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
-        found = self._readable(draw.index)
-        if found is None:
+        try:
+            picture, target = self.read(draw.index)
+        except BadImage:
+            self._check_root()
+            if self.reading.on_bad == "raise":
+                raise
+            self.bad[draw.index] = 1
             return self.left_out(draw.size or self.prepare.size)
-        picture, target, source = found
         try:
             return self.finish(picture, target, draw)
         except AugmentationError as error:
-            place = f"{self.name(source)} ({picture.height}x{picture.width} pixels)"
+            place = f"{self.name(draw.index)} ({picture.height}x{picture.width} pixels)"
             raise AugmentationError(f"{place}: {error}") from error.__cause__
-
-    def _readable(self, index: int) -> tuple[Image.Image, Any, int] | None:
-        """(image, target, index) of an image or of its replacement, by `on_bad`; None if it is left out."""
-        for step in range(min(IN_A_ROW, len(self))):
-            source = (index + step) % len(self)
-            try:
-                return *self.read(source), source
-            except BadImage as error:
-                self._check_root()
-                if self.reading.on_bad == "raise":
-                    raise
-                self.bad[source] = 1
-                if self.reading.on_bad == "leave_out":
-                    return None
-                last = error
-        raise BadImage(f"{step + 1} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
     def _check_root(self) -> None:
         """Raise FileNotFoundError where all images have gone, which is no fault of one of them."""
@@ -265,20 +252,6 @@ class ImageSet(Dataset):
             with ThreadPoolExecutor(READERS) as readers:
                 self._sizes = list(readers.map(size, range(len(self))))
         return self._sizes
-
-    def check(self, indices: Iterable[int]) -> None:
-        """Read these images, several at a time, and mark those that cannot be read in `bad`."""
-
-        def check(index: int) -> None:
-            try:
-                self.read(index)
-            except BadImage:
-                self._check_root()
-                self.bad[index] = 1
-
-        with ThreadPoolExecutor(READERS // 2) as readers:
-            for _ in readers.map(check, indices):
-                pass
 
     def bad_indices(self) -> list[int]:
         """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""

@@ -35,7 +35,7 @@ UNREADABLE = (
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG
 )  # fmt: skip
 
-OnBad = Literal["raise", "replace", "leave_out"]
+OnBad = Literal["raise", "leave_out"]
 
 
 class BadImage(ValueError):
@@ -50,10 +50,9 @@ class Reading:
     """Settings of reading image files: limits, unreadable images, symbolic links.
 
     Args:
-        on_bad: handling of unreadable images: "raise" an error; "replace" (for training) by the next readable image and its
-            label; "leave_out", an image of zeros with label -1, which metrics must ignore. "replace" and "leave_out" mark the
-            image in the data set's `bad`.
-        bad_share: training stops when more than this share of its images is unreadable.
+        on_bad: handling of unreadable images: "raise" an error; or "leave_out", which marks the image in the data set's `bad`
+            and gives an image of zeros with label -1, for training and metrics to ignore.
+        bad_share: training stops when more than this share of the images is unreadable.
         follow_links: also read folders that symbolic links inside class folders point to (image folders only). Class folders
             and image files may always be links, and a file that several links point to counts once.
         val_fraction: share of the images of every class that is used for evaluation, where the data has no evaluation split,
