@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, policies, run
+from vitrel.evaluate import at_sizes, images, policies, run
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.images import Images, native
 from vitrel.evaluate.run import dry_run
@@ -248,6 +248,23 @@ def test_processes_share_the_images_of_every_shape(trained, folder, pretend_worl
         assert row["nll"] == pytest.approx(one["nll"], abs=2e-6)
         same = ("n", "top1", "tokens", "gflops", "unseen", "attention_entropy", "budget")
         assert {name: row[name] for name in same} == {name: one[name] for name in same}
+
+
+def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder, monkeypatch):
+    model = trained("vitrel_vit_n8_none")
+    [alone] = evaluate([model], folder, (32, 32), batch_size=8)
+    batch, loaded = images._batch, []
+
+    def collate(items, **how):
+        loaded.append(len(items))
+        if len(items) > 2:
+            raise MemoryError
+        return batch(items, **how)
+
+    monkeypatch.setattr(images, "_batch", collate)
+    [row] = evaluate([model], folder, (32, 32), batch_size=8)
+    assert max(loaded) > 2 and row["batch_size"] <= 2 and row["n"] == len(FILES)
+    assert row["nll"] == pytest.approx(alone["nll"], abs=1e-5)
 
 
 def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch):

@@ -1,6 +1,12 @@
 """Images are decoded once, shared between processes, and loaded in smaller batches where memory lacks."""
 
+import gc
+import os
+import signal
+import weakref
+
 import pytest
+from torch.utils.data import DataLoader
 
 from vitrel.data import Reading
 from vitrel.evaluate import images
@@ -22,3 +28,78 @@ def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, mon
     again = rows_of(models, [64], **how)
     assert noise.decoded == 2 * 12 + 6 * 12
     assert [row["nll"] for row in again] == [row["nll"] for row in rows]
+
+
+def collated(monkeypatch, noise, most, error):
+    """Makes more than `most` images in one batch raise `error` where they are collated."""
+    sizes = []
+
+    def batch(self, indices):
+        sizes.append(len(indices))
+        if len(indices) > most:
+            raise error
+        return [self[index] for index in indices]
+
+    monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
+    return sizes
+
+
+LACKS = [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
+def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, noise, monkeypatch, rows_of, workers, error):
+    models, one = [trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], [32]
+    alone = rows_of(models, one)
+    collated(monkeypatch, noise, 2, error)
+    rows = rows_of(models, one, workers=workers)
+    assert [(row["batch_size"], row["n"]) for row in rows] == [(2, 12)] * 2
+    assert [row["top1"] for row in rows] == [row["top1"] for row in alone]
+    assert [row["nll"] for row in rows] == pytest.approx([row["nll"] for row in alone], abs=1e-5)
+
+
+def test_a_loader_that_failed_is_gone_before_the_next_begins(trained, noise, monkeypatch, rows_of):
+    """If a process of the next loader collected it, that process would wait for locks that this one held at the fork."""
+    failed = []
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            assert not any(loader() for loader in failed)
+            loader = super().__iter__()
+            failed.append(weakref.ref(loader))
+            return loader
+
+    monkeypatch.setattr("vitrel.evaluate.images.DataLoader", Loader)
+    collated(monkeypatch, noise, 2, MemoryError())
+    gc.disable()
+    try:
+        rows_of([trained("vitrel_vit_n8_none")], [32], workers=1)
+    finally:
+        gc.enable()
+    assert len(failed) > 1
+
+
+def test_memory_for_images_that_are_kept_is_given_back_first(trained, noise, monkeypatch, rows_of):
+    sizes = collated(monkeypatch, noise, 2, MemoryError())
+    rows_of([trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], [32])
+    assert sizes == [5] + [2] * 6 + [2] * 6  # the second model's are loaded again
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_image_that_does_not_fit_is_told(trained, noise, monkeypatch, rows_of, workers):
+    collated(monkeypatch, noise, 0, MemoryError())
+    with pytest.raises(MemoryError, match=r"vitrel_vit_n8_none at 32x32"):
+        rows_of([trained("vitrel_vit_n8_none")], [32], workers=workers)
+
+
+def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise, monkeypatch, rows_of):
+    def batch(self, indices):
+        if len(indices) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [self[index] for index in indices]
+
+    monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
+    [row] = rows_of([trained("vitrel_vit_n8_none")], [32], workers=1)
+    assert (row["batch_size"], row["n"]) == (2, 12)

@@ -3,6 +3,7 @@
 No other file of this room knows where images come from. A protocol is one function here, from a model and a size to a `View`.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.common.files import shown
-from vitrel.common.resources import check_workers
+from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.readers.base import subset
@@ -111,7 +112,8 @@ PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget, float], View]] = {
 class Images:
     """The images of an evaluation in any view, with a cache of the last one, which trials share.
 
-    Images that exceed CACHE_BYTES together are decoded again for each trial.
+    Images that exceed CACHE_BYTES together are decoded again for each trial. When memory runs out while a batch is loaded,
+    `batch_size` is halved until the view changes, and nothing is kept.
 
     Attributes:
         classes: names by label; None where the data set has none.
@@ -147,7 +149,7 @@ class Images:
     ) -> None:
         check_workers(workers)
         self.data, self.split, self.n, self.seed, self.reading = data, split, n, seed, reading
-        self.batch_size, self.workers = batch_size, workers
+        self.asked, self.batch_size, self.workers = batch_size, batch_size, workers
         self._view: View | None = None  # of the next two
         self._dataset: Dataset
         self._decoded: list[Batch] | None = None
@@ -169,6 +171,7 @@ class Images:
         """
         if self._view != (view := view.of_files):
             self._view, self._dataset, self._decoded = view, self._opened(view), None
+            self.batch_size = self.asked
         return self._dataset
 
     def _opened(self, view: View) -> Dataset:
@@ -210,8 +213,11 @@ class Images:
         fits = sum(map(len, groups)) * 3 * math.prod(view.size) * 4 <= CACHE_BYTES
         read: list[Batch] = []
         for batch in self._loaded(view, groups):
+            fits = fits and self.batch_size == self.asked
             if fits:
                 read.append(batch)
+            else:
+                read.clear()
             yield batch
         if fits:
             self._decoded = read
@@ -250,12 +256,23 @@ class Images:
         return [groups[size] for size in sorted(groups)]
 
     def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
-        """Batches of the groups' images, each of images of one group."""
-        dataset, most = self.dataset(view), self.batch_of(view)
-        batches = [group[first : first + most] for group in groups for first in range(0, len(group), most)]
+        """Batches of the groups' images, each of images of one group, smaller ones where memory runs out."""
+        dataset, done = self.dataset(view), 0
         collate = partial(_batch, view=view, drawn=_is_drawn(dataset))
-        with _how_to_go_on():
-            yield from DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate)
+        while True:
+            batches, most = _batches(groups, done, self.batch_of(view)), self.batch_of(view)
+            try:
+                with _how_to_go_on():
+                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate):
+                        done += len(batch[1])
+                        yield batch
+                return
+            except (RuntimeError, MemoryError) as error:
+                if most == 1 or not (out_of_memory(error) or loading_failed(error)):
+                    raise
+            self.batch_size = most // 2
+            # The error holds the failed loader in a cycle. A process of the next loader that collected it would wait for ever.
+            gc.collect()
 
     def bad(self, view: View) -> list[str]:
         """Return the names of the images that this process could not read so far; [] for data without names of files."""
@@ -330,6 +347,15 @@ def _how_to_go_on() -> Iterator[None]:
     except BadImage as error:
         error.add_note("with --on-bad-image count, unreadable images are left out and all of them listed")
         raise
+
+
+def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[Sequence[int | Draw]]:
+    """The images from number `start` on in batches of at most `size`, each of images of one group."""
+    batches = []
+    for group in groups:
+        batches += [group[first : first + size] for first in range(start, len(group), size)]
+        start = max(0, start - len(group))
+    return batches
 
 
 class PreparedImages(Dataset):
