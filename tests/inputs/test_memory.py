@@ -4,19 +4,17 @@ Also the attention over segments against the oracle of the paper.
 """
 
 import pytest
-import timm
 import torch
 
 import oracles
 import vitrel  # noqa: F401  registers the models with timm
 from helpers import each
-from helpers.variants import GENERAL, IN_ATTENTION, VARIANTS, make, perturbed, serving, spread
+from helpers.variants import VARIANTS, make, perturbed, spread
 from oracles.streams import PAIRS
 from vitrel.grid import Grid
 from vitrel.inputs import forward_memory
 from vitrel.inputs.memory import segment_attention, with_past
 from vitrel.models.vit import ViT
-from vitrel.ops import attention
 
 TILES = (3, 1, 2, 2)  # rows of patches of each tile
 WIDTH, PATCH = 3, 4
@@ -177,15 +175,6 @@ def test_checkpointing_and_shared_encodings_and_layer_scale():
         torch.testing.assert_close(model.get_parameter(key).grad, value)
 
 
-@each("backend", GENERAL)
-def test_backends_and_compositions(backend):
-    model, image = model_of("absolute+rope_mixed"), strip()
-    wanted = whole(model, image)
-    for block in model.blocks:
-        block.attn.backend = backend
-    assert_same(in_tiles(model, image, height=image.shape[2])[0], wanted)
-
-
 def test_logits_of_every_tile():
     model, image = model_of("rope_axial"), strip()
     tokens, _ = forward_memory(model, image)
@@ -200,14 +189,6 @@ def test_compiled_without_a_break():
     first, memory = run(model, image[:, :, :8])
     second, _ = run(model, image[:, :, 8:], memory)
     assert_same([first, second], in_tiles(model, image, (2, 2))[0], 1e-5)
-
-
-def test_a_registered_model_in_half_precision():
-    model = timm.create_model("vitrel_vit_n8_table", num_classes=4).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        tokens, memory = forward_memory(model, torch.randn(1, 3, 64, 64))
-        tokens, _ = forward_memory(model, torch.randn(1, 3, 64, 64), memory)
-    assert tokens.isfinite().all()
 
 
 @each("key", ["absolute", "sincos"])
@@ -280,10 +261,6 @@ def test_a_short_tile_inside_a_strip_is_refused():
         forward_memory(model, image[:, :, :0], memory, height=8 * PATCH)
 
 
-def test_every_key_is_covered():
-    assert set(IN_ATTENTION) <= {key for key, _ in VARIANTS}
-
-
 def draw(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
@@ -311,17 +288,3 @@ def test_segments_equal_the_recurrence_of_the_paper(key, length):
     if key == "table":  # built for the whole, so smaller key grids read its exact center
         assert not encoding.resampled(Grid(3, W))
     torch.testing.assert_close(in_segments(encoding, q, k, v, length)[0], torch.from_numpy(wanted), rtol=0, atol=1e-6)
-
-
-@each("backend", GENERAL)
-@each("key", ["table", "rope_mixed", "shaw", "deberta", "lookhere"])
-def test_one_row_of_queries_over_a_full_key_grid(key, backend):
-    heads = 4 if key == "lookhere" else HEADS
-    encoding = perturbed(make(key, Grid(*WHOLE[:2], 1), heads, DIM, dtype=torch.float64))
-    grid = Grid(*WHOLE[:2], 1)
-    terms = encoding(grid)
-    if backend not in serving(terms, grid, heads, queries=W):
-        pytest.skip("this backend refuses these terms")
-    q, k, v = draw(3, 2, heads, grid.tokens, DIM)
-    full = attention(q, k, v, terms, grid, backend="reference")
-    torch.testing.assert_close(attention(q[:, :, -W:], k, v, terms, grid, backend=backend), full[:, :, -W:])

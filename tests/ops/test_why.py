@@ -1,39 +1,19 @@
 """Which backend serves what: the reasons, and how one is chosen by name."""
 
 import importlib.util
-import inspect
 
 import pytest
 import timm
 import torch
 
 from vitrel import Grid, Terms
-from vitrel.ops import BACKENDS, attention, dispatch, use_backend, why, window_attention
-from vitrel.ops.reference import Call
+from vitrel.ops import BACKENDS, attention, dispatch, use_backend, why
 
 IMAGE = torch.randn(1, 3, 64, 64)
 
 
 def small(key="shaw"):
     return timm.create_model(f"vitrel_vit_n8_{key}", num_classes=2, depth=2).eval()
-
-
-def test_every_backend_has_the_same_interface():
-    """The entries without their last argument; one that is left out is refused."""
-    grid = Grid(8, 8)
-    shape = {"heads": 2, "width": 16, "queries": 64}
-    how = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": False}
-    calls = {
-        attention: Call(terms=Terms(), grid=grid, **shape, **how),
-        window_attention: Call(terms=Terms(), grid=grid, window=(4, 4), **shape, **how),
-    }
-    for backend in BACKENDS.values():
-        for entry, call in calls.items():
-            if hasattr(backend, entry.__name__):
-                own, wanted = inspect.signature(getattr(backend, entry.__name__)), inspect.signature(entry)
-                assert list(own.parameters.values()) == list(wanted.parameters.values())[:-1]
-            else:
-                assert backend.refuses(call)
 
 
 def test_why_names_the_backend_and_what_the_others_say():
