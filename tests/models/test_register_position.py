@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import vitrel
 from helpers import ROOT
+from helpers.runs import in_child, status
 
 PAGE = (ROOT / "docs" / "how_to" / "write_an_encoding.md").read_text("utf-8")
 SMALL = ["--epochs=1", "--data.n_train=16", "--data.n_val=8", "--data.batch_size=8", "--data.workers=0"]
@@ -33,33 +33,24 @@ export_model(model, "model.pt2", "exported", dynamic_size=True)  # compared at s
 """
 
 
-@pytest.fixture
-def ran(tmp_path):
-    """Runs `python ...` in a folder that holds the module of the page; returns (status, output)."""
+@pytest.mark.slow(seconds=4)
+def test_an_encoding_of_a_users_own_goes_all_the_way(tmp_path, capfd):
+    """In a process of its own, since it is registered for good, in a folder that holds the module of the page."""
     [code] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (tmp_path / "linear_decay.py").write_text(code)
-    environment = {name: value for name, value in os.environ.items() if name != "VITREL_IMPORT"} | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
-
-    def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    return run
-
-
-@pytest.mark.slow(seconds=11)
-def test_an_encoding_of_a_users_own_goes_all_the_way(ran, tmp_path):
     own = ("--import", "linear_decay", "--data", "shapes", "--size")
-    model = ("--model", "vitrel_vit_n8_linear_decay")
     commands = [
-        ["train", *model, *own, "64", "--out", "run", *SMALL],
+        ["train", "--model", "vitrel_vit_n8_linear_decay", *own, "64", "--out", "run", *SMALL],
         ["evaluate", "run", *own, "96", "--n", "8", "--no-report", "--out", "out"],
     ]
-    status, text = ran("-c", f"COMMANDS = {commands}\n{USE}")  # in one process, whose start takes longer than the commands
-    assert status == 0 and "96x96" in text and (tmp_path / "model.pt2").is_file(), text
+
+    def use(folder):
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        exec(compile(USE, "use.py", "exec"), {"COMMANDS": commands})
+
+    ended, (printed, errors) = status(in_child(tmp_path, main=use)), capfd.readouterr()
+    assert ended == 0 and "96x96" in printed and (tmp_path / "model.pt2").is_file(), printed + errors
     with pytest.raises(Exception, match="--import linear_decay"):  # in this process it is not registered
         vitrel.load(tmp_path / "model.safetensors")
 
