@@ -5,6 +5,8 @@ import inspect
 import re
 from itertools import takewhile
 
+import pytest
+
 import vitrel
 from helpers import each
 from helpers.sources import sources, trees
@@ -68,6 +70,7 @@ def misplaced(name):
             yield module
 
 
+@pytest.mark.slow
 def test_import_direction():
     assert {name: wrong for name in sources() if (wrong := [*misplaced(name)])} == {}
 

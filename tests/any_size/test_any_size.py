@@ -109,6 +109,7 @@ DEFINED = {  # {name: (arguments with which timm takes other sizes, size)}: ther
 }
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @each("name", DEFINED)
 def test_numbers_are_those_of_timm_where_timm_takes_the_size(name):

@@ -53,6 +53,7 @@ def test_one_window_and_several_are_one_graph():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_hybrids_padding_is_saved_for_any_size(tmp_path):
     dynamic = torch.export.Dim.DYNAMIC
     program = torch.export.export(MaxPool2dSame(3, 2), (torch.randn(1, 2, 16, 24),), dynamic_shapes=({2: dynamic, 3: dynamic},))

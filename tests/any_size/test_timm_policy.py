@@ -43,6 +43,7 @@ def built(name, options, **more):
     return model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @each("name", CASES)
 def test_timms_numbers_bit_for_bit(name):

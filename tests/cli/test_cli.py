@@ -49,6 +49,7 @@ def test_warnings_are_one_line(capsys, monkeypatch):
     assert "a.py:1: DeprecationWarning" in warnings.formatwarning("old", DeprecationWarning, "a.py", 1)
 
 
+@pytest.mark.slow
 @each(
     ("arguments", "status"),
     [
@@ -79,6 +80,7 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     assert "Traceback" not in said and (said if status else done.stdout)
 
 
+@pytest.mark.slow
 @each(
     ("module", "arguments"),
     [

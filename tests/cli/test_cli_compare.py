@@ -16,7 +16,7 @@ from vitrel.common import lock
 from vitrel.compare import jobs
 
 tool = command("compare")
-pytestmark = pytest.mark.usefixtures("brief_evaluations")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_evaluations")]
 ROPE = {"name": "vitrel_vit_n8_none", "label": "rope", "model_args": {"position": "rope_mixed"}}
 CONFIG = {
     "name": "trial",
@@ -59,7 +59,6 @@ def again(finished, tmp_path, capsys):
     return run
 
 
-@pytest.mark.slow
 def test_a_comparison_from_training_to_the_table(finished):
     folder = finished / "trial"
     frame = pd.read_csv(folder / "results.csv")
@@ -76,7 +75,6 @@ def test_a_comparison_from_training_to_the_table(finished):
     assert not torch.equal(*(stored["state_dict"]["model.head.weight"] for stored in seeds))
 
 
-@pytest.mark.slow
 def test_what_is_done_is_not_done_again(again, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run._share", lambda *_: pytest.fail("evaluated again"))
@@ -85,7 +83,6 @@ def test_what_is_done_is_not_done_again(again, tmp_path, monkeypatch):
     assert "16 rows, 16 of them done already" in printed
 
 
-@pytest.mark.slow
 def test_more_sizes_add_rows_and_other_images_are_another_evaluation(again, tmp_path):
     again(evaluate=CONFIG["evaluate"] | {"sizes": [64, "64x96", 80], "protocols": ["scale"]}, seeds=[0])
     assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 16 + 2
@@ -96,7 +93,6 @@ def test_more_sizes_add_rows_and_other_images_are_another_evaluation(again, tmp_
     assert pd.read_csv(tmp_path / "trial" / "results.csv")["n"].tolist() == [12] * 8
 
 
-@pytest.mark.slow
 def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsys, monkeypatch):
     """By SIGTERM; ctrl-c is asked of `vitrel evaluate`."""
     monkeypatch.setattr("vitrel.evaluate.run._share", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
@@ -105,7 +101,6 @@ def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsy
     assert caught.value.code == 143 and f"16 rows are in {tmp_path / 'trial'}, and the same command" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path):
     folder = tmp_path / "trial" / "rope-seed1"
     settings = yaml.safe_load((folder / "train.yaml").read_text())

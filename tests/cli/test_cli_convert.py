@@ -95,6 +95,7 @@ def test_named_tensors_may_stay(timms_swin, tmp_path):
 LIKE = "{patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}"
 
 
+@pytest.mark.slow
 def test_bare_weights_and_relative_position(tmp_path, capsys):
     """A file of a plain ViT: as it is, with an encoding that starts at zero, and with one fitted to images."""
     path, same, added, fitted = bare_vit(tmp_path / "vit.pth"), *(tmp_path / f"{name} 1.safetensors" for name in "abc")

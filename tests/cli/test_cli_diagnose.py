@@ -62,6 +62,7 @@ def test_what_is_no_size(capsys):
     assert stop.value.code == 2 and "'96y' is not an image size" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_vit", "test_vit3", "vitrel_swin_n"])
 def test_the_command_and_python_say_the_same(capsys, name):
     """For the name, and for the model built with the same weights; at the default sizes, without warnings."""

@@ -84,6 +84,7 @@ def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsy
     assert set(pd.read_csv(tmp_path / "out" / "results.csv")["label"]) == {f"vitrel_vit_n8_none ({path})" for path in paths}
 
 
+@pytest.mark.slow
 def test_without_sizes_there_are_four(checkpoint, tmp_path):
     path, out = checkpoint("vitrel_vit_n8_table", "a.ckpt"), tmp_path / "out"
     tool.main([path, "--data", "shapes", "--n", "4", "--device", "cpu", "--attention-n", "0", "--no-report", "--out", str(out)])
@@ -180,6 +181,7 @@ def photographs(tmp_path):
     return str(tmp_path / "photographs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "name", "value"),
     [
@@ -279,6 +281,7 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys, workers):
         tool.main([*arguments, "--size", "48", "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_rows_are_added_refused_or_begun_anew(checkpoint, tmp_path):
     path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
     requested = [path, "--data", "shapes", "--device", "cpu", "--attention-n", "0", "--no-report", "--out", str(out)]

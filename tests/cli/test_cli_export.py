@@ -182,6 +182,7 @@ def test_what_differs_is_not_written(tmp_path, monkeypatch):
     assert [item.name for item in tmp_path.iterdir()] == ["kept.pt2"] and (tmp_path / "kept.pt2").read_bytes() == b"precious"
 
 
+@pytest.mark.slow
 def test_what_onnx_cannot_express_is_refused(tmp_path, monkeypatch):
     """With the reason at the bottom of the exporter's, which tells of many others first."""
     pytest.importorskip("onnxscript")

@@ -85,6 +85,7 @@ def offline(*args, hook=None):
     return status(in_child(["train", *args], prepare, cli.main))
 
 
+@pytest.mark.slow
 def test_shapes_from_the_command_line(tmp_path, capfd):
     done = offline(*SHORT, f"--trainer.default_root_dir={tmp_path}")
     said = capfd.readouterr()
@@ -145,6 +146,7 @@ class Interrupting(ModuleType):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
@@ -207,6 +209,7 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
     assert said.startswith("error: loss is not finite at epoch") and "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -233,6 +236,7 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
     assert text in line and line.startswith("vitrel train: error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -274,6 +278,7 @@ def test_bad_usage_is_one_line_as_of_other_subcommands(options, text, capsys):
     assert stopped.value.code == 2 and line.startswith(f"vitrel train: error: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -311,6 +316,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
 SMALL = ["--size=32", "--epochs=1", "--data.workers=0", "--trainer.accelerator=cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "mixup", "cutmix"),
     [("={}", 0.8, 1.0), ("={mixup: 0.2}", 0.2, 0.0), (".cutmix=0.5", 0.0, 0.5), ("={mixup: 0, cutmix: 0}", 0.0, 0.0)],
@@ -331,6 +337,7 @@ def test_abbreviated_options_are_refused(capsys):
     assert "unknown key trainer.max_epoch: did you mean trainer.max_epochs?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", packaged("train"))
 def test_configurations_of_the_package_parse_by_their_names(name, capsys):
     with pytest.raises(SystemExit) as stopped:

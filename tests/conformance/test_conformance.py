@@ -67,6 +67,7 @@ def test_windows_of_a_shifted_block():
                 assert bool(found.visible[which, i, j]) == inside
 
 
+@pytest.mark.slow
 @each("fault", [f for f in FAULTS if f.name in ("align_corners", "rotary: class token rotated", "windows: one window shifted")])
 def test_some_faults_are_named(fault):
     names = {"half_pixel", "prefix", "shift", "order", "window", "mask", "resampling"}
@@ -214,6 +215,7 @@ def test_an_embedding_that_follows_no_known_rule_is_a_finding():
     assert set(found.skipped) == {"half_pixel"}
 
 
+@pytest.mark.slow
 def test_the_native_size_is_examined_first():
     model = swin_without_mask().model  # at other sizes timm makes the mask anew
     found = vitrel.check(model, checks=["mask"]).findings

@@ -83,6 +83,7 @@ def test_a_class_is_the_direction_of_the_only_cool_object_near(scenes):
     assert checked > 400
 
 
+@pytest.mark.slow
 def test_masks_are_those_of_the_pixels(drawn):
     images, masks = drawn[0][:300], drawn[1][:300]
     warmth = images[:, 0] - images[:, 2]  # antialiased pixels are between
@@ -100,6 +101,7 @@ def test_no_patch_shows_two_objects():
         assert kinds.max() == 1
 
 
+@pytest.mark.slow
 def test_every_scene_is_a_window_of_the_same_field():
     """Neither places nor the size of the canvas change how many objects there are."""
     density = []

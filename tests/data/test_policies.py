@@ -79,6 +79,7 @@ VARIANTS = {  # of every kind of policy, so that together they have all operatio
 }
 
 
+@pytest.mark.slow
 def test_every_operation_takes_every_magnitude():
     """The lowest, the highest and 200 random ones, with which the oldest and the newest Pillow give the same image."""
     assert VARIANTS.keys() == POLICIES.keys() - {"trivial"}
@@ -127,6 +128,7 @@ def test_geometry_is_pillows_to_a_level(interpolation):
         assert np.abs(views[0] - views[1]).mean() < 1.5, pair[0].name
 
 
+@pytest.mark.slow
 @each("text", VARIANTS["augmix"])
 def test_weights_of_a_mixture_are_numbers(text):
     policy, image = policy_transform(text), Image.fromarray(as_array(picture(12, 16)))

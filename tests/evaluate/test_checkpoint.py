@@ -226,6 +226,7 @@ def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):
         load_checkpoint(checkpoint("vit_tiny_patch16_224", lambda stored: put(stored, float("nan")), model_args=how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_mixed_224"])
 def test_a_model_of_timm_keeps_its_own_names(checkpoint, name):
     """Names that vitrel has otherwise: SwiGLU's halves, q, k and v apart, frequencies of all blocks in one tensor."""

@@ -41,6 +41,7 @@ def table(folder):
     return pd.read_csv(folder / "results.csv").drop(columns=TIMED)
 
 
+@pytest.mark.slow
 def test_more_sizes_models_protocols_and_policies_add_rows(trained, rows_of, noise, tmp_path):
     model, other = trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none")
     rows_of([model], [48], out=tmp_path, command="first")
@@ -77,6 +78,7 @@ def other_weights(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "given", "reported"),
     [
@@ -167,6 +169,7 @@ def edited(text):
     return "".join([first.replace('"n": 12', '"n": "twelve"'), *rest])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "line"),
     [(edited, 1), (lambda text: text.replace('"n": 12', '"n": 13', 1), 1), (lambda text: f"{{}}\n{text}", 1),
@@ -184,6 +187,7 @@ def test_rows_that_were_edited_or_damaged_are_refused_by_what_they_are(model, ro
         rows_of([model], [48], out=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["settings.json", "images.npz"])
 @pytest.mark.parametrize("change", [lambda data: data[:200], lambda data: b"nothing", lambda data: None])
 def test_other_files_that_are_damaged_or_gone_are_named(model, rows_of, tmp_path, name, change):
@@ -216,6 +220,7 @@ def test_two_evaluations_at_once_are_refused(model, rows_of, tmp_path, monkeypat
     assert len(rows_of([model], [48], out=tmp_path)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), OSError(28, "No space left"), RuntimeError("CUDA out of memory. Tried")]
 )

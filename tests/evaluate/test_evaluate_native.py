@@ -171,6 +171,7 @@ def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
     assert [(trial.protocol, trial.view.budget) for trial in skipped] == [("scale", None), ("native", 16)]
 
 
+@pytest.mark.slow
 def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     monkeypatch.setattr(policies, "gflops", lambda model, size: math.prod(size) / 1000)
     model = trained("vitrel_vit_n8_table")
@@ -224,6 +225,7 @@ class Pictures(Dataset):
         return Image.fromarray(framed(*FILES[index])), index % 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2])
 def test_a_data_set_of_the_user_is_shown_so(trained, workers):
     model = trained("vitrel_vit_n8_absolute")
@@ -240,6 +242,7 @@ def test_a_data_set_of_the_user_is_shown_so(trained, workers):
     assert frame["nll"].tolist()[-1] == pytest.approx(nll, abs=1e-5) and len(frame) == 2
 
 
+@pytest.mark.slow
 def test_processes_share_the_images_of_every_shape(trained, folder, pretend_world):
     model = trained("vitrel_vit_n8_absolute")
     alone = evaluate([model], folder, attention_n=1)

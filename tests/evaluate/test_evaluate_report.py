@@ -127,6 +127,7 @@ def test_a_chart_is_svg_with_text_that_fits_its_box():
     assert "rope_mixed" in "".join(root.itertext()) and len(svg) < 60_000
 
 
+@pytest.mark.slow
 def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     rows = rows_of(FOUR) + rows_of(FOUR, protocol="canvas")
     picture = Picture("data:image/webp;base64,AAAA", 10, 10, "the image at 64 px", "64 px")
@@ -145,6 +146,7 @@ def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"accuracy_scale.png", "accuracy_canvas.png", "cost.png"}
 
 
+@pytest.mark.slow
 def test_four_models_and_eight_sizes_fit_the_page(tmp_path):
     sizes = [f"{side}x{side}" for side in (48, 64, 80, 96, 112, 128, 160, 192)]
     rows = rows_of({label: (90, 90, 89, 88, 87, 80, 70, 60) for label in FOUR}, sizes)

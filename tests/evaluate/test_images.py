@@ -14,6 +14,7 @@ from vitrel.evaluate import images
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 
 
+@pytest.mark.slow
 def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, monkeypatch, rows_of):
     models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none")]
     how = {"protocols": ("canvas",), "policies": "all"}

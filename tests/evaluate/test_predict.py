@@ -149,6 +149,7 @@ def test_attention_that_lacks_memory_for_its_images_is_left_empty(trained, monke
     assert row["attention_entropy"] is None and row["n"] == 12
 
 
+@pytest.mark.slow
 def test_attention_is_that_of_the_first_images(trained, noise, rows_of):
     model = trained("vitrel_swin_n", (32, 32))
     [row] = rows_of([model], [32], attention_n=3)

@@ -124,6 +124,7 @@ def test_keys_name_a_row_alone(trained):
     } < {*found}
 
 
+@pytest.mark.slow
 def test_rows_say_what_was_done_to_the_model(trained, rows_of):
     models = [trained(f"vitrel_vit_n8_{key}") for key in ("absolute", "table")]
     rows = rows_of(models, (32, 64, "32x48"), policies="all")
@@ -147,6 +148,7 @@ def test_rows_say_what_was_done_to_the_model(trained, rows_of):
         assert row["retention"] == (pytest.approx(row["top1"] / start, abs=1e-4) if start else None)
 
 
+@pytest.mark.slow
 def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, rows_of):
     model = trained("vitrel_vit_n8_none", model_args={"position": "table+cpb"})
     parts = [part for block in model.model.blocks for part in block.position.parts.values()]

@@ -87,6 +87,7 @@ def test_masks_of_the_permutation():
     assert query.int().tolist() == [[1, 0, 1, 1], [1, 0, 0, 0], [1, 0, 1, 0]]
 
 
+@pytest.mark.slow
 def test_two_streams_compile_without_a_break():
     q, order = draw(1, HEADS, 6, DIM), torch.randperm(6)
     run = torch.compile(

@@ -233,6 +233,7 @@ def test_only_the_last_tile_may_end_inside_a_patch():
     assert_same([found, forward_memory(model, rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
 
 
+@pytest.mark.slow
 @each("prefix", [0, 2])
 @each("key", ["absolute", "table", "rope_normalized", "absolute+rope_mixed"])
 def test_the_last_tile_may_be_shorter_than_a_patch(key, prefix):

@@ -98,6 +98,7 @@ def test_single_precision_and_another_tile():
             torch.testing.assert_close(tiled_features(model, image, tile), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @each("name", ["v1", "v1 deep", "v1 odd depths", "v1 non-square", "v2", "vit"])
 def test_no_less_overlap_will_do(name):
     """A tile cut out of the image and run as an image of its own is exact up to its margins, and not one token farther."""

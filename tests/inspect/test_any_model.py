@@ -33,6 +33,7 @@ def test_ours_stay_as_they_are(name):
     assert found.windows == at_size_with(model, (72, 40), "none").stages  # which are found without a trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(64, 64), (2, 2), (16, 45), (31, 90), (50, 18), (9, 130)])  # patches of 2, windows of 4
 @pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_windows_of_ours_are_those_of_a_run(name, size):
@@ -135,6 +136,7 @@ def test_windows_kept_by_a_dynamic_swin():
     assert last == StageWindows(2, (10, 9), (7, 7), (0, 0), (4, 5)) and last.padded_share == pytest.approx(1 - 90 / 196)
 
 
+@pytest.mark.slow
 def test_coordinates_that_change_their_meaning_are_counted():
     """Swin V2 normalizes them by the window, unless that of its pretraining is given."""
     two = dict(depths=(2, 2), embed_dim=12, num_heads=(1, 2), num_classes=2)

@@ -42,6 +42,7 @@ def test_borders_meet_at_the_known_sizes(dynamic):
     assert stage.leaks.rows == (0, 1, 10, 11) and stage.layer.endswith("blocks.1.attn")
 
 
+@pytest.mark.slow
 def test_padding_is_attended_to_as_known(dynamic):
     shares = {stage.windows.grid[0]: stage.padded for line in dynamic.sizes for stage in line.stages}
     assert shares[20] == pytest.approx(0.51)
@@ -91,6 +92,7 @@ def test_the_bias_of_swin_v2_changes_silently():
     assert vitrel.diagnose(model, 320).findings.keys() == {"replaced", "bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_nothing_on_ours(name):
     model = timm.create_model(name, num_heads=(1, 1, 2), embed_dim=8)
@@ -143,6 +145,7 @@ def test_bias_of_ours_at_another_grid(position):
     assert native.changes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("position", "unseen", "text"),
     [
@@ -180,6 +183,7 @@ def test_a_vit_built_in_two_ways():
     assert "refused at 230x224: vit_tiny_patch16_224 does not take 230x224 pixels" in found.findings["refused"]
 
 
+@pytest.mark.slow
 def test_sizes_by_default():
     found = vitrel.diagnose(timm.create_model("test_vit"))
     assert [line.size for line in found.sizes] == [(160, 160), (240, 240), (320, 320)]
@@ -206,6 +210,7 @@ SMALL_HF = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, inte
 SWIN_HF = dict(image_size=56, embed_dim=12, depths=[2, 2], num_heads=[1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "kinds"),
     [

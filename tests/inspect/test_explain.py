@@ -55,6 +55,7 @@ def with_tokens(q, k, v, terms):
     return q + rows, k + rows, v + rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["none", "log_n"])
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("key", [*KEYS, *COMPOSED])

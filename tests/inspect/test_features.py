@@ -91,6 +91,7 @@ def test_features_of_one_vector_say_nothing():
     assert leak == pytest.approx((0.0, 0.0), abs=1e-9) and math.isnan(position_leak(torch.randn(6, 4, 1, 5)).row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "grid"),
     [

@@ -75,6 +75,7 @@ def wrapped(truth, shift, axis):
     return {(a, b) for a, b in pairs if (a < shift[axis]) != (b < shift[axis])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SwinTransformerBlock, SwinTransformerV2Block])
 @pytest.mark.parametrize(
     ("grid", "window", "shift"),

@@ -129,6 +129,7 @@ def check(model, x):
     return layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_weights_of_ours(key):
     layers = check(vit(key, reg_tokens=1), images(40, 24))
@@ -141,6 +142,7 @@ def test_scales_that_depend_on_the_grid(key, options):
     check(vit(key, position_args=options), images(40, 56))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_block_windows(key):
     layers = check(vit(key, **WINDOWED), images(40, 25))
@@ -148,6 +150,7 @@ def test_block_windows(key):
     assert layers[0].tokens.tolist()[1::2] == [[2, 3, 6, 7, 10, 11], [14, 15, 18, 19, -1, -1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [*IN_ATTENTION, "rope_mixed+table"])
 def test_shifted_padded_windows(key):
     layers = check(small_model(f"vitrel_swin_n_{key.replace('+', '_')}"), images(22, 31))
@@ -161,6 +164,7 @@ def test_cosine_attention_and_a_shared_position():
     check(vit("transformer_xl", share_position=True), images(24, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in IN_ATTENTION if key not in ("none", "deberta")])
 def test_content_of_ours_is_the_layer_without_position(key):
     """The first layer of a model with the same weights and no position at all has these weights."""
@@ -248,6 +252,7 @@ def test_a_backend_that_refuses_still_does():
         record(model, images(32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_models_run_uncompiled(in_place):
     model, x, counter = vit("table"), images(32, 32), CompileCounter()
@@ -309,6 +314,7 @@ def project_values(module, x):
     return torch.nn.functional.linear(x, weight, bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILD)
 def test_weights_of_timm(name):
     model = build(name)
@@ -342,6 +348,7 @@ def unpositioned(model):
     return bare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILD)
 def test_content_of_timm_is_the_layer_without_position(name):
     model = build(name)
@@ -617,6 +624,7 @@ def test_refused_by_name():
         record(torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n_table"])
 def test_the_share_of_position_grows_with_a_table(name):
     torch.manual_seed(0)
@@ -631,6 +639,7 @@ def test_the_share_of_position_grows_with_a_table(name):
     assert found[0] == 0 < found[1] < NEGLIGIBLE < found[2] < found[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_every_encoding_has_a_share_of_attention(key):
     model = small_model(f"vitrel_vit_n8_{key}" if "+" not in key else "vitrel_vit_n8_none", img_size=32, position=key)

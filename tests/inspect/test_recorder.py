@@ -145,6 +145,7 @@ def test_what_depends_on_content_is_position():
     assert (first.content - first.weights).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "windows"),
     [

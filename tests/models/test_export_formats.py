@@ -164,6 +164,7 @@ def test_hub_round_trip(hub):
         assert {n: p.shape for n, p in untrained.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_hub_other_head_and_channels(hub):
     model, sources = hub
     image = torch.randn(2, 3, 72, 88)

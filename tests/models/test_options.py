@@ -266,6 +266,7 @@ def test_training_step_in_another_precision(name, dtype):
     assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @each(("trunk", "key"), itertools.product(["vit_n8", "swin_n"], POSITIONS))
 def test_what_another_size_does_is_known_on_the_meta_device(trunk, key):
     heads = {} if trunk == "swin_n" else {"num_heads": 4}

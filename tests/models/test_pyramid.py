@@ -17,6 +17,7 @@ def model_of(name):
     return timm.create_model(name, **options).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [None, 12])
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_have_the_strides_and_widths_that_are_said(name, channels):
@@ -60,6 +61,7 @@ def test_what_cannot_be_reached_is_refused():
         vitrel.pyramid(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fpn", "alone"])
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_torchvisions_detector_trains_on_it(name, way):

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 import numpy as np
+import pytest
 import torch
 
 import oracles
@@ -26,6 +27,7 @@ def regions(h, w, window, shift):
     return found.values()
 
 
+@pytest.mark.slow
 @each(("key", "options", "size"), spread(CASES, [(5, 7), (2, 6)]))
 def test_equals_the_oracle_of_each_window(key, options, size):
     """Alike for every backend that takes the terms; Shaw's values have a test of their own below."""

@@ -26,6 +26,7 @@ def test_why_names_the_backend_and_what_the_others_say():
     assert "    sdpa: scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output" in others
 
 
+@pytest.mark.slow
 def test_why_of_an_entry_a_swin_and_a_compiled_model():
     q = torch.randn(3, 1, 2, 6, 8)
     with torch.no_grad():

@@ -52,6 +52,7 @@ OTHER_GRIDS = [  # (trained, grid): larger, one axis larger, smaller, from a row
 ]
 
 
+@pytest.mark.slow
 @each(("key", "options", "grids"), spread([v for v in VARIANTS if v[0] not in STRETCHED], OTHER_GRIDS))
 def test_equals_its_oracle_at_another_grid(key, options, grids):
     check(key, options, *grids)

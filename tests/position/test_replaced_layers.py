@@ -85,6 +85,7 @@ def test_quantized_layers_act(key: str) -> None:
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ENCODINGS)
 def test_half_precision_compiles_to_one_graph(key: str) -> None:
     model, images = model_with(key).bfloat16(), torch.randn(1, 3, 32, 32).bfloat16()

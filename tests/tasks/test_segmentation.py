@@ -115,6 +115,7 @@ def test_metrics_agree_with_torchmetrics_and_scores_have_them_as_their_mean():
         assert 100 * TASK.scores(predicted, metric).mean() == pytest.approx(row[metric], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_interval_of_miou_has_the_spread_of_other_images():
     """The linearized variance against that of mIoU over many draws of as many images."""
     rng, values, halves = np.random.default_rng(2), [], []
@@ -175,6 +176,7 @@ def test_scale_and_native_show_whole_images_and_masks_stay_as_they_are(folder):
     assert set(rows[0]) == set(columns_of("segmentation")) and "top1" not in rows[0]
 
 
+@pytest.mark.slow
 def test_a_sliding_window_joins_windows_of_the_training_size_and_says_what_they_cost(folder):
     assert window_places((48, 80), (32, 48)) == [(top, left) for top in (0, 16) for left in (0, 24, 32)]
     assert window_places((32, 48), (32, 48)) == [(0, 0)]
@@ -272,6 +274,7 @@ def test_drawn_scenes_are_drawn_for_every_size_with_masks_of_that_size():
     assert by_place["canvas", "64x96"] == by_place["sliding", "64x96"] != by_place["canvas", "64x64"]
 
 
+@pytest.mark.slow
 def test_a_folder_gives_back_what_paired_intervals_need(folder, tmp_path, capsys):
     frame = at_sizes(
         segmenter(), str(folder), [(64, 96), (16, 24)], protocols=("canvas", "sliding"), out=tmp_path / "out", **HOW

@@ -40,6 +40,7 @@ def two_updates(name, folder, start, out):
     return [*args, f"--model={'vitrel_swin_n' if 'swin' in model else model.replace('b16', 'n8').replace('s16', 'n8')}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_trains(name, folder, town, start, tmp_path, capsys):
     run(["fit", *expanded(two_updates(name, town if name == "segmentation" else folder, start, tmp_path / "run"))])

@@ -41,6 +41,7 @@ def classifier(distillation, **how):
     return small(objective=Objective(distillation=distillation), **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, (48, 64)])
 def test_the_teacher_sees_its_own_preprocessing(weights, size):
     teacher = teacher_of(resnet(weights, img_size=size))
@@ -83,6 +84,7 @@ def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path
     assert checkpoint["hyper_parameters"]["objective"]["distillation"]["teacher"] == "resnet10t"
 
 
+@pytest.mark.slow
 def test_the_student_learns_the_teachers_answers(weights):
     recipe = classifier(resnet(weights, alpha=1.0, img_size=32))
     images = Tensors().images

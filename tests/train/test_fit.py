@@ -61,6 +61,7 @@ def test_a_run_lowers_the_loss_and_leaves_its_folder(command, tmp_path):
     assert saved == {"best": best + 1, "last": 6}
 
 
+@pytest.mark.slow
 def test_evaluation_resizes_in_the_crop_mode_of_the_model(command, tmp_path, native_folder):
     """The loss that is logged is that of the weights saved, on images that timm's own transform prepares."""
     mode = '--model.model_args.pretrained_cfg_overlay={"crop_mode": "squash", "input_size": [3, 32, 32]}'
@@ -76,6 +77,7 @@ def test_evaluation_resizes_in_the_crop_mode_of_the_model(command, tmp_path, nat
     assert float(rows(tmp_path / "run" / "metrics.csv")[-1]["val/loss"]) == pytest.approx(loss, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, folder):
     cli = run(command("run", "--model.label_smoothing=0.1", epochs=2))
     checkpoint = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
@@ -93,6 +95,7 @@ def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, fo
     torch.testing.assert_close(net(images), cli.model.eval()(images))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*could not find the monitored key.*")
 def test_epochs_without_an_evaluation(command, tmp_path):
     run(command("run", "--trainer.check_val_every_n_epoch=2", epochs=3))
@@ -120,6 +123,7 @@ def test_another_seed_is_another_run(command, whole, tmp_path):
     assert not all(torch.equal(a[name], b[name]) for name in a if "weight" in name)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_overwritten(command_in, whole):
     folder = whole(epochs=1)
     before = (folder / "checkpoints" / "last.ckpt").read_bytes()
@@ -146,6 +150,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
         assert all(torch.isfinite(v).all() for v in read(path)["state_dict"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
@@ -182,6 +187,7 @@ def test_shapes_may_be_limited_to_a_region_in_training(command):
     assert cli.datamodule.train_set.high[1] < cli.datamodule.val_set.high[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "epochs", "updates"),
     [
@@ -195,6 +201,7 @@ def test_the_schedule_ends_with_the_run(command, extra, epochs, updates):
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}])
 def test_gradients_are_clipped_in_mixed_precision(command, how):
     extra = [f"--trainer.{key}={value}" for key, value in how.items()]

@@ -56,6 +56,7 @@ def test_a_warm_up_longer_than_the_run_is_refused():
         fit(small(TABLE, optim=Optimization(warmup_epochs=5.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", [Execution(grad_checkpointing=True), Execution(channels_last=True)])
 def test_less_memory_is_the_same_training(execution):
     """In float64: the exact gradient of the keys' biases is zero, and in float32 Adam makes steps of its rounding."""

@@ -48,6 +48,7 @@ def test_the_default_recipe_trains_every_family_and_encoding(name):
     assert torch.isfinite(trainer.callback_metrics["train/loss_epoch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vitrel_vit_n8_absolute", "resnet18"])
 @pytest.mark.parametrize("tuning", [Tuning(), Tuning(position="table"), Tuning(position="rope_mixed", absolute="drop")])
 def test_the_default_recipe_builds_models_of_timm_and_with_another_encoding(name, tuning):

@@ -131,6 +131,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(segment, tmp_path):
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_head_or_task_is_refused(segment, tmp_path):
     run(segment("run", epochs=1))
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"

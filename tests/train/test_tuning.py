@@ -170,6 +170,7 @@ def test_names_that_train_nothing_are_refused(trainable, text):
         small(tuning=Tuning(trainable=trainable))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "position", "absolute", "result"),
     [

@@ -221,6 +221,7 @@ def test_fitting_follows_the_original_more_closely_than_dropping():
     assert error[1] < 0.9 * error[0] and error[2] < 0.75 * error[1] and error[3] < error[2]
 
 
+@pytest.mark.slow
 def test_fade_starts_as_the_original_with_the_fitted_tables_and_ends_without_the_embedding():
     model, images = trained(), torch.randn(8, 3, 32, 48)
     ours = absolute_to_relative(model, images, absolute="fade", fade_steps=1)
@@ -242,6 +243,7 @@ def vision_transformer(**options):
     return model
 
 
+@pytest.mark.slow
 @each(
     "options",
     [

@@ -60,6 +60,7 @@ def refuses(act, entries):
     assert [entry for entry in seen if "model.safetensors" not in entry] == [], entries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sources(""))
 def test_the_metadata_of_a_safetensors_file(kind, other, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -102,6 +103,7 @@ def run(request, tmp_path_factory):
     return classifier.model, request.param, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sources(""))
 def test_the_arguments_of_a_checkpoint(kind, run, other, tmp_path):
     """A run may have started from such a source; the model of its file needs none."""
@@ -127,6 +129,7 @@ def test_what_a_checkpoint_keeps_of_its_arguments():
     assert stored_arguments(dict(pretrained_cfg="augreg_in1k")) == dict(pretrained_cfg="augreg_in1k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sources(""))
 @pytest.mark.parametrize("place", ["pretrained_cfg", "model_args"])
 def test_the_config_json_of_a_folder(place, kind, other, tmp_path):

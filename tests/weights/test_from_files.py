@@ -103,6 +103,7 @@ def test_load_and_from_timm_read_a_file_alike(name, tmp_path):
         assert all(torch.equal(value, resampled.state_dict()[key]) for key, value in body.items())
 
 
+@pytest.mark.slow
 def test_a_grid_that_is_not_square_is_that_of_img_size(tmp_path):
     theirs = build(img_size=(64, 112))
     path = stored(theirs.state_dict(), tmp_path / "a.pth")
@@ -119,6 +120,7 @@ def test_windows_of_another_size_are_named(tmp_path):
     assert vitrel.from_timm(name, checkpoint_path=path, window_size=4, img_size=128, **WINDOWS).window_size == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 13])
 def test_channels_are_adapted_as_by_timm(channels, tmp_path):
     theirs, name = build(), "vitrel_vit_ti16_absolute"
@@ -149,6 +151,7 @@ TRANSFORMERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("project", TRANSFORMERS)
 def test_others_names_are_told_and_not_diagnosed(project, tmp_path):
     names = TRANSFORMERS[project].split()
@@ -241,6 +244,7 @@ def equal(a, b, size=(40, 56)):
         return torch.equal(a(image), b(image))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["linear", "fpn", "upernet"])
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n"])
 def test_segmenters_are_saved_and_loaded(name, head, tmp_path):

@@ -197,6 +197,7 @@ def test_a_size_of_no_whole_patches(name):
     assert apart(vitrel.from_timm(theirs)(whole), theirs(image)) <= 2e-6
 
 
+@pytest.mark.slow
 @each("name", [VIT, EVA, SWIN, SWIN2])
 def test_type_and_mode(name):
     theirs = peer(name)
@@ -326,6 +327,7 @@ class RandomFills(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @each("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
 def test_weights_that_are_replaced_are_not_drawn_first(name):
     model = timm.create_model(name, **({"depth": 1} if name.startswith("vit") else {"depths": (1, 1), "num_heads": (1, 2)}))
@@ -349,6 +351,7 @@ BY_NAME = {
 }
 
 
+@pytest.mark.slow
 @each("name", BY_NAME)
 def test_a_model_built_from_a_name_has_the_weights_themselves_and_a_given_one_keeps_its_own(name, tmp_path, monkeypatch):
     torch.manual_seed(1)

@@ -44,6 +44,7 @@ def same(ours, theirs, image, rename):
         assert (gradient - expected).norm() <= 2e-5 * expected.norm() + 1e-7, name
 
 
+@pytest.mark.slow
 def test_swin_equals_timm():
     theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
     ours = vitrel.load_pretrained(timm.create_model("vitrel_swin_t", **SHORT), theirs.state_dict()).eval()
@@ -106,6 +107,7 @@ def test_versions_of_swin_do_not_load_into_each_other():
         vitrel.load_pretrained(first, second.state_dict())
 
 
+@pytest.mark.slow
 @each("size", [(224, 224), (448, 448), (224, 320)])
 def test_vit_equals_timm(size):
     theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, dynamic_img_size=True))
@@ -114,6 +116,7 @@ def test_vit_equals_timm(size):
     same(ours, theirs, torch.randn(2, 3, *size), lambda n: n.replace("pos_embed.pos_embed", "pos_embed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_through_timm_from_a_file(tmp_path, suffix):
     theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT | {"num_classes": 1000}))
@@ -222,6 +225,7 @@ def test_a_prefix_that_not_all_names_share_is_not_removed(pair):
             vitrel.load_pretrained(pair[1], {"state_dict": named("model.", state) | beside})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
 @pytest.mark.parametrize("name", ["blocks.1.mlp.fc1.weight", "blocks.0.position.relative_position_bias_table"])
 def test_quantized_weights_are_refused(dtype, name, pair):

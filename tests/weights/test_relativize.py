@@ -65,6 +65,7 @@ def test_learned_rows_start_at_zero(name, position):
     torch.testing.assert_close(relativize(model, position)(x), before, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @each("name", [name for name in MODELS if name != "vitrel"])
 def test_table_is_a_mask_of_the_original(name):
     """A random table on a non-square grid, next to the model's own rope, against timm's attention with the bias as its mask."""
@@ -101,6 +102,7 @@ def test_attention_against_a_double_loop(name):
         torch.testing.assert_close(seen["out"], attn.proj(torch.stack(rows)), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @each("name", ROPE)
 def test_rope_is_kept_dropped_or_replaced(name):
     x, model = image(), build(name)
@@ -141,6 +143,7 @@ def test_permuting_patches_matters_only_through_position():
     assert (model(mixed) - model(image())).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @each("position", [k for k, v in POSITIONS.items() if v.site == "attention" and k != "none"])
 def test_gradient_reaches_every_parameter(position):
     """With rows drawn at random (at zero, Transformer-XL's v has none) and pooled patches (prefix queries may have no term)."""
@@ -204,6 +207,7 @@ def test_mode_and_type_of_the_model_are_taken_over():
     assert all(p.device.type == "meta" for p in model.parameters())
 
 
+@pytest.mark.slow
 @each("name", ["reg", "deit", "map", "mixed"])
 def test_graph_features(name):
     """fx, traced at one size, run at others; the graph notes its own grids and counts its own steps."""
@@ -297,6 +301,7 @@ def test_windows_of_a_vitrel_vit_are_the_grids_of_their_encodings():
     assert model.resampled((64, 64)) == {}
 
 
+@pytest.mark.slow
 @each("name", ["vit", "no_embed_class", "deit", "cat", "vitrel"])
 def test_fade(name):
     x, model = image(), relativize(build(name), absolute="fade", fade_steps=4)

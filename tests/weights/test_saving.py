@@ -67,6 +67,7 @@ def round_trip(model, tmp_path):
     return again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in timm.list_models("vitrel_*") if re.match(r"vitrel_\w+?_n8?(_|$)", n)])
 def test_every_row(name, tmp_path):
     again = round_trip(scatter(timm.create_model(name, num_classes=3)), tmp_path)
@@ -193,6 +194,7 @@ THROUGH_TIMM = ["vit_base_patch16_224", "beit", "deit_tiny_distilled_patch16_224
                 "no head, Swin", "windows", "perturbed", "everything", "input size", "policy"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", THROUGH_TIMM)
 def test_through_timms_folder(route, tmp_path):
     model = ROUTES[route]().eval()
@@ -202,6 +204,7 @@ def test_through_timms_folder(route, tmp_path):
             assert torch.equal(again(image), model(image))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["beitv2_base_patch16_224", "eva02_base_patch14_224", "vit_small_patch16_dinov3", "swin_tiny_patch4_window7_224"]
 )
@@ -228,6 +231,7 @@ def test_bare_weights_of_ours(tmp_path):
         assert_equal(vitrel.load(tmp_path / "bare.safetensors", like=name), model)
 
 
+@pytest.mark.slow
 def test_bare_weights_need_a_name(tmp_path):
     own = dict(depth=3, embed_dim=96, num_heads=3)
     save_file(small_peer(TI, **own).state_dict(), path := tmp_path / "bare.safetensors")
@@ -256,6 +260,7 @@ def test_runs(tmp_path):
     assert changed.head.out_features == 9 and torch.equal(changed.blocks[1].mlp.fc1.weight, run.model.blocks[1].mlp.fc1.weight)
 
 
+@pytest.mark.slow
 def test_changes(tmp_path):
     model = ours("vitrel_vit_n8_absolute_rope_mixed", num_classes=5)
     vitrel.save(model, path := tmp_path / "model.safetensors")
@@ -308,6 +313,7 @@ def void(_):
     """For calls that return something where a change returns None."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", LOST)
 def test_what_cannot_be_kept_is_refused(case, tmp_path):
@@ -386,6 +392,7 @@ DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(damage, tmp_path):
     vitrel.save(ours(), path := tmp_path / "model.safetensors")

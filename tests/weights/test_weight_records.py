@@ -25,6 +25,7 @@ def saved(tmp_path):
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["vit_n8_fire", "vit_n8_xpos", "vit_n8_cpb", "vit_n8_rope_axial", "swin_n", "vit_n8_absolute_rope_mixed"]
 )

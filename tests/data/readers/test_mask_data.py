@@ -101,6 +101,7 @@ def write_rows(root, out):
         rows.to_parquet(out / f"{'train' if split == 'train' else 'validation'}.parquet")
 
 
+@pytest.mark.slow
 def test_hugging_face(root, tmp_path):
     write_rows(root, tmp_path / "rows")
     assert class_names(str(tmp_path / "rows"), task="segmentation") == ["0", "1", "2"]

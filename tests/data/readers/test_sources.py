@@ -198,6 +198,7 @@ def test_folders_of_numbers_in_a_tar_are_as_many_classes(flowers, tmp_path):
     assert {pixels: kind for pixels, kind in found}.items() <= {p: numbers[kind] for p, kind in items(flowers, "train")}.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["webdataset", "parquet"])
 def test_labels_that_leave_numbers_out_are_as_many_classes(flowers, tmp_path, kind):
     datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")

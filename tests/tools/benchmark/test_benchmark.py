@@ -186,6 +186,7 @@ def test_rows_of_scale(engine, monkeypatch):
     assert all(row["call_ms"] == 2.0 and row["rounds"] == [] for row in found)
 
 
+@pytest.mark.slow
 def test_our_model_is_timms():
     """With tables of standard deviation 0.5 that count."""
     for model in (name for name in MODELS if "nano" in name):
@@ -275,6 +276,7 @@ def test_a_worker_answers_until_it_dies():
             worker.run(1)
 
 
+@pytest.mark.slow
 def test_most_bytes_are_those_of_live_tensors():
     """What is freed within the call does not add up, and what is held before and after does not count."""
     held = torch.ones(2**20)

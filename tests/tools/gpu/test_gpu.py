@@ -88,6 +88,7 @@ def test_numerics_find_a_wrong_gradient(setting, monkeypatch):
         check.errors({"": torch.ones(1)}, {"": torch.ones(1), "head.bias": torch.ones(1)})
 
 
+@pytest.mark.slow
 def test_numerics_of_right_backends(setting):
     compared = setting("check")
     samples = compared.samples(check.TESTED)

@@ -40,6 +40,7 @@ def test_the_page_is_what_the_results_give(monkeypatch):
     run(monkeypatch, "--check")
 
 
+@pytest.mark.slow
 def test_costs_of_the_encodings_themselves():
     rows = [{"key": "table", "mode": "forward", "img_size": 224, "ratio": 1.234}]
     found = cells(cost_table(rows))

@@ -65,6 +65,7 @@ FILES = {  # a configuration, and what is said of it
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FILES)
 def test_a_file_names_no_code_but_lightnings_and_ours(evil, text, capsys):
     base = write(evil.folder / "base.yaml", BASE)
@@ -74,6 +75,7 @@ def test_a_file_names_no_code_but_lightnings_and_ours(evil, text, capsys):
         assert not evil.ran()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [
@@ -141,6 +143,7 @@ def test_a_key_that_is_given_twice_is_refused(evil, capsys):
     assert "twice.yaml: this is not plain YAML: the key lr is given twice, in line 3 and in line 4" in str(end.value.code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [
@@ -165,6 +168,7 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
     assert stopped(["--config", write(evil.folder / "again.yaml", printed), "--print_config"], capsys)[:2] == (0, printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -235,6 +239,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_refused(tmp_path):
     """torch unpickles it, whatever `weights_only` says."""
     config, folder = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
@@ -245,6 +250,7 @@ def test_a_sharded_checkpoint_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])
 def test_a_checkpoint_is_a_local_file(tmp_path, path):
     config = write(tmp_path / "base.yaml", BASE)

@@ -68,6 +68,7 @@ def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, tars):
     assert status(in_child(resumed(args, tmp_path / "run"))) == 0
 
 
+@pytest.mark.slow
 def test_a_bad_weight_is_not_saved(command, tmp_path, capfd):
     """An update may spoil a weight after a loss that was finite."""
 

@@ -53,6 +53,7 @@ def stop(monkeypatch):
         yield at
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_says_so(command, tmp_path, capfd):
     for times in range(2):
         run(command("--ckpt_path=auto", f"--trainer.max_epochs={1 + times}"))
@@ -66,6 +67,7 @@ def test_a_finished_run_that_is_resumed_says_so(command, tmp_path, capfd):
 SCALED = ["--model.optim.lr=4e-3", "--model.optim.lr_base_size=32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -87,6 +89,7 @@ def test_a_line_says_what_an_update_is(command, capfd, options, line):
     assert f"{line}\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_output_says_where_a_run_goes_on_and_what_its_folder_stands_for(command, tmp_path, stop, capfd):
     arguments = [arg for arg in command() if "enable_progress_bar" not in arg]
     stop(SystemExit(143))

@@ -12,6 +12,7 @@ from vitrel.train import run
 METRICS = ("train/loss_epoch", "val/loss", "val/top1")
 
 
+@pytest.mark.slow
 def test_lightnings_csv(command, tmp_path):
     run([*command("run", epochs=2), "--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/logs"])
     [path] = (tmp_path / "logs").rglob("metrics.csv")
@@ -56,6 +57,7 @@ def test_a_logger_that_fails_is_named_in_one_line(command, tmp_path, monkeypatch
         run([*command("run"), "--trainer.logger={class_path: CSVLogger, init_args: {save_dir: x}}"])
 
 
+@pytest.mark.slow
 def test_several_at_once(command, tmp_path):
     loggers = ", ".join(
         f"{{class_path: {name}, init_args: {{save_dir: {tmp_path}/logs}}}}" for name in ("CSVLogger", "TensorBoardLogger")
@@ -65,6 +67,7 @@ def test_several_at_once(command, tmp_path):
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
+@pytest.mark.slow
 def test_a_callback_of_ones_own_runs(command, tmp_path, monkeypatch):
     code = """
         from pathlib import Path

@@ -42,6 +42,7 @@ def test_killed_where_epochs_and_evaluations_do_not_end_together(command, whole,
     assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
 
 
+@pytest.mark.slow
 def test_a_finished_run_leaves_no_handler(command):
     """What follows in the same process, such as an evaluation, must end at a signal."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -175,6 +176,7 @@ def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
     assert read(last)["vitrel"]["step"] == 7
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_loader_processes_too(command, tmp_path, capfd):
     """From a terminal; without its loader the run could not save."""
 

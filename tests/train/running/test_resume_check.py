@@ -59,6 +59,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [CHANGES, {"--data.augment=null": "data.augment: {'scale': ", "--data.size=48": "data.size: [32, 32], now [48, 48]"}],
@@ -71,6 +72,7 @@ def test_other_settings_are_named_with_both_values(command_in, whole, changes):
     assert f"--model.tuning.init_from={last}" in said and str(last) in said
 
 
+@pytest.mark.slow
 def test_another_average_is_named(command_in, whole):
     folder = whole("--model.ema={decay: 0.9}", epochs=1)
     args = command_in(folder.parent)(folder.name, "--model.ema={decay: 0.8}", epochs=1)
@@ -99,6 +101,7 @@ def test_a_teacher_is_known_by_its_weights(command, tmp_path):
     assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_other_drawn_images_are_named(tmp_path):
     args = ["fit", "--model.model=vitrel_vit_n8_none", "--model.optim.warmup_epochs=0", "--data.size=64", "--data.n_val=8"]
     args += ["--data.n_train=64", "--model.model_args={depth: 1, embed_dim: 32, num_heads: 2}", "--trainer.accelerator=cpu"]
@@ -220,6 +223,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, who
     assert all(torch.equal(whole[name], value) for name, value in read(checkpoints / "last.ckpt")["state_dict"].items())
 
 
+@pytest.mark.slow
 def test_weights_alone_are_no_run(command, whole, tmp_path):
     stored = read(whole(epochs=1) / "checkpoints" / "last.ckpt")
     torch.save({"state_dict": stored["state_dict"]}, tmp_path / "weights.ckpt")
