@@ -13,6 +13,8 @@ def test_sizes_are_h_before_w():
     assert pair(64) == (64, 64) and pair((32, 48)) == (32, 48)
     with pytest.raises(ValueError, match="at least 1, not 0"):
         pair(0)
+    with pytest.raises(ValueError, match=r"^--size 1x100000 \(data.size, data.train_sizes\): a side is more than 100 times"):
+        pair((1, 100_000))
 
 
 def test_classes_are_known_before_the_data_is_built():

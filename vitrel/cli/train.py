@@ -13,7 +13,6 @@ weights are given, else scratch.yaml.
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -117,7 +116,7 @@ def run(argv: Sequence[str]) -> None:
         import_modules(_values("--import", argv))
         from vitrel.train import run as train  # inside `reported`: the import takes seconds, in which ctrl-c is possible
 
-        again = f": {shlex.join(['vitrel', 'train', *_without('--ckpt_path', argv), '--ckpt_path', 'auto'])}"
+        again = f": {shlex.join(['vitrel', 'train', *_without('--ckpt_path', argv), '--ckpt_path=auto'])}"
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's options are not known here
             again = " the same command and --ckpt_path auto"
         options = ["--help" if arg == "--help-all" else arg for arg in _without("--import", argv)]
@@ -125,78 +124,58 @@ def run(argv: Sequence[str]) -> None:
 
 
 def expanded(argv: list[str]) -> list[str]:
-    """Replace short options by their keys, and without --config put that of a recipe first.
+    """Return the arguments as `--key=value`, short options by their keys; without --config that of a recipe comes first.
 
     Where only keys are given, no recipe is added: the other keys then have the defaults of `--help-all`. SystemExit 2 for a
     short option with an invalid value.
     """
-    names = [arg.partition("=")[0] for arg in argv]
-    keys = []
-    for name, arg, following in zip(names, argv, [*argv[1:], ""], strict=True):
-        _check_value(name, arg.partition("=")[2] if "=" in arg else following)
-        keys += FLAGS.get(name, [SHORT.get(name, name) + arg[len(name) :]])
+    options: list[tuple[str, str | None]] = []
+    for arg in argv:
+        if options and options[-1][1] is None and options[-1][0] not in FLAGS and not arg.startswith(("--", "-c", "-o")):
+            options[-1] = options[-1][0], arg
+        else:
+            name, equals, value = arg.partition("=")
+            options.append((name, value if equals else None))
+    keys, names = [key for name, value in options for key in _keys(name, value)], {name for name, _ in options}
     if "--lr" in names:  # the peak itself, as timm's --lr, whatever a recipe's rate is meant for
         keys.append("--model.optim.lr_base_size=null")
-    keys = _with_budget(keys)
-    keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
-    keys = [_config_file(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
-    short = any(name in SHORT or name in FLAGS for name in names)
-    if not short or any(name in ("--config", "-c", "-h", "--help", "--help-all") for name in names):
+    if not names & {*SHORT, *FLAGS} or names & {"--config", "-c", "--help-all"}:
         return keys
-    tuned = "--pretrained" in names or any(arg.startswith("--model.tuning.init_from") for arg in keys)
-    tuned = tuned or any(Path(model).exists() for model in _values("--model.model", keys))
+    given = dict(key.split("=", 1) for key in keys if "=" in key)
+    tuned = "--pretrained" in names or "--model.tuning.init_from" in given or Path(given.get("--model.model", "")).is_file()
     recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
-    if "segmentation" in _values("--model.task", keys):
+    if given.get("--model.task") == "segmentation":
         recipe = "segmentation"
-    generated = [*_values("--data.data", keys), ""][0].startswith("shapes")  # varied enough without augmentation
-    config = f"--config={packaged('train')[recipe]}"
-    return [config, *(["--data.augment=null"] if generated else []), *keys]
+    generated = given.get("--data.data", "").startswith("shapes")  # varied enough without augmentation
+    return [f"--config={packaged('train')[recipe]}", *(["--data.augment=null"] if generated else []), *keys]
 
 
-def _check_value(name: str, value: str) -> None:
-    """SystemExit 2, with the message of other subcommands, for an option of TYPES with an invalid value."""
-    if name not in TYPES or value.startswith("["):  # [height, width], as in files
-        return
-    try:
-        TYPES[name](value)
-    except argparse.ArgumentTypeError as error:
-        usage_error(f"argument {name}: {error}")
+def _keys(name: str, value: str | None) -> list[str]:
+    """The arguments `--key=value` of an option; SystemExit 2, with the message of other subcommands, for an invalid value."""
+    if name in TYPES and not (value or "").startswith("["):  # [height, width], as in files
+        try:
+            TYPES[name](value or "")
+        except argparse.ArgumentTypeError as error:
+            usage_error(f"argument {name}: {error}")
+    if name in FLAGS:
+        return FLAGS[name]
+    key = SHORT.get(name, name)
+    if value is None:
+        return [key]
+    if key == "--data.size":
+        if value[-1] in "tT":
+            key, value = "--data.tokens", value[:-1]
+        elif "x" in value:
+            value = f"[{value.replace('x', ', ')}]"
+    if key in ("--config", "-c"):
+        key, value = "--config", value if Path(value).is_file() else str(packaged("train").get(value, value))
+    return [f"{key}={value}"]
 
 
 def usage_error(text: str) -> NoReturn:
     """Print a message about the command line or a configuration as other subcommands do, and end with status 2."""
     print(f"vitrel train: error: {text}", file=sys.stderr)
     sys.exit(2)
-
-
-def _with_budget(keys: list[str]) -> list[str]:
-    """The arguments, with a budget of tokens as the size, 196t, as the key data.tokens."""
-    text = re.sub(r"(^|\0)--data\.size([=\0])(\d+)[tT](?=\0|$)", r"\1--data.tokens\2\3", "\0".join(keys))
-    return text.split("\0") if keys else []
-
-
-def _size_list(arg: str, before: str) -> str:
-    """The argument, with HEIGHTxWIDTH of --data.size as a YAML list.
-
-    Args:
-        before: the argument before it.
-    """
-    name, equals, value = arg.partition("=") if arg.startswith("--data.size=") else ("", "", arg)
-    if (equals or before == "--data.size") and re.fullmatch(r"\d+x\d+", value):
-        return f"{name}{equals}[{value.replace('x', ', ')}]"
-    return arg
-
-
-def _config_file(arg: str, before: str) -> str:
-    """The argument, with the name of a configuration of the package as its path.
-
-    Args:
-        before: the argument before it.
-    """
-    name, equals, value = arg.partition("=") if arg.startswith(("--config=", "-c=")) else ("", "", arg)
-    if (equals or before in ("--config", "-c")) and not Path(value).is_file():
-        return f"{name}{equals}{packaged('train').get(value, value)}"
-    return arg
 
 
 def _check(argv: list[str]) -> None:
@@ -208,28 +187,21 @@ def _check(argv: list[str]) -> None:
 
     require(*TRAINING)
     data: Any = None
-    for path in (*_values("-c", argv)[::-1], *_values("--config", argv)[::-1]):
+    for path in _values("--config", argv):
         if not Path(path).is_file():
             usage_error(f"no file {path} for --config")
         config = read_yaml(path)
         section = config.get("data") if isinstance(config, dict) else None
         data = section.get("data", data) if isinstance(section, dict) else data
-    if data := [*_values("--data.data", argv), data][0]:
+    if data := [data, *_values("--data.data", argv)][-1]:
         check_data(str(data))
 
 
 def _values(option: str, argv: list[str]) -> list[str]:
-    """The values of an option, the last one first."""
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
-    values = [
-        arg.partition("=")[2] if "=" in arg else value for arg, value in pairs if arg == option or arg.startswith(f"{option}=")
-    ]
-    return values[::-1]
+    """The values of an option."""
+    return [arg.partition("=")[2] for arg in argv if arg.startswith(f"{option}=")]
 
 
 def _without(option: str, argv: list[str]) -> list[str]:
-    """The arguments without an option and its value."""
-    kept = [arg for arg in argv if not arg.startswith(f"{option}=")]
-    while option in kept:
-        del kept[kept.index(option) : kept.index(option) + 2]
-    return kept
+    """The arguments without an option."""
+    return [arg for arg in argv if not arg.startswith(f"{option}=")]

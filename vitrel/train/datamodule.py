@@ -303,8 +303,10 @@ def _end_with_parent() -> None:
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (H, W) for a side or a pair [H, W], in pixels; ValueError below 1 pixel."""
+    """Return (H, W) for a side or a pair [H, W], in pixels; ValueError below 1 pixel, or for a strip that holds no image."""
     h, w = (size, size) if isinstance(size, int) else size
     if min(h, w) < 1:
         raise ValueError(f"an image size must be a side or [H, W] in pixels, at least 1, not {size}")
+    if max(h, w) > 100 * min(h, w):
+        raise ValueError(f"--size {h}x{w} (data.size, data.train_sizes): a side is more than 100 times the other")
     return h, w

@@ -20,7 +20,6 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 import jsonargparse
 import torch
-import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -32,7 +31,7 @@ from vitrel.common.exits import one_line
 from vitrel.common.extras import optional_import
 from vitrel.common.lock import only_writer
 from vitrel.common.names import did_you_mean
-from vitrel.common.plain_yaml import PlainLoader, read_yaml
+from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.user_modules import imported_modules
 from vitrel.train.datamodule import ImageData
 from vitrel.train.metrics import CSVLog
@@ -50,7 +49,7 @@ COMPUTED = {  # keys that are set from others; in a file jsonargparse would igno
     "model.num_classes": "data.data",
     "data.task": "model.task",
 }
-PARSING = {"allow_abbrev": False, "parser_mode": "plain_yaml"}
+PARSING = {"allow_abbrev": False}
 MODULES = ("lightning.pytorch", "lightning.fabric", "vitrel")  # whose classes a configuration may name
 DEFAULTS = {
     "default_root_dir": "runs/train",
@@ -329,25 +328,13 @@ def _keys_of(group: type, prefix: str) -> Iterator[str]:
 
 
 def _check_file(path: str) -> None:
-    """Raise ValueError for what jsonargparse would ignore in a file: keys that are set from others, and a number for a section.
-
-    A missing file is left to jsonargparse.
-    """
-    if not Path(path).is_file():
-        return
-    known = keys()
-    for key, value in _flat(read_yaml(path)):
-        if key in COMPUTED:
-            raise ValueError(f"{path}: leave out {key}: it is set from {COMPUTED[key]}")
-        if isinstance(value, bool | int | float | list) and any(other.startswith(f"{key}.") for other in known):
-            raise ValueError(f"{path}: {key} takes keys, not {value}")
-
-
-def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key, with those that it lies in, and the value of every entry of nested mappings."""
-    for name, value in section.items() if isinstance(section, dict) else ():
-        yield f"{prefix}{name}", value
-        yield from _flat(value, f"{prefix}{name}.")
+    """Raise ValueError for a key in a file that is set from others, which jsonargparse would ignore; a missing file passes."""
+    config = read_yaml(path) if Path(path).is_file() else None
+    for key, source in COMPUTED.items():
+        group, _, name = key.partition(".")
+        section = config.get(group) if isinstance(config, dict) else None
+        if isinstance(section, dict) and name in section:
+            raise ValueError(f"{path}: leave out {key}: it is set from {source}")
 
 
 def _sentence(message: str) -> str:
@@ -374,16 +361,7 @@ def _sentence(message: str) -> str:
 
 
 def _parse_plain_values() -> None:
-    """Let jsonargparse refuse a key that is given twice, import no other modules than MODULES and those of --import, and fetch
-    nothing.
-    """
-    load = jsonargparse.get_loader("yaml")
-
-    def load_plain(text: str) -> Any:
-        yaml.compose(text, Loader=PlainLoader)
-        return load(text)
-
-    jsonargparse.set_loader("plain_yaml", load_plain, exceptions=(yaml.YAMLError,))
+    """Let jsonargparse import no other modules than MODULES and those of --import, and fetch nothing."""
     jsonargparse.set_parsing_settings(
         import_path_denylist=["*"],
         import_path_allowlist=[*MODULES, *imported_modules()],
