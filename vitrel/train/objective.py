@@ -26,7 +26,6 @@ class Objective:
         loss: "ce", cross-entropy, or "bce", timm's BinaryCrossEntropy (one binary problem per class).
         bce_target_thresh: threshold of "bce": targets above it become 1, all others 0; null leaves mixed and smoothed targets
             unchanged.
-        bce_sum: sum the binary losses over the classes instead of averaging them.
         distillation: a teacher to learn from besides the labels; null for none.
         dice: weight of the Dice loss (segmentation_models_pytorch) added to the cross-entropy of segmentation; 0 for none.
         class_weights: factor on the loss of the pixels of each class in segmentation, in the order of the classes; null for 1.
@@ -34,7 +33,6 @@ class Objective:
 
     loss: Literal["ce", "bce"] = "ce"
     bce_target_thresh: float | None = None
-    bce_sum: bool = False
     distillation: Distillation | None = None
     dice: float = 0.0
     class_weights: list[float] | None = None
@@ -44,11 +42,8 @@ class Objective:
             raise ValueError(
                 f"model.objective.dice ({self.dice}) and class_weights ({self.class_weights}) must not be negative"
             )
-        if self.loss == "ce" and (self.bce_target_thresh is not None or self.bce_sum):
-            raise ValueError(
-                "model.objective.bce_target_thresh and model.objective.bce_sum need model.objective.loss: bce; set it or leave "
-                "them out"
-            )
+        if self.loss == "ce" and self.bce_target_thresh is not None:
+            raise ValueError("model.objective.bce_target_thresh needs model.objective.loss: bce; set it or leave it out")
         if self.bce_target_thresh is not None and not 0 <= self.bce_target_thresh < 1:
             raise ValueError(f"model.objective.bce_target_thresh must satisfy 0 <= value < 1, not {self.bce_target_thresh}")
 
@@ -60,7 +55,7 @@ class Objective:
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"model.label_smoothing must satisfy 0 <= value < 1, not {label_smoothing}")
         if self.loss == "bce":
-            return BinaryCrossEntropy(label_smoothing, self.bce_target_thresh, sum_classes=self.bce_sum)
+            return BinaryCrossEntropy(label_smoothing, self.bce_target_thresh)
         return partial(_cross_entropy, smoothing=label_smoothing)
 
 
@@ -70,7 +65,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup and cutmix of images, as in timm.
+    """Mixup and cutmix of images, as in timm; where both are on, each batch is mixed by one of them with equal chance.
 
     If mixup and cutmix are both null, their strengths are DeiT's (arXiv 2012.12877): mixup 0.8 and cutmix 1. If one of them is
     given, also as 0, the other is off.
@@ -78,17 +73,11 @@ class Mixing:
     Args:
         mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
         cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix.
-        prob: probability of mixing a batch (or pair, or element, see `mode`).
-        switch_prob: probability of cutmix instead of mixup if both are on.
-        mode: one random draw per "batch", "pair" or "elem" (element).
         off_epoch: first epoch, counted from 0, without mixing; null mixes in all epochs.
     """
 
     mixup: float | None = None
     cutmix: float | None = None
-    prob: float = 1.0
-    switch_prob: float = 0.5
-    mode: Literal["batch", "pair", "elem"] = "batch"
     off_epoch: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,10 +87,6 @@ class Mixing:
                 object.__setattr__(self, name, default if unset else 0.0)
         if self.mixup < 0 or self.cutmix < 0:
             raise ValueError(f"model.mixing.mixup ({self.mixup}) and model.mixing.cutmix ({self.cutmix}) must be at least 0")
-        if not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
-            raise ValueError(
-                f"model.mixing.prob ({self.prob}) and model.mixing.switch_prob ({self.switch_prob}) must be within 0..1"
-            )
         if self.off_epoch is not None and self.off_epoch < 0:
             raise ValueError(f"model.mixing.off_epoch must be an epoch, counted from 0, or null, not {self.off_epoch}")
 
@@ -112,9 +97,6 @@ class Mixing:
         return Mixup(
             mixup_alpha=self.mixup,
             cutmix_alpha=self.cutmix,
-            prob=self.prob,
-            switch_prob=self.switch_prob,
-            mode=self.mode,
             label_smoothing=label_smoothing,
             num_classes=num_classes,
         )
