@@ -1,6 +1,7 @@
 import csv
 
 import pytest
+from PIL import Image
 
 from helpers import printed_commands
 from vitrel.evaluate.checkpoint import load_checkpoint
@@ -33,6 +34,17 @@ def command(tmp_path):
         ]
 
     return build
+
+
+def test_the_printed_command_evaluates_the_images_of_the_run(command, tmp_path, capfd):
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(8):
+            Image.new("RGB", (32, 32), (20 * i, 90, 30)).save(tmp_path / "images" / name / f"{i}.png")
+    arguments = [arg for arg in command("--data.n_train=8", "--data.n_val=4") if "enable_progress_bar" not in arg]
+    run([*arguments, f"--data.data={tmp_path}/images", "--data.reading={val_fraction: 0.25}", "--trainer.max_epochs=1"])
+    [args] = printed_commands(capfd.readouterr().out)
+    assert args.val_fraction == 0.25 and not args.follow_links
 
 
 @pytest.fixture

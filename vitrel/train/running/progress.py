@@ -97,7 +97,11 @@ class Progress(Callback):
         if self.prints and self.best.best_model_score is not None:
             folder = trainer.default_root_dir
             print(f"best {module.task.title} {float(self.best.best_model_score):.4f}: {self.best.best_model_path}")
-            command = evaluate_line(folder, trainer.datamodule.data, module.train_sizes, f"{folder}/evaluation")
+            data = trainer.datamodule
+            command = evaluate_line(folder, data.data, module.train_sizes, f"{folder}/evaluation")
+            if data.reading.val_fraction is not None:  # the same images as here
+                command += f" --val-fraction {data.reading.val_fraction}"
+            command += " --follow-links" * data.reading.follow_links
             print(f"at other sizes (a run's folder stands for its last.ckpt):\n  {command}", flush=True)
 
     def _print_epoch(self, trainer: Trainer, module: LightningModule) -> None:
