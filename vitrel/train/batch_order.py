@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from math import log, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,81 +21,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vitrel.common.sizes import Size, native_size
 from vitrel.data import BadImage, Draw
-
-
-class Batch(NamedTuple):
-    """Number and size of the images in a batch.
-
-    Args:
-        images: number of images on each rank; the global batch has images · world.
-        size: (H, W) of the images, pixels; None for the data set's size.
-    """
-
-    images: int
-    size: tuple[int, int] | None = None
-
-
-class Plan:
-    """The batches of an epoch: the number of images per rank and the image size of each. plan(epoch) returns them in order.
-
-    Without `sizes`, every batch holds `batch_size` images, and its size is None. With `sizes`, a batch at (h, w) holds
-    `batch_size * (H * W) / (h * w)` images, rounded down, so that it has about as many tokens as `batch_size` images at (H, W).
-    The sizes take turns, so that all have about the same number of batches; the order of the batches is shuffled by
-    (seed, epoch), and all ranks have the same size at the same step. What remains when the images no longer fill the smallest
-    batch of all ranks is left out of the epoch.
-
-    Args:
-        n: number of images in the data set.
-        batch_size: images per batch and rank at `size`.
-        world: number of ranks.
-        size: (H, W) in pixels for which `batch_size` is meant.
-        sizes: sizes (h, w) in pixels to train on; by default `size` only.
-        even: round every batch down to an even number of images, because mixup pairs them.
-        seed: seed of the order of the sizes.
-
-    Raises:
-        ValueError: the images do not fill the smallest batch of all ranks, or `batch_size` leaves no image (with `even`, no
-            pair) at one of the sizes.
-    """
-
-    def __init__(
-        self,
-        n: int,
-        batch_size: int,
-        world: int,
-        size: tuple[int, int],
-        sizes: Sequence[tuple[int, int]] | None = None,
-        even: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.seed, self.several = seed, sizes is not None
-        step = 2 if even else 1
-        turns = []
-        for h, w in sizes or [size]:
-            images = batch_size * size[0] * size[1] // (h * w) if sizes else batch_size
-            if images < step:
-                raise ValueError(
-                    f"a batch of {batch_size} images at {size[0]}x{size[1]} has room for less than {step} at {h}x{w}: "
-                    "raise data.batch_size or leave that size out"
-                )
-            turns.append(Batch(images // step * step, (h, w) if sizes else None))
-        self.batches = [turns[k] for k in in_turns(n, [batch.images * world for batch in turns])]
-        if not self.batches:
-            least = min(batch.images for batch in turns)
-            raise ValueError(
-                f"{n} training images are fewer than one batch of {least * world}: lower data.batch_size or raise data.n_train"
-            )
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __call__(self, epoch: int) -> list[Batch]:
-        """Return the batches of an epoch, in order: images per rank and size."""
-        if not self.several:
-            return self.batches
-        # another stream than that of the images, so that the two orders are independent
-        order = torch.randperm(len(self.batches), generator=generator(self.seed, epoch, 1))
-        return [self.batches[i] for i in order.tolist()]
 
 
 def in_turns(n: int, images: Sequence[int]) -> list[int]:
@@ -137,28 +62,69 @@ class Order(Sampler[list[Draw]], ABC):
 class EpochOrder(Order):
     """Batches of one rank: every image at most once (or `repeats` times) per epoch, shuffled by (seed, epoch).
 
+    With `sizes`, the batches of an epoch take turns in size. One at (h, w) holds `batch_size * (H * W) / (h * w)` images,
+    rounded down, so that it has about as many tokens as `batch_size` images at (H, W). The order of the batches is shuffled by
+    (seed, epoch), and all ranks have the same size at the same step. What remains when the images no longer fill the smallest
+    batch of all ranks is left out of the epoch.
+
     Args:
         n: number of images in the data set.
-        plan: sizes of the batches of an epoch.
+        batch_size: images per batch and rank at `size`.
+        size: (H, W) in pixels for which `batch_size` is meant.
+        sizes: sizes (h, w) in pixels to train on; by default that of the data set only.
         repeats: views of each image, next to each other and thus in the same global batch: repeated augmentation
             (arXiv 1901.09335). The number of batches per epoch stays, so an epoch shows 1 / repeats of the images.
+        even: round every batch down to an even number of images, because mixup pairs them.
         rank, world: this rank, and the number of ranks.
-        seed: seed of the order.
+        seed: seed of both orders.
+
+    Raises:
+        ValueError: the images do not fill the smallest batch of all ranks, or `batch_size` leaves no image (with `even`, no
+            pair) at one of the sizes.
     """
 
-    def __init__(self, n: int, plan: Plan, repeats: int = 1, rank: int = 0, world: int = 1, seed: int = 0) -> None:
-        self.n, self.plan, self.repeats, self.rank, self.world, self.seed = n, plan, repeats, rank, world, seed
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        size: Size,
+        sizes: Sequence[Size] | None = None,
+        repeats: int = 1,
+        even: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.n, self.repeats, self.rank, self.world, self.seed = n, repeats, rank, world, seed
+        step = 2 if even else 1
+        kinds: list[tuple[int, Size | None]] = []  # images per rank, and their size
+        for h, w in sizes or [size]:
+            images = batch_size * size[0] * size[1] // (h * w) if sizes else batch_size
+            if images < step:
+                raise ValueError(
+                    f"a batch of {batch_size} images at {size[0]}x{size[1]} has room for less than {step} at {h}x{w}: "
+                    "raise data.batch_size or leave that size out"
+                )
+            kinds.append((images // step * step, (h, w) if sizes else None))
+        self.turns = [kinds[kind] for kind in in_turns(n, [images * world for images, _ in kinds])]
+        if not self.turns:
+            least = min(images for images, _ in kinds)
+            raise ValueError(
+                f"{n} training images are fewer than one batch of {least * world}: lower data.batch_size or raise data.n_train"
+            )
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.turns)
 
     def batches(self, epoch: int) -> list[list[Draw]]:
         order = torch.randperm(self.n, generator=generator(self.seed, epoch)).tolist()
+        # another stream than that of the images, so that the two orders are independent
+        turns = torch.randperm(len(self.turns), generator=generator(self.seed, epoch, 1)).tolist()
         batches, start = [], 0
-        for batch in self.plan(epoch):
-            views = range(start + self.rank, start + batch.images * self.world, self.world)
-            start += batch.images * self.world
-            batches.append([Draw(order[i // self.repeats], batch.size, i % self.repeats) for i in views])
+        for images, size in (self.turns[turn] for turn in turns):
+            views = range(start + self.rank, start + images * self.world, self.world)
+            start += images * self.world
+            batches.append([Draw(order[i // self.repeats], size, i % self.repeats) for i in views])
         return batches
 
 

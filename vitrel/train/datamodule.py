@@ -28,7 +28,7 @@ from vitrel.data import (
     create_dataset,
     create_shapes,
 )
-from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, Readable, evaluation_batches
+from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Readable, evaluation_batches
 
 
 class ImageData(LightningDataModule):
@@ -133,8 +133,8 @@ class ImageData(LightningDataModule):
         if self.protocol == "native":
             self.order: Order = self._native_order(module.model, even)
             return
-        self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
-        self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
+        sizes = self.size, self.train_sizes
+        self.order = EpochOrder(n, self.batch_size, *sizes, self.repeats, even, rank, world, self.seed)
 
     @property
     def trained_at(self) -> Sequence[Size | Budget]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.layers import to_2tuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrel.models.config import stored_arguments
+from vitrel.models.create import create_sized
 from vitrel.train.tuning import check_registered
 from vitrel.weights import load_pretrained
 from vitrel.weights.read import read_file, unwrap
@@ -183,13 +183,7 @@ def _build(
     # with pretrained weights, timm would silently give another number of classes a new head
     if not settings.pretrained and num_classes is not None:
         arguments["num_classes"] = num_classes
-    if size is not None:
-        try:
-            return timm.create_model(settings.teacher, img_size=size, **arguments)
-        except TypeError as error:
-            if "img_size" not in str(error):  # a convolutional network has no img_size and is created without
-                raise
-    return timm.create_model(settings.teacher, **arguments)
+    return create_sized(settings.teacher, None if size is None else to_2tuple(size), **arguments)
 
 
 def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
