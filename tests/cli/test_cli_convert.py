@@ -84,14 +84,6 @@ def test_refusals_write_nothing(timms_swin, tmp_path, capsys):
     assert taken.read_bytes() == b"precious"
 
 
-def test_named_tensors_may_stay(timms_swin, tmp_path):
-    _, path = timms_swin
-    out = tmp_path / "out.safetensors"
-    names = ["--allow-unused", "*relative_position_bias_table", "--allow-unset", "*position.freqs"]
-    tool.main(["vitrel_swin_t_rope_mixed", "--weights", str(path), "--model-args", ARGS, *names, "--out", str(out)])
-    assert "layers.0.blocks.0.position.freqs" in read_file(out)["state_dict"]
-
-
 LIKE = "{patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}"
 
 

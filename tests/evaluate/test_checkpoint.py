@@ -7,7 +7,6 @@ import socket
 import traceback
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -146,27 +145,6 @@ def test_a_checkpoint_has_no_other_weights_loaded(checkpoint, nothing_else_read,
     stored = torch.load(path, weights_only=True)["state_dict"]
     trained = load_checkpoint(path)
     assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model", 3),
-        ("model_args", [1]),
-        ("classes", "abc"),
-        ("classes", None),
-        ("img_size", 32),
-        ("img_size", ["32", "48"]),
-        ("mean", None),
-        ("std", "abc"),
-        ("crop_pct", "1"),
-        ("interpolation", None),
-        ("crop_mode", None),
-    ],
-)
-def test_a_damaged_entry_is_named(checkpoint, name, value):
-    with pytest.raises(ValueError, match=rf"last.ckpt is damaged: {name} in its 'vitrel' is .*; train or copy it again"):
-        load_checkpoint(checkpoint(**{name: value}))
 
 
 def test_classes_that_the_model_knows_are_matched_by_name(trained):
@@ -341,7 +319,7 @@ def refused(path, *names):
     """The errors of loading `names` from `path`, which must not tell how to run code, nor run it."""
     for name in names:
         with pytest.raises(ValueError, match=r"was refused: it holds more than tensors and plain values") as caught:
-            load_model(name, None if name.startswith("local-dir:") else path, SMALL)
+            load_model(name, path, SMALL)
         shown = "".join(traceback.format_exception(caught.value))
         assert not re.search("will likely succeed|retry with weights_only|is trusted|allow_pickle=False", shown), shown
         yield str(caught.value)
@@ -353,20 +331,6 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, monkeypatch)
     torch.save({"state_dict": {"a": torch.zeros(1)}, "run": Bomb()}, tmp_path / "a.pth")
     for said in refused(tmp_path / "a.pth", "vit_tiny_patch16_224", "vitrel_vit_ti16_absolute"):
         assert re.search(r"a\.pth \([\d,]+ bytes\) was refused: .*\(posix\.mkdir\)", said)
-    save_for_hf(timm.create_model("vit_tiny_patch16_224", **SMALL), tmp_path / "folder", model_args=SMALL)
-    for file in (tmp_path / "folder").glob("*model*"):
-        file.unlink()
-    torch.save({"run": Bomb()}, tmp_path / "folder" / "pytorch_model.bin")
-    [said] = refused(None, f"local-dir:{tmp_path}/folder")
-    assert "folder" in said and "posix.mkdir" in said
-    np.savez(tmp_path / "a.npz", **{"embedding/kernel": np.array([Bomb()], dtype=object)})
-    [said] = refused(tmp_path / "a.npz", "vit_tiny_patch16_224")
-    assert "a.npz" in said
-    given = SMALL | {"checkpoint_path": str(tmp_path / "a.pth")}
-    torch.save(timm.create_model("vit_tiny_patch16_224", **SMALL).state_dict(), tmp_path / "good.pth")
-    with pytest.raises(ValueError, match=r"a\.pth .*was refused: .*posix\.mkdir") as caught:
-        load_model("vit_tiny_patch16_224", tmp_path / "good.pth", given)
-    assert "weights_only=False" not in "".join(traceback.format_exception(caught.value))
     assert not (tmp_path / "ran").exists()
 
 

@@ -287,26 +287,21 @@ def altered(change, name="vitrel_vit_n8_absolute_rope_mixed", **options):
 
 SITE = "vitrel_vit_n8_rope_axial"
 LOST = {  # what a file would not give back: (model, words)
-    "head": (lambda: altered(lambda m: setattr(m, "head", nn.Sequential(nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 5)))),
-        "head"),
     "head, other width": (lambda: altered(lambda m: setattr(m, "head", nn.Linear(m.embed_dim, 11))), "head"),
-    "head without bias": (lambda: altered(lambda m: setattr(m, "head", nn.Linear(m.embed_dim, 5, bias=False))), "head"),
     "MLP": (lambda: altered(lambda m: setattr(m.blocks[1], "mlp", nn.Identity())), r"blocks\.1\.mlp"),
     "base": (lambda: altered(lambda m: setattr(m.blocks[0].position, "base", 7.0), SITE), r"blocks\.0\.position.*base"),
-    "encoding": (lambda: altered(lambda m: setattr(m.blocks[0], "position", m.blocks[0].position.__class__((4, 4, 1), 4,
-        16)), SITE), r"blocks\.0"),
-    "other encoding": (lambda: altered(lambda m: setattr(m.blocks[0], "position", create_position("alibi", (8, 8, 1), 2, 32)),
-        SITE), r"blocks\.0"),
+    "other encoding": (
+        lambda: altered(lambda m: setattr(m.blocks[0], "position", create_position("alibi", (8, 8, 1), 2, 32)), SITE),
+        r"blocks\.0",
+    ),
     "block": (lambda: altered(lambda m: void(m.blocks.append(m.blocks[0]))), r"blocks"),
-    "parameter": (lambda: altered(lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1)))), "gain"),
-    "parametrized": (lambda: altered(lambda m: void(nn.utils.parametrizations.weight_norm(m.blocks[0].attn.proj))),
-        r"blocks\.0\.attn\.proj"),
-    "quantized": (lambda: torch.ao.quantization.quantize_dynamic(ours(), {nn.Linear}), r"attn|head|mlp"),
-    "compiled": (lambda: torch.compile(ours()), "OptimizedModule"), "parallel": (lambda: nn.DataParallel(ours()),
-        "DataParallel"),
-    "of timm": (lambda: small_peer(TI, num_heads=1), "VisionTransformer.*from_timm"), "no model": (lambda: nn.Linear(2,
-        2), "Linear"),
-}  # fmt: skip
+    "parametrized": (
+        lambda: altered(lambda m: void(nn.utils.parametrizations.weight_norm(m.blocks[0].attn.proj))),
+        r"blocks\.0\.attn\.proj",
+    ),
+    "parallel": (lambda: nn.DataParallel(ours()), "DataParallel"),
+    "of timm": (lambda: small_peer(TI, num_heads=1), "VisionTransformer.*from_timm"),
+}
 
 
 def void(_):
@@ -366,30 +361,19 @@ def meta_of(path):
 
 DAMAGES = {
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-50]), ""),
-        "header": (lambda path: path.write_bytes(path.read_bytes()[:40]), ""),
-    "empty": (lambda path: path.write_bytes(b""), "empty"), "no vitrel file": (lambda path: path.write_text("<html>"), ""),
-    "flipped": (flip, "damaged"), "newer": (with_metadata(lambda a: a.update(format=99)), "format 99.*upgrade"),
-    "older": (with_metadata(lambda a: void(a.pop("model")) or a.update(format=1)), "like="),
-        "no configuration": (with_metadata(lambda a: void(a.pop("model"))), "like="),
-    "cut JSON": (with_metadata(lambda a: json.dumps(a)[:-9]), ""), "a list": (with_metadata(lambda a: "[1, 2]"), ""),
-        "a number": (with_metadata(lambda a: "3"), ""),
-    "model is a list": (with_metadata(lambda a: a.update(model=[1])), ""),
-        "no arguments": (with_metadata(lambda a: void(a["model"].pop("arguments"))), ""),
-    "null arguments": (with_metadata(lambda a: a["model"].update(arguments=None)), ""),
-        "format is text": (with_metadata(lambda a: a.update(format="x")), ""),
-    "another name": (with_metadata(lambda a: a["model"].update(architecture="resnet18")), ""),
-    "unknown name": (with_metadata(lambda a: a["model"].update(architecture="vitrel_x")), ""),
-    "a name elsewhere": (with_metadata(lambda a: a["model"].update(architecture="hf-hub:x/y")), ""),
+    "header": (lambda path: path.write_bytes(path.read_bytes()[:40]), ""),
+    "empty": (lambda path: path.write_bytes(b""), "empty"),
+    "flipped": (flip, "damaged"),
+    "newer": (with_metadata(lambda a: a.update(format=99)), "format 99.*upgrade"),
+    "no configuration": (with_metadata(lambda a: void(a.pop("model"))), "like="),
+    "cut JSON": (with_metadata(lambda a: json.dumps(a)[:-9]), ""),
+    "no arguments": (with_metadata(lambda a: void(a["model"].pop("arguments"))), ""),
     "unknown argument": (with_metadata(lambda a: a["model"]["arguments"].update(color=3)), ""),
-    "text for a number": (with_metadata(lambda a: a["model"]["arguments"].update(depth="two")), ""),
     "impossible": (with_metadata(lambda a: a["model"]["arguments"].update(num_heads=7)), ""),
     "other depth": (with_metadata(lambda a: a["model"]["arguments"].update(depth=3)), ""),
     "unknown encoding": (with_metadata(lambda a: a["model"]["arguments"].update(position="tabel")), ""),
-    "size of one number": (with_metadata(lambda a: a["model"].update(input_size=[64])), ""),
-    "preparation is text": (with_metadata(lambda a: a["model"].update(preparation="x")), ""),
-    "no img_size": (with_metadata(lambda a: void(a["model"]["arguments"].pop("img_size"))), ""),
     "a tensor is missing": (without, "norm.weight"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -398,9 +382,8 @@ def test_damaged_files(damage, tmp_path):
     vitrel.save(ours(), path := tmp_path / "model.safetensors")
     change, words = DAMAGES[damage]
     change(path)
-    for options in ({}, dict(num_classes=3)):
-        with pytest.raises(ValueError, match=rf"(?s)model\.safetensors.*{words}"):
-            vitrel.load(path, **options)
+    with pytest.raises(ValueError, match=rf"(?s)model\.safetensors.*{words}"):
+        vitrel.load(path)
 
 
 def test_bare_weights_are_prepared_as_the_model_they_are_like(tmp_path):

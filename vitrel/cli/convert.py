@@ -5,8 +5,8 @@
     vitrel convert vitrel_swin_t --weights swin_t.pth --out swin_t.safetensors
 
 MODEL is a timm name, with weights from --weights or --pretrained; or a file of weights, with --like where the file does not
-contain its model's name; or a vitrel name with --weights. Tensors that stay unused or unset are an error, for a vitrel name
-unless --allow-unused or --allow-unset names them.
+contain its model's name; or a vitrel name with --weights. Tensors that stay unused or unset are an error
+(vitrel.load_pretrained can allow some).
 
 --position gives the model another encoding in attention. With --data it is fitted to the attention of the model on photographs
 of a folder (of its train/, if it has one), without labels, and the absolute embedding is removed (or with --absolute fade fades
@@ -42,11 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data", metavar="FOLDER", help="images to fit the encoding to, in any subfolders, without labels")
     group.add_argument("--n", type=int, metavar="N", help="number of these images; default 256, or all if there are fewer")
     group.add_argument("--size", type=size, metavar="SIZE", help="image size for fitting or training; default the model's")
-    group = parser.add_argument_group("weights of a vitrel name")
-    group.add_argument("--allow-unused", nargs="+", default=[], metavar="NAME",
-                       help="tensors of the file, or patterns, that may stay unused")  # fmt: skip
-    group.add_argument("--allow-unset", nargs="+", default=[], metavar="NAME",
-                       help="tensors of the model, or patterns, that may keep their initial values")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
@@ -93,15 +88,7 @@ def _check(args: argparse.Namespace) -> None:
 def _open(args: argparse.Namespace) -> "nn.Module":
     """The model with its weights."""
     from vitrel.weights import from_timm, load
-    from vitrel.weights.plan import apply_plan, model_for
-    from vitrel.weights.read import read_file
 
-    if is_name(args.model) and args.model.startswith("vitrel_") and args.weights:
-        model, plan = model_for(args.model, args.model_args, read_file(args.weights))
-        try:
-            return apply_plan(model, plan, allow_unused=args.allow_unused, allow_unset=args.allow_unset).eval()
-        except RuntimeError as error:  # tensors that do not fit, as in torch's load_state_dict
-            raise ValueError(str(error)) from error
     if is_name(args.model) and args.pretrained:
         return from_timm(args.model, pretrained=True, **args.model_args).eval()
     path, like = (args.weights, args.model) if is_name(args.model) else (args.model, args.like)

@@ -20,7 +20,7 @@ from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
 from vitrel.weights.from_timm import timm_model
 from vitrel.weights.plan import apply_plan, model_for
-from vitrel.weights.read import guarding, read_file
+from vitrel.weights.read import read_file
 from vitrel.weights.saving import load, not_finite, read_checkpoint
 
 
@@ -306,13 +306,11 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
         if name.startswith("vitrel_"):
             model, plan = model_for(name, arguments, read_file(weights))
             return apply_plan(model, plan)
-        with guarding(str(weights), arguments):
-            return timm_model(name, weights, **arguments)
+        return timm_model(name, weights, **arguments)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     """Create the model, without img_size where the architecture does not take it."""
-    with guarding(name, arguments):
-        return create_sized(name, **arguments)
+    return create_sized(name, **arguments)

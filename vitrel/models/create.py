@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 from urllib.error import URLError
 
 import timm
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import get_session
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -39,8 +37,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
     if timm.is_model(name) and not timm.get_pretrained_cfg(name).has_weights and not kwargs.get("pretrained_cfg"):
         raise ValueError(f"there are no pretrained weights for {name}: give a file with weights (--weights FILE), or train it")
     try:
-        with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not _hub_answers()):
-            return timm.create_model(name, **kwargs)
+        return timm.create_model(name, **kwargs)
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, URLError):
         raise ConnectionError(
             f"the weights of {name} are not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be reached "
@@ -107,12 +104,3 @@ def check_model_name(name: str, allow_sources: bool = False) -> None:
     if not (timm.is_model(name) or (allow_sources and (":" in name or "/" in name))):
         near = nearest(name, timm.list_models(), cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
-
-
-def _hub_answers() -> bool:
-    """Return whether the hub answers within 5 seconds; left alone, huggingface_hub would try for about a minute."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # of several libraries: names that do not resolve, proxies, certificates, timeouts
-        return False
-    return True

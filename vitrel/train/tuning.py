@@ -20,7 +20,7 @@ from vitrel.position import POSITIONS, select_options, split_position
 from vitrel.weights import absolute_to_relative, load, relativize
 from vitrel.weights.absolute_to_relative import IMAGES, cannot_fit
 from vitrel.weights.plan import apply_plan, plan_weights, rebuilt
-from vitrel.weights.read import guarding, read_file
+from vitrel.weights.read import read_file
 from vitrel.weights.recognize import as_vitrel
 
 
@@ -99,8 +99,7 @@ class Tuning:
                 raise ValueError(f"{name} cannot have model.model_args {model_args}: {error}") from error
         check_registered(name)
         try:
-            with guarding(name, model_args):
-                model = create_sized(name, img_size, num_classes=num_classes, **model_args)
+            model = create_sized(name, img_size, num_classes=num_classes, **model_args)
         except TypeError as error:
             raise ValueError(f"wrong argument of the model {name}: {error}; model.model_args is {model_args}") from error
         return model, self._load(model)

@@ -93,7 +93,7 @@ def from_timm(
     if position is None and side_multiple(model):  # it has no position, or was taken before
         return model
     try:
-        converted = as_vitrel(model, copy=not built_here)
+        converted = as_vitrel(model)
     except ValueError:
         if position is not None or adapter_of(model) is None:
             raise

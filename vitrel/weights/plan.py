@@ -1,6 +1,5 @@
 """Load weights into a vitrel model: rename and fit them, check that all are used and set, and copy them."""
 
-from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -78,11 +77,10 @@ def load_pretrained(
 
 def apply_plan(
     model: nn.Module,
-    plan: "WeightPlan",
+    plan: WeightPlan,
     reset_head: bool = False,
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
-    copy: bool = True,
 ) -> nn.Module:
     """Copy the tensors of a plan of `plan_weights` into its model, in place, and return the model.
 
@@ -92,7 +90,6 @@ def apply_plan(
         reset_head: as in `load_pretrained`.
         allow_unused: as in `load_pretrained`.
         allow_unset: as in `load_pretrained`.
-        copy: False: the model takes the plan's tensors themselves where it can, for a plan whose tensors nothing else uses.
 
     Raises:
         RuntimeError: tensors are unused, unset or of another shape and not allowed to be, or hold NaN or infinity; the model is
@@ -107,33 +104,8 @@ def apply_plan(
     # a sum is read faster; one beyond the largest number says nothing about its terms
     if bad := [n for n, value in floats.items() if not value.sum().isfinite() and not value.isfinite().all()]:
         raise RuntimeError(f"the weights hold NaN or infinity in {', '.join(bad[:5])}; nothing was loaded")
-    if not copy:
-        taken = _whole(new, own)
-        model.load_state_dict(taken, strict=False, assign=True)
-        new = {name: value for name, value in new.items() if name not in taken}
-    if new:
-        model.load_state_dict(new, strict=False)  # what keeps its value is missing; misfits were refused above
+    model.load_state_dict(new, strict=False)  # what keeps its value is missing; misfits were refused above
     return model
-
-
-def _whole(tensors: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that may become a model's own: of its dtype and device, each with a storage that holds nothing else.
-
-    Two tensors in one storage could not be saved as safetensors, and the rest of a storage would stay in memory.
-
-    Args:
-        tensors: of a plan, by their names in the model.
-        own: the model's, by name.
-    """
-    users = Counter(value.untyped_storage().data_ptr() for value in tensors.values())
-    return {
-        name: value
-        for name, value in tensors.items()
-        if (value.dtype, value.device) == (own[name].dtype, own[name].device)
-        and value.is_contiguous()
-        and value.untyped_storage().nbytes() == value.nbytes
-        and users[value.untyped_storage().data_ptr()] == 1
-    }
 
 
 def plan_weights(model: nn.Module, source: nn.Module | str | Path | dict[str, Tensor]) -> WeightPlan:

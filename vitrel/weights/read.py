@@ -12,8 +12,6 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import safe_globals
 
 ARRAYS = (".npz", ".npy")  # weights of JAX models, which timm's models read themselves
 _CHUNK = 2**20  # bytes
 _CRC = "crc32"  # key in the metadata of .safetensors
-_SHOWN = 5
 # What trainers store beside weights, as timm's train.py does: options, paths in them, numbers of numpy. None of them runs code.
 _SAFE: list[Any] = [
     argparse.Namespace,
@@ -46,10 +43,6 @@ _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema"
 _KEYS = (*_AVERAGED, "state_dict", "model", "module", "model_state_dict", "student", "online_model")
 _COUNTER = "n_averaged"  # of torch's AveragedModel
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
-_REFUSED = (
-    "{} was refused: it holds more than tensors and plain values ({}), and loading that could run code; save the "
-    "model's state_dict() alone, as .safetensors or with torch.save"
-)
 
 
 def read_file(path: str | Path) -> Any:
@@ -83,9 +76,11 @@ def read_file(path: str | Path) -> Any:
     except _Damaged as error:
         raise ValueError(f"{about} is damaged: {error}; train or copy it again") from error
     except Exception as error:  # a damaged file raises almost anything
-        if objects := _unsafe_objects(path, error):
-            # torch's message explains how to run the code anyway, so it is not shown
-            raise ValueError(_REFUSED.format(about, objects)) from None
+        if isinstance(error, pickle.UnpicklingError) and (objects := re.findall(r"GLOBAL (\S+)", str(error))):
+            raise ValueError(  # torch's message explains how to run the code anyway, so it is not shown
+                f"{about} was refused: it holds more than tensors and plain values ({ascii(objects[0])[1:-1]}), and loading "
+                "that could run code; save the model's state_dict() alone, as .safetensors or with torch.save"
+            ) from None
         reason = re.split(r"\n|\. ", str(error).strip())[0] or "it is cut off"
         if not begin:
             reason = "it is empty, the disk may have been full"
@@ -137,40 +132,6 @@ def _holds_weights(value: object) -> bool:
     """Return whether nested dictionaries and lists contain a tensor that is not a scalar."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return any(part.dim() > 0 if isinstance(part, Tensor) else _holds_weights(part) for part in parts)
-
-
-def check_file(path: str | Path) -> None:
-    """Raise the errors of `read_file` for a file that timm will read itself; of arrays only that there is none.
-
-    numpy finds damage in arrays, and timm pickled objects.
-    """
-    if Path(path).suffix not in ARRAYS:
-        read_file(path)
-    elif not Path(path).is_file():
-        raise FileNotFoundError(f"no weights at {path}")
-
-
-@contextmanager
-def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Return a context for building a timm model that reads a file.
-
-    First `check_file` is called for `checkpoint_path`, if any. Inside, timm's error for a file that would run code becomes a
-    ValueError without timm's advice to run it anyway; other errors are passed on.
-
-    Args:
-        what: the file or model in that error.
-        arguments: of the model, which may have `checkpoint_path`.
-    """
-    if checkpoint := (arguments or {}).get("checkpoint_path"):
-        check_file(checkpoint)
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        text = str(error)
-        if "weights_only" not in text and "allow_pickle" not in text:
-            raise
-        names = re.search(r"Unsupported globals: (.*?)\. ", text)
-        raise ValueError(_REFUSED.format(what, ascii(names[1])[1:-1][:200] if names else "pickled objects")) from None
 
 
 def write_safetensors(path: Path, state: dict[str, Tensor], about: dict[str, Any]) -> None:
@@ -242,20 +203,3 @@ def _check_records(path: Path) -> None:
                         pass
             except Exception as error:  # a damaged header may also look like an unknown compression or a password
                 raise _Damaged(f"its record {record.filename!a} is not what was saved ({error})") from error
-
-
-def _unsafe_objects(path: Path, error: Exception) -> str:
-    """Describe the objects for which torch refused the file, "" for another error. Names may be hostile, so are escaped."""
-    text = str(error)
-    if "weights_only" in text and not isinstance(error, pickle.UnpicklingError):
-        return "it is a TorchScript archive" if "TorchScript" in text else "it is a tar archive, as torch once saved"
-    if not isinstance(error, pickle.UnpicklingError):
-        return ""
-    try:
-        names = sorted(get_unsafe_globals_in_checkpoint(path))  # reads the pickle without running it
-    except Exception:  # torch's old format, or a damaged pickle
-        names = re.findall(r"GLOBAL (\S+)", text)
-    names = [ascii(name)[1:-1][:80] for name in names]
-    if not names and zipfile.is_zipfile(path):
-        return "a pickle that is not of a state dict"
-    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -74,12 +74,8 @@ def recognize(model: nn.Module) -> Recognized:
     return _vit(model)
 
 
-def as_vitrel(model: nn.Module, copy: bool = True) -> Backbone:
+def as_vitrel(model: nn.Module) -> Backbone:
     """Return a timm model converted to a new vitrel model, in its dtype, device and training mode, or a vitrel model itself.
-
-    Args:
-        model: the timm model.
-        copy: False: the result takes the weights that it need not change, for a model that is not used afterwards.
 
     Raises:
         ValueError: the model has no counterpart, for a reason in the message, or keeps timm's trunk in `from_timm`.
@@ -99,7 +95,7 @@ def as_vitrel(model: nn.Module, copy: bool = True) -> Backbone:
     with uninitialized():
         converted = config.build(weight.device, weight.dtype)
     try:
-        apply_plan(converted, fitted(converted, recognized.state, {}, recognized.rotation), copy=copy)
+        apply_plan(converted, fitted(converted, recognized.state, {}, recognized.rotation))
     except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantized
         raise refusal(model, f"its weights are not those of {type(model).__name__}: {error}") from error
     return converted.train(model.training)
