@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 
 from vitrel.common.files import shown
 from vitrel.data.augmentation import AugmentationError
-from vitrel.data.prepare import Picture
+from vitrel.data.prepare import Picture, Prepare
 from vitrel.data.readers.decode import BadImage, Reading, decode, image_size
 
 READERS = 16  # threads; more than cores, because on a network disk they mostly wait
@@ -99,8 +99,7 @@ class ImageSet(Dataset):
 
     Args:
         reader: the images of a split.
-        prepare: maps a Pillow image of mode RGB to the item's image, without augmentation. Must be a `Prepare` for draws with
-            a size and for `on_bad="leave_out"`.
+        prepare: maps a Pillow image of mode RGB to the item's image, without augmentation.
         augment: maps (image, epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
         n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: limits, and handling of unreadable images.
@@ -111,7 +110,7 @@ class ImageSet(Dataset):
     def __init__(
         self,
         reader: Reader,
-        prepare: Callable[[Picture], Tensor],
+        prepare: Prepare,
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,
@@ -138,10 +137,6 @@ class ImageSet(Dataset):
     def read(self, index: int) -> tuple[Image.Image, Any]:
         """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
         return self._of_source(decode, index), self.samples[index][1]
-
-    def image_size(self, index: int) -> tuple[int, int]:
-        """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        return self._of_source(image_size, index)
 
     def _of_source(self, function: Callable[..., Any], index: int) -> Any:
         source = self.samples[index][0]
@@ -191,11 +186,7 @@ class ImageSet(Dataset):
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Any]:
         """Return the item (H, W) that stands for an unreadable image, which metrics must ignore: zeros and label -1."""
-        return self._nothing(size), -1
-
-    def _nothing(self, size: tuple[int, int]) -> Tensor:
-        """Pixels [3, H, W] of an image that is left out, of the type of the others."""
-        return torch.zeros(3, *size, dtype=torch.float32 if getattr(self.prepare, "std", None) else torch.uint8)
+        return torch.zeros(3, *size, dtype=torch.float32 if self.prepare.std else torch.uint8), -1
 
     def class_counts(self) -> list[int]:
         """Return the number of images of each class."""
@@ -242,7 +233,7 @@ class ImageSet(Dataset):
 
         def size(index: int) -> tuple[int, int]:
             try:
-                return self.image_size(index)
+                return self._of_source(image_size, index)
             except BadImage:
                 if self.reading.on_bad == "raise":
                     raise

@@ -197,7 +197,8 @@ def mask_rows_reader(place: str, split: Split, reading: Reading) -> Rows:
     def samples(rows: Any) -> list[tuple[Source, Source]]:
         return [((row, image), (row, mask)) for row in range(len(rows))]
 
-    return read_rows(place, split, reading, splits, mask_row_classes(place), [image, mask], samples)
+    classes = mask_classes(place) if are_named(place) else [str(i) for i in range(_largest(place) + 1)]
+    return read_rows(place, split, reading, splits, classes, [image, mask], samples)
 
 
 def _mask_columns(place: str, splits: dict[str, Any]) -> tuple[str, str]:
@@ -209,11 +210,6 @@ def _mask_columns(place: str, splits: dict[str, Any]) -> tuple[str, str]:
     if image is None or mask is None:
         raise ValueError(f"{place} has the columns {', '.join(features)}: segmentation needs one of images and one of masks")
     return image, mask
-
-
-def mask_row_classes(place: str) -> list[str]:
-    """Return the class names of a Hugging Face data set with masks (`mask_rows_reader`)."""
-    return mask_classes(place) if are_named(place) else [str(i) for i in range(_largest(place) + 1)]
 
 
 def are_named(place: str) -> bool:
