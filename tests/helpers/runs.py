@@ -156,5 +156,5 @@ def assert_same_run(a, b):
     assert logs[0] == logs[1], f"{len(logs[0])} and {len(logs[1])} lines of metrics.csv; the first that differ: {differ[:2]}"
     assert {path.name for path in (a / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     best = [read(folder / "checkpoints" / "best.ckpt") for folder in (a, b)]
-    assert best[0]["vitrel"] == best[1]["vitrel"]
+    assert best[0]["vitrel"] | {"data": ""} == best[1]["vitrel"] | {"data": ""}  # the images may have been moved since
     assert all(torch.equal(best[0]["state_dict"][name], value) for name, value in best[1]["state_dict"].items())
