@@ -1,0 +1,151 @@
+"""The `vitrel` commands of README and the pages run, at small sizes, in a folder with the data and weights that they name."""
+
+import functools
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import save_file
+from test_page_examples import PAGES, blocks, commands
+from timm.models import _registry
+
+import vitrel
+from helpers.pictures import write_classes
+from vitrel import cli
+
+# Commands of hours or of packages that may be missing, and where they run at a small size.
+ELSEWHERE = {
+    "compare ": "comparisons: tests/compare and tests/cli/test_cli_compare.py; the quickstart on few images: .ci/run",
+    "train --config imagenet_": "recipes, two updates each: tests/train",
+    "train --config fixres_finetune": "the same",
+    "train --data flowers --trainer.logger": "loggers: tests/train",
+}
+VIT = "vit_tiny_patch16_224"
+FLOWERS = ("flowers", "photographs", "folder", "path/to/folder")
+SWIN = {"depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 2, 2)}
+SMALL = {
+    VIT: {"depth": 6, "embed_dim": 48},
+    "vit_small_patch16_dinov3": {"depth": 1},
+    "swin_tiny_patch4_window7_224": SWIN,
+    "vitrel_swin_t": SWIN,
+}
+PORTS = """
+import timm
+
+def build_model(depth=2):
+    return timm.create_model("test_vit", depth=depth)
+
+def port():
+    return timm.create_model("vit_small_patch16_dinov3")
+"""
+ONE_EPOCH = "--epochs 1 --data.workers 0"
+EIGHT = f"--size 64 --n-train 8 --batch-size 8 {ONE_EPOCH}"
+FEW = "--n 4 --attention-n 2 --workers 0"
+SHORT = {  # {beginning of a command: what makes it short}
+    "train --import": f"--n-train 8 --batch-size 8 --data.n_val 4 {ONE_EPOCH}",
+    "train --task segmentation": f"--size 32x48 --batch-size 4 {ONE_EPOCH}",
+    "train --model vit_tiny_patch16_224 --pretrained --data flowers --out runs/native": f"--size 16t {ONE_EPOCH}",
+    "train --model vit_tiny_patch16_224 --pretrained --position": f"{EIGHT} --fit 4",
+    "train": EIGHT,
+    "evaluate runs/flowers runs/table": FEW,
+    "evaluate": f"{FEW} --no-report",
+    "features": "--images 4 --train-images 8 --val-images 4",
+    "convert vit_tiny_patch16_224": "--n 4 --size 64",
+}
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    """Models of few layers and channels under the names of the pages."""
+    for name, how in SMALL.items():
+        entry = functools.partial(timm.model_entrypoint(name), **how)
+        monkeypatch.setitem(_registry._model_entrypoints, name, functools.update_wrapper(entry, timm.model_entrypoint(name)))
+
+
+@pytest.fixture
+def folder(tmp_path_factory, small_models):
+    """A folder with everything that the commands name: images, masks, weights, modules, and a cache of timm's weights."""
+    folder = tmp_path_factory.mktemp("user")
+    for name in FLOWERS:
+        for split in ("train", "val"):
+            write_classes(folder / name / split, ("rose", "tulip"), [f"{i}.jpg" for i in range(4)])
+    write_classes(folder / "imagenet" / "val", [f"{i:03}" for i in range(1000)], ["0.jpg"], (8, 8))
+    for split in ("train", "val"):
+        for i in range(4):
+            for kind, pixels in (("images", np.random.default_rng(i).integers(0, 256, (48, 64, 3))), ("masks", np.eye(48, 64))):
+                (folder / "camvid" / kind / split).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / "camvid" / kind / split / f"{i}.png")
+    (folder / "camvid" / "classes.txt").write_text("sky\nroad\n")
+    torch.manual_seed(0)
+    vit = timm.create_model(VIT).state_dict()
+    for name in ("vit.pth", "vit_tiny.pth", "weights.pth"):
+        torch.save(vit, folder / name)
+    torch.save(timm.create_model("swin_tiny_patch4_window7_224").state_dict(), folder / "swin_t.pth")
+    torch.save(timm.create_model("vit_small_patch14_dinov2").state_dict(), folder / "dinov2_vits14.pth")
+    vitrel.save(timm.create_model("vitrel_swin_t"), folder / "swin.safetensors")
+    stored = folder / "hub" / f"models--timm--{VIT}.{timm.get_pretrained_cfg(VIT).tag}"
+    (stored / "snapshots" / "abc").mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    save_file(vit, stored / "snapshots" / "abc" / "model.safetensors")
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "models.py").write_text(PORTS)
+    [code] = blocks("docs/how_to/write_an_encoding.md", "python")
+    (folder / "linear_decay.py").write_text(code)
+    return folder
+
+
+def short(argv):
+    """Return a command with sizes of a quarter (features: a half, since they are shifted by two patches) and few images."""
+    less = 2 if argv[0] == "features" else 4 if argv[0] in ("evaluate", "train") else 1
+    sizes = [bool(re.match(r"[\d\[x]|--data.train_sizes|--model.objective", word)) for word in argv]
+    argv = [
+        re.sub(r"\d{3}", lambda n: str(int(n[0]) // less), word) if size else word
+        for word, size in zip(argv, sizes, strict=True)
+    ]
+    how = next((text for start, text in SHORT.items() if shlex.join(argv).startswith(start)), "")
+    return [*argv, *shlex.split(how)]
+
+
+def run(argv):
+    """Return the exit status of a command; argv's output is written anew if it is a link to that of an earlier page."""
+    for option in ("--out", "--trainer.default_root_dir"):
+        if option in argv and (out := Path(argv[argv.index(option) + 1])).is_symlink():
+            out.unlink()
+    try:
+        return cli.main(argv)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.slow(seconds=60)
+def test_commands_of_the_pages_run(folder, tmp_path, monkeypatch, capsys):
+    """Each page in a folder of its own, which has the runs that README's commands trained."""
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    importlib.import_module("linear_decay")
+    done = set()
+    for page in sorted(PAGES, key="README.md".__ne__):
+        here = tmp_path / page.replace("/", "_")
+        (here / "runs").mkdir(parents=True)
+        for file in folder.iterdir():
+            (here / file.name).symlink_to(file)
+        if done:
+            for name, trained in (("flowers", "flowers"), ("a", "flowers"), ("absolute", "flowers"), ("table", "table")):
+                (here / "runs" / name).symlink_to(tmp_path / "README.md" / "runs" / trained)
+        monkeypatch.chdir(here)
+        for argv in commands(page):
+            line = shlex.join(argv)
+            if line in done or line.startswith(tuple(ELSEWHERE)):
+                continue
+            done.add(line)
+            status = run(short(argv))
+            printed = capsys.readouterr()
+            assert status in (0, None), f"{page}: vitrel {line}\n{printed.out}\n{printed.err}"
