@@ -96,9 +96,10 @@ class PartitionAttention2d(maxxvit.PartitionAttention2d):
 
 
 class Conv2dSame(layers.Conv2dSame):
-    """Convolution with TensorFlow's SAME padding of a map whose sides are multiples of the stride, which all maps here are.
+    """Convolution with TensorFlow's SAME padding of a map [B, C, h, w] whose sides are multiples of the stride.
 
-    What timm computes from the size of the map is then a constant, so a graph for any size compiles in seconds.
+    The padding, which timm computes from the size of the map, is then a constant, so a graph for any size compiles in seconds.
+    All maps here have such sides, so they are not checked.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def in_windows(
     shift: Size = (0, 0),
     strided: bool = False,
 ) -> Tensor:
-    """Apply attention in windows, [B, h, w, C] -> [B, h, w, C'].
+    """Apply attention in L windows of N tokens an image, [B, h, w, C] -> [B, h, w, C'].
 
     Args:
         x: tokens. Sides that are not whole windows are padded on the right and below, and no token sees the padding.

@@ -105,7 +105,12 @@ run and trainer
 
 
 def run(argv: Sequence[str]) -> None:
-    """Train as the options say; SystemExit with a status of HELP and a message on stderr where that fails."""
+    """Run `vitrel train` with the options after these two words.
+
+    Raises:
+        SystemExit: with 0 after --help, 1 for bad settings, data or files, or a failure, 2 for bad usage, 130 or 143 if the run
+            is stopped. Errors are printed on stderr.
+    """
     argv = [*argv[1:]] if argv[:1] == ["fit"] else [*argv]
     if not argv or any(arg in ("-h", "--help") for arg in argv):
         print(HELP, end="", file=sys.stdout if argv else sys.stderr)

@@ -119,7 +119,7 @@ def in_pairs(found: Located, pairs: str) -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """Largest difference of angles, modulo 2 pi; inf for other shapes."""
+    """Return the largest difference of two tensors of angles modulo 2 pi, 0 to pi; inf if their shapes differ."""
     if a.shape != b.shape:
         return math.inf
     return float(torch.atan2((a - b).sin(), (a - b).cos()).abs().nan_to_num(0).max())

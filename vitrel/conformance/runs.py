@@ -167,7 +167,13 @@ def device(examined: Examined) -> Iterator[Finding]:
 
 
 def compiled(examined: Examined) -> Iterator[Finding]:
-    """torch.compile(model)(image) = model(image) at both sizes: its tracing, a graph per size, without code generation."""
+    """torch.compile(model)(image) = model(image), with one graph for each size and without code generation.
+
+    Both sizes are checked if one module takes both, else the first.
+
+    Raises:
+        NotApplicableError: the model does not compile.
+    """
     subject = examined.subject
     sizes = examined.sizes[:2] if examined.one_module else examined.sizes[:1]
     model = subject.at(sizes[0])

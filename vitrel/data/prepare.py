@@ -125,7 +125,11 @@ class Prepare:
         return _resize(self.view, *how, self.interpolation)(picture)
 
     def cropped(self, image: Picture) -> Image.Image:
-        """Return an image resized and cropped to H×W; with `canvas` to less where the image ends before."""
+        """Return an image resized, padded to the view and cropped to H×W, as a Pillow image.
+
+        The padding is black, or the mean color with crop_mode "border". With the protocol "canvas" the result is smaller than
+        H×W where the padded image is smaller.
+        """
         resized = self.resized(image)
         if resized.width < self.view[1] or resized.height < self.view[0]:
             fill = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]

@@ -63,9 +63,14 @@ class AtSizes:
 
 
 class SlidingWindow(nn.Module):
-    """A segmentation model that sees windows of its training size (h, w); where they overlap, their logits are averaged.
+    """Segment images of any size with a model that sees windows of its training size.
 
-    An image smaller than a window is in the middle of it, with the mean color around.
+    Windows overlap by half, and where they overlap the mean of their logits is taken. An image smaller than a window is in the
+    middle of it, padded with 0, the mean color of normalized images.
+
+    Args:
+        model: maps normalized images [B, 3, h, w] to logits [B, K, h, w].
+        window: (h, w) in pixels.
     """
 
     def __init__(self, model: nn.Module, window: Size) -> None:

@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
     @property
     def windows(self) -> StageWindows:
-        """The grid and window, as those of a stage of one block."""
+        """Grid, window, shift and padding of this call, as those of a stage of one block; `grid` must be known."""
         return one_block(self.grid[:2], self.window, self.shift, self.strided)
 
 

@@ -25,7 +25,7 @@ class Leaks(NamedTuple):
 
     @property
     def across(self) -> Tensor:
-        """[h, w] bool: tokens that see across a border."""
+        """Which tokens see across the border of the image to its opposite side, bool [h, w]: those of `rows` and `columns`."""
         h, w = self.padding.shape
         rows, columns = torch.zeros(h, 1, dtype=torch.bool), torch.zeros(1, w, dtype=torch.bool)
         rows[list(self.rows)], columns[:, list(self.columns)] = True, True

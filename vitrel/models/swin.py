@@ -236,7 +236,15 @@ class Swin(Backbone):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` (0: none); `global_pool` None keeps the pooling."""
+        """Replace the head by a newly initialized one.
+
+        Args:
+            num_classes: number of classes; 0 for no classifier.
+            global_pool: "avg", "max", "avgmax" or "" (no pooling); None keeps the pooling.
+
+        Raises:
+            ValueError: global_pool is unknown.
+        """
         if global_pool is not None:
             check_pool(global_pool, class_token=False)
         self.num_classes = num_classes

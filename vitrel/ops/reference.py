@@ -162,10 +162,10 @@ def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scal
     Value tables are ignored.
 
     Args:
-        q: [..., H, M, D], before rotation, with its query_bias.
+        q: [..., H, M, D], before rotation, with its query_bias: the last M of the grid's N tokens.
         k: [..., H, N, D], before rotation.
         tables: on `grid`.
-        grid: of the keys.
+        grid: of the N keys, prefix tokens included.
         scale: Terms.content_scale(D), a factor of all but the biases.
     """
     total = None

@@ -99,7 +99,10 @@ class Classification(Task):
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """1 where the image is classified correctly, with "top1_among" among the data's classes, else 0."""
+        """Return the score of each image, [n]: 1 if it is classified correctly, 0 if not, NaN if it could not be read.
+
+        With the metric "top1_among" only the logits of the data's classes are compared.
+        """
         return np.where(kept.seen, kept.arrays["among" if metric == "top1_among" else "right"], np.nan)
 
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:

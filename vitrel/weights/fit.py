@@ -288,7 +288,8 @@ def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tenso
 
     Args:
         layer: changed in place.
-        batches: (input [..., I], target [..., O], weight [...] of each token).
+        batches: (input [..., I], target [..., O], weight [...] of each token, 0 or more), at least one. A target is an output
+            of the layer, with its bias.
         ridge: penalty on the change of the weights (not of the bias), in units of the mean weighted power of an input channel.
     """
     inputs, biased, device = layer.in_features, layer.bias is not None, layer.weight.device

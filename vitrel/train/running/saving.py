@@ -109,7 +109,7 @@ class Saving(Checkpoint):
                 counts["processed"] = counts["completed"]
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the rows that were logged before the checkpoint was saved."""
+        """Prepare the log and the trainer to go on from a checkpoint; the log keeps the rows of the updates before it."""
         self.csv.resume(checkpoint["global_step"])
         # With max_steps, Lightning counts an epoch that has ended once more and skips the next one; no public name prevents it
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]  # noqa: SLF001
