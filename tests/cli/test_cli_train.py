@@ -70,6 +70,10 @@ def test_short_options_are_keys_behind_a_recipe(given, recipe, keys):
     assert found == keys
 
 
+def test_a_folder_of_a_run_is_fine_tuned(tmp_path):
+    assert Path(expanded(["--model", str(tmp_path), "--data", "flowers"])[0]).stem == "finetune"
+
+
 def offline(*args, hook=None):
     """`vitrel train` in a forked process to which the network is refused, after `hook`; its exit status."""
 
@@ -126,7 +130,7 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path, capfd):
     [line] = [line for line in said.out.splitlines() if line.startswith("ctrl-c: ")]
     assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); resume with: vitrel train " in line
     words = shlex.split(line.partition("resume with: ")[2])
-    assert words[-2:] == ["--ckpt_path", "auto"] and sum("ckpt_path" in word for word in words) == 1
+    assert words[-1] == "--ckpt_path=auto" and sum("ckpt_path" in word for word in words) == 1
     assert offline(*words[2:]) == 0
     assert read(tmp_path / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 8
 

@@ -1,9 +1,10 @@
 """The `vitrel` commands of README and the pages run, at small sizes, in a folder with the data and weights that they name."""
 
 import functools
-import importlib
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from timm.models import _registry
 
 import vitrel
 from helpers.pictures import write_classes
+from helpers.runs import in_child, status
 from vitrel import cli
 
 # Commands of hours or of packages that may be missing, and where they run at a small size.
@@ -114,8 +116,8 @@ def short(argv):
     return [*argv, *shlex.split(how)]
 
 
-def run(argv):
-    """Return the exit status of a command; argv's output is written anew if it is a link to that of an earlier page."""
+def ended_as(argv):
+    """Return the exit status of a command; what it writes replaces a link to what an earlier page wrote."""
     for option in ("--out", "--trainer.default_root_dir"):
         if option in argv and (out := Path(argv[argv.index(option) + 1])).is_symlink():
             out.unlink()
@@ -125,27 +127,29 @@ def run(argv):
         return ended.code
 
 
-@pytest.mark.slow(seconds=60)
-def test_commands_of_the_pages_run(folder, tmp_path, monkeypatch, capsys):
-    """Each page in a folder of its own, which has the runs that README's commands trained."""
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
-    importlib.import_module("linear_decay")
+def run_all(folder, pages):
+    """Run the commands of each page in a folder of its own, which has the runs that README's commands trained."""
+    sys.path.insert(0, str(folder))
     done = set()
     for page in sorted(PAGES, key="README.md".__ne__):
-        here = tmp_path / page.replace("/", "_")
+        here = pages / page.replace("/", "_")
         (here / "runs").mkdir(parents=True)
         for file in folder.iterdir():
             (here / file.name).symlink_to(file)
         if done:
             for name, trained in (("flowers", "flowers"), ("a", "flowers"), ("absolute", "flowers"), ("table", "table")):
-                (here / "runs" / name).symlink_to(tmp_path / "README.md" / "runs" / trained)
-        monkeypatch.chdir(here)
+                (here / "runs" / name).symlink_to(pages / "README.md" / "runs" / trained)
+        os.chdir(here)
         for argv in commands(page):
             line = shlex.join(argv)
-            if line in done or line.startswith(tuple(ELSEWHERE)):
-                continue
-            done.add(line)
-            status = run(short(argv))
-            printed = capsys.readouterr()
-            assert status in (0, None), f"{page}: vitrel {line}\n{printed.out}\n{printed.err}"
+            if line not in done and not line.startswith(tuple(ELSEWHERE)):
+                done.add(line)
+                print(f"{page}: vitrel {shlex.join(short(argv))}")
+                assert ended_as(short(argv)) in (0, None), f"{page}: vitrel {line}"
+
+
+@pytest.mark.slow(seconds=60)
+def test_commands_of_the_pages_run(folder, tmp_path, monkeypatch):
+    """In a process of its own, since a page's encoding is registered, and its module imported by later commands."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    assert status(in_child([], main=lambda _: run_all(folder, tmp_path))) == 0

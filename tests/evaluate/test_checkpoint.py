@@ -271,6 +271,10 @@ def test_a_local_folder_brings_its_own_weights(tmp_path):
     assert (trained.img_size, trained.encoding, trained.label, trained.path) == ((32, 32), "table", "folder", tmp_path)
     with pytest.raises(FileNotFoundError, match="none"):
         load_model(f"local-dir:{tmp_path / 'none'}")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    torch.save(model, tmp_path / "pytorch_model.bin")  # the module itself, which loading would run
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin .* was refused"):
+        load_model(f"local-dir:{tmp_path}")
 
 
 def test_our_own_are_read_by_our_loader(weights):

@@ -52,6 +52,13 @@ def zero(path, at, count=32 * 1024):
     path.write_bytes(content)
 
 
+def test_torchscript_is_refused_without_the_way_to_run_it(tmp_path):
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path := tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt .* was refused: it is a TorchScript archive") as refused:
+        read_file(path)
+    assert "weights_only" not in str(refused.value) and "copy it again" not in str(refused.value)
+
+
 @pytest.mark.parametrize("damage", [flip, zero])
 def test_damage_inside_a_tensor_of_a_torch_file(tmp_path, stored, damage):
     """torch reads it: the bytes are those of another, valid tensor."""

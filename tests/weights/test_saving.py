@@ -256,6 +256,13 @@ def test_runs(tmp_path):
     for source in (path, tmp_path):
         assert_equal(vitrel.load(source), run.model.eval())
     round_trip(vitrel.load(path), tmp_path)
+    with pytest.raises(ValueError, match=r"last\.ckpt is of the model vitrel_vit_n8_table, not of vitrel_vit_n8_none"):
+        vitrel.load(path, like="vitrel_vit_n8_none")
+    loaded = torch.load(path)
+    del loaded["vitrel"]["model_args"]
+    torch.save(loaded, tmp_path / "cut.ckpt")
+    with pytest.raises(ValueError, match=r"cut\.ckpt is damaged: its entry 'vitrel' has no model_args"):
+        vitrel.load(tmp_path / "cut.ckpt")
     changed = vitrel.load(tmp_path, num_classes=9, drop_path_rate=0.1)
     assert changed.head.out_features == 9 and torch.equal(changed.blocks[1].mlp.fc1.weight, run.model.blocks[1].mlp.fc1.weight)
 

@@ -147,7 +147,8 @@ def expanded(argv: list[str]) -> list[str]:
     if not names & {*SHORT, *FLAGS} or names & {"--config", "-c", "--help-all"}:
         return keys
     given = dict(key.split("=", 1) for key in keys if "=" in key)
-    tuned = "--pretrained" in names or "--model.tuning.init_from" in given or Path(given.get("--model.model", "")).is_file()
+    of_file = "--model.model" in given and Path(given["--model.model"]).exists()  # or of a run's folder
+    tuned = "--pretrained" in names or "--model.tuning.init_from" in given or of_file
     recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
     if given.get("--model.task") == "segmentation":
         recipe = "segmentation"

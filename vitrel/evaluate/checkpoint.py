@@ -199,6 +199,8 @@ def load_model(
     default = {"img_size": about["img_size"]} if about.get("img_size") else {}
     arguments = default | dict(model_args or {})
     if name.startswith("local-dir:"):
+        for file in Path(name.partition(":")[2]).glob("*.bin"):
+            read_file(file)  # refuses code, of which timm says how to run it anyway
         model = _create(name, arguments | {"pretrained": True})
     else:
         check_model_name(name)

@@ -81,6 +81,11 @@ def read_file(path: str | Path) -> Any:
                 f"{about} was refused: it holds more than tensors and plain values ({ascii(objects[0])[1:-1]}), and loading "
                 "that could run code; save the model's state_dict() alone, as .safetensors or with torch.save"
             ) from None
+        if "TorchScript" in str(error):  # torch's message says how to run it anyway
+            raise ValueError(
+                f"{about} was refused: it is a TorchScript archive, which holds code; save the model's state_dict() "
+                "alone, as .safetensors or with torch.save"
+            ) from None
         reason = re.split(r"\n|\. ", str(error).strip())[0] or "it is cut off"
         if not begin:
             reason = "it is empty, the disk may have been full"

@@ -17,7 +17,7 @@ from vitrel.models.create import create_model, create_sized
 from vitrel.models.segmenter import BODY, Segmenter
 from vitrel.weights.from_timm import from_timm
 from vitrel.weights.plan import KNOWN, apply_plan, fitted, model_for
-from vitrel.weights.read import read_file, unwrap, write_safetensors
+from vitrel.weights.read import ARRAYS, read_file, unwrap, write_safetensors
 from vitrel.weights.recognize import as_vitrel
 from vitrel.weights.record import check_encodings, position_record
 from vitrel.weights.relativize import absolute_scale, drop_absolute
@@ -76,7 +76,8 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
         path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a
             timm checkpoint with its config.json beside it; or bare weights.
         like: for bare weights, the name of their timm or vitrel model; with a timm name the file is read as by
-            `from_timm(like, checkpoint_path=path, **changes)`. Not needed for a file that holds its model's configuration.
+            `from_timm(like, checkpoint_path=path, **changes)`. Not needed for a file that holds its model's configuration,
+            which decides; another vitrel name is then an error.
         changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another
             `img_size` tables and embeddings are resampled to it; with another `in_chans` the first convolution is adapted as by
             timm.
@@ -90,6 +91,10 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
         return _from_folder(path, changes)
     loaded = read_file(path)
     about = loaded.get("vitrel") if isinstance(loaded, dict) else None
+    named = (about or {}).get("model") if isinstance(about, dict) else None
+    own = named if isinstance(named, str) else named.get("architecture") if isinstance(named, dict) else None
+    if like is not None and like.startswith("vitrel_") and own not in (None, like):
+        raise ValueError(f"{path} is of the model {own}, not of {like}: leave out the name")
     if isinstance(about, dict) and isinstance(about.get("model"), str):
         return read_checkpoint(path, loaded, changes)[0]
     if isinstance(about, dict) and about and ("model" in about or like is None):
@@ -119,6 +124,8 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         keys = ", ".join(sorted(map(str, loaded))[:6]) if isinstance(loaded, dict) else type(loaded).__name__
         raise ValueError(f"{path} is not a checkpoint of vitrel train: it needs 'vitrel' and 'state_dict', it holds {keys}")
     about = loaded["vitrel"]
+    if missing := [key for key in ("model", "model_args", "classes", "img_size", *PREPROCESSING) if key not in about]:
+        raise ValueError(f"{path} is damaged: its entry 'vitrel' has no {', '.join(missing)}")
     check_encodings(about.get("position"), path)
     if not timm.is_model(about["model"]):  # timm would download hf-hub:... and read another file for local-dir:...
         raise ValueError(f"{path} is of a model {about['model']!r}, which cannot be built: neither vitrel nor timm has it")
@@ -195,7 +202,8 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
     if weights is None:
         model = create_model(f"local-dir:{folder}", pretrained=True, **changes)
     else:
-        read_file(weights)  # which finds damage, and timm does not
+        if weights.suffix not in ARRAYS:
+            read_file(weights)  # which finds damage, and timm does not
         model = create_model(f"local-dir:{folder}", checkpoint_path=str(weights), **changes)
     return as_vitrel(model).eval()
 
