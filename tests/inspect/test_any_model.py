@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitrel.evaluate.policies import at_size_with
-from vitrel.inspect.any_model import StageWindows, at_size, trace
+from vitrel.inspect.any_model import StageWindows, at_size, examinable, trace
 from vitrel.ops.window import windows
 from vitrel.weights.record import state_hash
 
@@ -23,6 +23,46 @@ def vit(name="vit_tiny_patch16_224", **keywords):
 def runs(model, size):
     with torch.no_grad():
         return model(torch.randn(1, 3, *size)).isfinite().all()
+
+
+class ResizedInPlace(nn.Module):
+    """Its `set_input_size` writes into the parameters that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pos_embed, self.scale = (
+            nn.Conv2d(3, 8, 8, 8),
+            nn.Parameter(torch.randn(8, 4, 4)),
+            nn.Parameter(torch.ones(1)),
+        )
+        self.img_size = (32, 32)
+
+    def set_input_size(self, img_size):
+        grid = [n // 8 for n in img_size]
+        self.pos_embed.data = F.interpolate(self.pos_embed[None], grid, mode="bicubic")[0].detach()
+        with torch.no_grad():
+            self.scale.mul_(2)
+
+    def forward(self, image):
+        x = (self.conv(image) + self.pos_embed).flatten(2).mT
+        return (x @ x.mT * self.scale).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("share_weights", [False, True])
+def test_a_model_that_resizes_its_parameters_in_place_stays_as_it_was(share_weights):
+    model = ResizedInPlace()
+    before, parameter = state_hash(model), model.pos_embed
+    found = at_size(model, (48, 32), share_weights)
+    assert found.resampled == {"pos_embed bicubic": 8 * 4 * 4, "scale resampled": 1}
+    assert found.model.pos_embed.shape == (8, 6, 4) and runs(found.model, (48, 32))
+    assert model.pos_embed is parameter and state_hash(model) == before and runs(model, (32, 32))
+    assert (found.model.conv.weight is model.conv.weight) == share_weights
+
+
+def test_an_import_path_may_begin_like_a_hub(tmp_path, monkeypatch):
+    (tmp_path / "hfpkg.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Conv2d(3, 4, 4)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(examinable("hfpkg:build"), nn.Conv2d)
 
 
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])

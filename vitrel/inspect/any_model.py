@@ -195,7 +195,7 @@ def examinable(model: str | nn.Module, **options: Any) -> nn.Module:
             torch.manual_seed(0)
             model = (
                 _imported(name, **options)
-                if ":" in name and not name.startswith(("hf", "local-dir:"))
+                if ":" in name and not name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
                 else create_model(name, **options)
             )
     elif options:
@@ -393,7 +393,7 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
     Args:
         model: a vitrel or timm model, which is not changed.
         size: pixels, an int or (h, w).
-        share_weights: the copy shares the parameters that do not change, so it must not be trained or moved.
+        share_weights: the copy shares the parameters that have not changed, so it must not be trained or moved.
 
     Raises:
         ValueError: the model cannot take the size.
@@ -423,17 +423,28 @@ def _brought(model: nn.Module, size: Size, share_weights: bool) -> tuple[nn.Modu
     if size == trained_size(model):
         with contextlib.suppress(*REFUSALS):  # as it was built
             return model, trace(model, size)
-    changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
+    changed = copy.deepcopy(model)  # whole: some models write the resampled values into the parameter that they have
     try:
         changed.set_input_size(img_size=size)
     except REFUSALS as error:
         raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
+    if share_weights:
+        _share_equal(model, changed)
     if _differs(model, changed):
         return changed, None
     try:
         return model, trace(model, size)
     except REFUSALS:
         return changed, None
+
+
+def _share_equal(model: nn.Module, changed: nn.Module) -> None:
+    """Give a changed copy the parameters of `model` that have the same values."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in [*changed.named_parameters(remove_duplicate=False)]:
+        old, (path, _, leaf) = own.get(name), name.rpartition(".")
+        if old is not None and old.shape == value.shape and (old.is_meta or torch.equal(old, value)):
+            setattr(changed.get_submodule(path), leaf, old)
 
 
 def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
