@@ -126,6 +126,22 @@ def test_a_compiled_model_is_recorded_uncompiled():
     assert torch.equal(layer.weights, expected.weights)
 
 
+def test_operators_that_return_no_tensor_or_a_list_of_one():
+    """A second block repeats the operators of the first, whose layouts are known by then."""
+
+    def attend(model, q, k, v):
+        for _ in range(2):
+            assert torch.ops.aten.is_same_size(q, k) is True
+            torch._assert_async((q == q).all())
+            torch.ops.aten._assert_tensor_metadata(q, [*q.shape])
+            (q,) = q.unbind(0)
+            (q,) = q[None].split(1)
+        return fused(model, q, k, v)
+
+    (call,) = trace(Model(attend), (12, 16)).calls
+    assert call.grid == Grid(3, 4) and call.bias is not None
+
+
 def test_what_depends_on_content_is_position():
     """SAM's decomposed rows are products of queries with tables."""
     model = timm.create_model(

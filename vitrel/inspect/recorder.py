@@ -126,7 +126,7 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
 
-_LAYOUTS: dict[tuple, list[_Layout]] = {}  # of the outputs of an operator, by the operator and its inputs
+_LAYOUTS: dict[tuple, Any] = {}  # a _Layout for each output of an operator, as it returns them, by the operator and its inputs
 
 
 class _Blank(Tensor):
@@ -166,19 +166,22 @@ class _Blank(Tensor):
 
         key = (func, *map(_layout, _leaves((args, kwargs))))
         if key in _LAYOUTS:  # blocks are alike, and shapes take Python as long as values take a small model
-            made = [torch.empty_strided(how.size, how.stride, dtype=how.dtype, device="meta") for how in _LAYOUTS[key]]
-            return cls(made[0], device) if len(made) == 1 else tuple(cls(one, device) for one in made)
+
+            def like(how: _Layout) -> _Blank:
+                return cls(torch.empty_strided(how.size, how.stride, dtype=how.dtype, device="meta"), device)
+
+            return _mapped(like, _LAYOUTS[key])
         inner_args, inner = _mapped(shape, args), _mapped(shape, kwargs)
         if inner.get("device") is not None:
             inner["device"] = torch.device("meta")
         out = func(*inner_args, **inner)
         if name.endswith("_") and not isinstance(args[0], cls):  # written into a tensor with values
             return args[0]
-        made = [out] if isinstance(out, Tensor) else list(out)
-        if all(isinstance(one, Tensor) and id(one) not in known for one in made):
+        made = _leaves(out)
+        if made and all(isinstance(one, Tensor) and id(one) not in known for one in made):
             if len(_LAYOUTS) > 10_000:
                 _LAYOUTS.clear()
-            _LAYOUTS[key] = [_layout(one) for one in made]
+            _LAYOUTS[key] = _mapped(_layout, out)
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, Tensor):
