@@ -5,6 +5,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -274,6 +275,10 @@ def test_a_wide_head_is_cut_in_the_text_only():
         ({"head": 1}, "there is no head 1: q has 1, counted from 0"),
         ({"grid": (2, 3)}, "5 keys and 5 values do not fit the 2x3 grid"),
         ({"mask": [[1, 0, 0, 0, 0]]}, "a mask is bool"),
+        ({"mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, r"mask \[2, 1, 5, 5\] is not broadcastable to .* \[1, 5, 5\]"),
+        ({"mask": torch.ones(5, 4, dtype=torch.bool)}, r"mask \[5, 4\] is not broadcastable to \[H, M, N\] = \[1, 5, 5\]"),
+        ({"tokens": NAMES[:3]}, "tokens has 3 names for 5 tokens"),
+        ({"tokens": [*NAMES, "."]}, "tokens has 6 names for 5 tokens"),
         ({"position": "tabel", "decay": 1.0}, "unknown"),
         ({"q": torch.zeros(2, 5, 4)}, r"the same number of heads and the same width, not q \[2, 5, 4\], k \[1, 5, 4\]"),
     ],
@@ -307,6 +312,10 @@ def test_an_encoding_in_training_is_explained_as_it_evaluates():
 def test_nan_is_no_mask():
     given = {name: FIVE["inputs"][name] for name in "qkv"}
     assert "masked" not in str(explain(**given | {"q": torch.full((5, 4), torch.nan)}))
+
+
+def test_a_query_of_numpy():
+    assert five_tokens(query=np.int64(1)).queries == (1,)
 
 
 def test_options_need_a_key():

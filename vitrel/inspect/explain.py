@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -158,7 +159,9 @@ def explain(
     heads = list(range(len(q))) if head is None else [head]
     patches = (f"({y}, {x})" for y, x in grid.coordinates().tolist())
     names = tuple(tokens or (*(f"prefix {i}" for i in range(grid.prefix)), *patches))
-    mask = None if mask is None else torch.as_tensor(mask, device=q.device)
+    if len(names) != grid.tokens:
+        raise ValueError(f"tokens has {len(names)} names for {grid.tokens} tokens")
+    mask = None if mask is None else _checked_mask(torch.as_tensor(mask, device=q.device), (*q.shape[:2], k.shape[1]))
     with torch.no_grad():
         if not isinstance(position, str | PositionEncoding | Terms):
             kind = type(position).__name__
@@ -285,12 +288,20 @@ def _with_heads(**arrays: Array) -> list[Tensor]:
     return tensors
 
 
+def _checked_mask(mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    try:
+        mask.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(f"mask {list(mask.shape)} is not broadcastable to [H, M, N] = {list(shape)}") from error
+    return mask
+
+
 def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int) -> list[int]:
     first = grid.tokens - count
     if query is None:
         return list(range(first, grid.tokens))
-    if isinstance(query, int):
-        index = query
+    if isinstance(query, int | Integral):
+        index = int(query)
     else:
         row, column = query
         index = grid.prefix + row * grid.w + column if 0 <= row < grid.h and 0 <= column < grid.w else -1
