@@ -32,3 +32,8 @@ def test_similarity_of_what_is_not_there():
         similarity(make("table", (3, 4)))
     with pytest.raises(ValueError, match=r"patch \(3, 0\) is outside the 3x4 patches of sincos"):
         similarity(make("sincos", (3, 4)), patches=[(3, 0)])
+    broken = make("absolute", (3, 4))
+    with torch.no_grad():
+        next(broken.parameters()).view(-1)[-1] = torch.nan
+    with pytest.raises(ValueError, match="absolute holds NaN"):
+        similarity(broken)

@@ -211,6 +211,17 @@ def test_nothing_to_draw_says_why(source, message):
         offset_maps(source if isinstance(source, nn.Module | list) else [source])
 
 
+@pytest.mark.parametrize(("key", "entries"), [("table", slice(None)), ("table", 0), ("rope_mixed", 0)])
+def test_what_is_no_number_is_not_drawn(key, entries):
+    model = vit(key)
+    with torch.no_grad():
+        next(model.blocks[1].position.parameters())[entries] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.1 holds NaN"):
+        lattices(model)
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn holds NaN"):
+        lattices(record(model, torch.randn(1, 3, 32, 32)))
+
+
 def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="leave size out"):
         offset_maps(record(vit("table"), torch.randn(1, 3, 32, 32)), 64)

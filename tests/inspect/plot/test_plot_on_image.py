@@ -86,6 +86,21 @@ def test_a_patch_that_is_not_there():
         attention(vit(), torch.randn(3, 32, 32), (0, 4))
 
 
+def test_other_channels_need_a_picture():
+    model, image = vit(in_chans=4), torch.randn(4, 32, 32)
+    with pytest.raises(ValueError, match=r"an image of 4 channels .*: pass shown, \[3, height, width\] from 0 to 1"):
+        attention(model, image, (0, 0))
+    assert attention(model, image, (0, 0), shown=torch.rand(3, 32, 32)).axes
+
+
+def test_weights_that_are_no_numbers_are_not_drawn():
+    model = vit()
+    with torch.no_grad():
+        model.blocks[0].position.relative_position_bias_table[0] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn holds NaN"):
+        attention(model, torch.randn(3, 32, 32), (0, 0), layer=0)
+
+
 def test_layers_without_content():
     layers = [layer._replace(content=None, position=None) for layer in record(vit(), torch.randn(1, 3, 32, 32))]
     with pytest.raises(ValueError, match=r"use vitrel\.inspect\.attention\.record"):

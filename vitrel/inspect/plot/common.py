@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 from timm.layers import to_2tuple
-from torch import nn
+from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
@@ -24,6 +24,13 @@ Source = nn.Module | Sequence[Layer]  # a model, an encoding, or the layers that
 HIDDEN = "0.62"
 DIVERGING = matplotlib.colormaps["RdBu_r"].with_extremes(bad=HIDDEN)
 SEQUENTIAL = matplotlib.colormaps["viridis"].with_extremes(bad=HIDDEN)
+
+
+def check_numbers(name: str, values: Tensor) -> Tensor:
+    """Return the values; ValueError if one is NaN, which a figure would show as hidden."""
+    if bool(values.isnan().any()):
+        raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
+    return values
 
 
 def source_name(source: Source) -> str:

@@ -12,6 +12,7 @@ from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluated
 from vitrel.inspect.plot.common import (
     SEQUENTIAL,
+    check_numbers,
     color_bar,
     encodings_of,
     panel_height,
@@ -32,9 +33,10 @@ def similarity(source: nn.Module, size: int | Size | None = None, patches: Seque
         patches: (row, column) pairs, by default the middle patch.
 
     Raises:
-        ValueError: no embedding is added to tokens, or a patch lies outside the grid.
+        ValueError: no embedding is added to tokens, it holds NaN, or a patch lies outside the grid.
     """
     name, trained, rows = _embedding(source, size)  # [h, w, C]
+    check_numbers(name, rows)
     grid = Grid(*rows.shape[:2])
     patches = list(patches or [(grid.h // 2, grid.w // 2)])
     if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:

@@ -25,6 +25,7 @@ from vitrel.inspect.plot.common import (
     DIVERGING,
     HIDDEN,
     Source,
+    check_numbers,
     color_bar,
     encodings_of,
     panel_height,
@@ -61,7 +62,7 @@ def lattices(source: Source, size: int | Size | None = None, layers: Sequence[in
         layers: indices into the attention layers that have an encoding.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: there is nothing to draw, or what is drawn holds NaN.
     """
     if isinstance(source, nn.Module):
         in_attention = [one for one in encodings_of(source, size) if any(p.site == "attention" for p in parts_of(one[1]))]
@@ -133,6 +134,7 @@ def offset_maps(
 
 
 def _measured(layer: Layer) -> Lattice:
+    check_numbers(layer.name, layer.weights)
     values = offset_mean(layer, layer.needed("position"))
     return Lattice(layer.name, "mean of what position adds", "logits", values, None, layer_position_share(layer))
 
@@ -153,13 +155,13 @@ def _of_encoding(name: str, encoding: PositionEncoding, grid: Grid) -> Iterator[
         return Lattice(name, f"{key_of(encoding)} {what}", unit, values, about)
 
     zeros = parts[0].new_zeros(max(map(len, parts)), grid.tokens, width)
-    bias = masked_logits(zeros, zeros, terms._replace(rotary=None, key_rotary=None), grid)
+    bias = check_numbers(name, masked_logits(zeros, zeros, terms._replace(rotary=None, key_rotary=None), grid))
     if terms.rotary is not None:
         n = 2 * terms.rotary[0].shape[-1]
         equal = terms.rotary[0].new_full((len(terms.rotary[0]), grid.tokens, n), n**-0.25)
         rotation = masked_logits(equal, equal, Terms(rotary=terms.rotary, key_rotary=terms.key_rotary), grid)
         rotation = torch.where(bias == float("-inf"), bias, rotation) if terms.tables else rotation  # a field of view
-        yield lattice("rotation", "mean cos of angle", rotation)
+        yield lattice("rotation", "mean cos of angle", check_numbers(name, rotation))
     finite = bias[bias.isfinite()]
     if terms.tables and bool((finite != finite[:1]).any()):
         gated = any(table.gated is not None for table in terms.tables)

@@ -16,6 +16,7 @@ from vitrel.inspect.plot.common import (
     HIDDEN,
     SEQUENTIAL,
     Source,
+    check_numbers,
     panel_height,
     sheet,
     source_name,
@@ -39,7 +40,7 @@ def attention(
 
     Args:
         source: a model that `vitrel.inspect.attention.record` supports, or the layers it recorded with this image first.
-        image: [3, height, width] as the model takes it.
+        image: [channels, height, width] as the model takes it.
         query: (row, column) in patches of the layer.
         layer: its index in the order in which layers run.
         heads: indices, a row of panels each; by default their mean.
@@ -47,11 +48,13 @@ def attention(
             undone.
 
     Raises:
-        ValueError: the patch is outside the grid, or the layers were recorded without `content`.
+        ValueError: the patch is outside the grid, the layers were recorded without `content`, the weights of the layer hold
+            NaN, or the image has neither 1 nor 3 channels and `shown` is left out.
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
     seen = layers[layer]
     alone = seen.needed("content")
+    check_numbers(seen.name, seen.weights[0])
     (y, x), grid = query, seen.grid
     if not (0 <= y < grid.h and 0 <= x < grid.w):
         raise ValueError(f"query ({y}, {x}) is outside the {grid.h}x{grid.w} patches of {seen.name}")
@@ -74,6 +77,8 @@ def attention(
 
 def _picture_of(source: Source, image: Tensor) -> Tensor:
     """The image [3, height, width] from 0 to 1, with the model's normalization undone, or stretched if that is unknown."""
+    if len(image) not in (1, 3):
+        raise ValueError(f"an image of {len(image)} channels has no colors to draw: pass shown, [3, height, width] from 0 to 1")
     image = image.detach().float().cpu()
     known = getattr(source, "pretrained_cfg", None) or {}
     if "mean" in known and "std" in known:
