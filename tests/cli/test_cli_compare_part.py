@@ -27,7 +27,8 @@ def compare(tmp_path, monkeypatch):
         return []
 
     def evaluate(comparison, how):
-        evaluated.append((comparison.folder.relative_to(tmp_path).as_posix(), how["photographs"]))
+        assert how.keys() <= {"photographs", "overwrite", "command"}  # what is not given is that of the file
+        evaluated.append((comparison.folder.relative_to(tmp_path).as_posix(), how.get("photographs", True)))
 
     monkeypatch.setattr(jobs, "begin", begin)
     monkeypatch.setattr("vitrel.cli.compare.check", lambda comparison: None)

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from helpers import ROOT
 from vitrel.compare.config import load_comparison
+from vitrel.compare.jobs import epochs_done
+from vitrel.compare.models import untrained_models
 
 ROPE = {"name": "vitrel_vit_n8_none", "label": "rope", "model_args": {"position": "rope_mixed"}}
 CONFIG = {
@@ -122,6 +125,10 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
         ({"train": {"trainer": {}, "data": {"size": 64}}}, "needs train.trainer.max_epochs and train.data.size"),
         ({"evaluate": {"size": [64]}}, "evaluate: unknown key 'size': did you mean sizes"),
         ({"evaluate": {"sizes": ["64*96"]}}, r"'64\*96' is not an image size: write pixels as 96"),
+        ({"evaluate": {"batch_size": "x"}}, "evaluate: a value has another type"),
+        ({"models": [{"name": "vitrel_swin_n", "model_args": None}]}, "model_args of vitrel_swin_n, got None"),
+        ({"name": "../../y"}, "name: a folder is named by it"),
+        ({"models": [{"name": "vitrel_swin_n", "label": "../y"}]}, "label: a folder is named by it"),
         ({"evaluate": {"sizes": [64], "protocols": ["zoom"]}}, "unknown protocol 'zoom'"),
     ],
 )
@@ -131,6 +138,21 @@ def test_every_mistake_is_named(load, changes, message):
     assert "trial.yaml" in str(caught.value)
 
 
+def test_one_model_the_seed_zero_and_no_data_of_the_evaluation(load):
+    found = load(models="vitrel_swin_n", seeds=0, evaluate={"data": None, "n": 10})
+    assert [(run.label, run.seed) for run in found.runs] == [("vitrel_swin_n", 0)] and found.evaluated == "shapes"
+    [run] = load(models=[{"name": "vitrel_swin_n", "seeds": 0}], seeds=3).runs
+    assert run.seed == 0
+    with pytest.raises(ValueError, match=r"trial\.yaml, data: the name or folder of a data set is expected, got 5"):
+        load(yaml.safe_dump(CONFIG | {"data": ["shapes", 5]}))
+
+
+def test_a_tuned_model_with_a_new_head_is_built_before_training(load):
+    tuned = {"label": "tuned", "tuned_from": "base", "train": {"model": {"tuning": {"reset_head": True}}}}
+    found = untrained_models(load(models=[NONE | {"label": "base"}, NONE | tuned]))
+    assert [model.label for model in found] == ["base", "tuned"]
+
+
 def test_what_is_no_configuration_is_refused(load):
     with pytest.raises(ValueError, match="keys and values are expected"):
         load("- a\n- b\n")
@@ -138,6 +160,12 @@ def test_what_is_no_configuration_is_refused(load):
         load("name: !!python/object/apply:os.getcwd []\n")
     with pytest.raises(ValueError, match=r"trial\.yaml: .* the key n is given twice, in line 3 and in line 4"):
         load("name: a\nevaluate:\n  n: 1\n  n: 2\n")
+
+
+def test_a_checkpoint_of_another_trainer_is_named(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"last\.ckpt is no checkpoint of vitrel train"):
+        epochs_done(tmp_path / "last.ckpt")
 
 
 def test_data_are_those_of_the_file_or_of_the_command(load):

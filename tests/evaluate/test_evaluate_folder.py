@@ -253,7 +253,7 @@ def test_labels_and_classes_of_any_text_come_back(model, rows_of, noise, tmp_pat
 
 def test_missing_numbers_are_empty_and_others_come_back_exactly(tmp_path):
     kept = Kept({name: np.arange(3) % 2 for name in ("labels", "right", "among")}, np.ones(3, bool))
-    row = {"key": "a", "task": "classification", "nll": 0.1 + 0.2, "retention": float("nan"), "seed": None, "unchanged": True}
+    row = {"key": "a", "task": "classification", "nll": 0.1 + 0.2, "retention": float("nan"), "seed": None}
     about = {"classes": ["x", "y"], "same": {}, "models": {}, "command": [], "bad_images": []}
     Folder(tmp_path, about).add(row, kept, ["bad.png"])
     [found] = read_folder(tmp_path).rows

@@ -14,7 +14,6 @@ def row(size="64x64", top1=90.0, policy="none", label="m", **given):
         "train_size": "64x64", "protocol": "scale", "budget": None, "translation": 0, "policy": policy, "top1": top1,
         "n": 10_000, "majority": 10.0, "crop_pct": 1.0, "tokens": height * width // 64, "gflops": height * width / 1e5,
         "resampled": "nothing", "resampled_values": 0, "param_count": 0.45, "unseen": 0.0, "position_share": 0.2,
-        "unchanged": True,
     } | given  # fmt: skip
     place = (columns[name] for name in ("label", "seed", "img_size", "protocol", "budget", "translation", "policy", "crop_pct"))
     return columns | {"key": "|".join(map(str, place))}

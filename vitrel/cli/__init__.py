@@ -17,7 +17,7 @@ from vitrel.version import __version__
 
 COMMANDS = {  # {name: help}, in the order of a project
     "doctor": "print information for a bug report: versions, devices, attention backends, missing extras",
-    "list": "list models by name: parameters, cost, effect of other sizes on position, source of weights",
+    "list": "list vitrel's models: image size, patch, width, depth, heads, position, source of weights",
     "diagnose": "show how other image sizes affect position in any timm model; no data, no weights",
     "check": "find position errors in anyone's model: its encoding is identified and tested; no data, no weights",
     "train": "train or fine-tune a model on an image folder",

@@ -4,9 +4,10 @@
     vitrel compare my_comparison.yaml --data /data/flowers
 
 Writes an evaluation and a folder per model and seed into runs/<name>/, or into runs/<name>/<data set>/ where the configuration
-has several data sets; --data path/to/NAME uses only the one of this name. All models are trained with the first seed before any
-with the second. The same command goes on where it was stopped; one with other sizes, models or protocols adds rows. On a CPU,
-one model per core is trained at a time, and as many processes share the images of the evaluation; --jobs sets the number.
+has several data sets; --data path/to/NAME uses only the one of this name. Models are trained seed by seed, those that are
+tuned from another after all seeds of the others. The same command goes on where it was stopped; one with other sizes, models
+or protocols adds rows. On a CPU, one model per core is trained at a time, and as many processes share the images of the
+evaluation; --jobs sets the number.
 """
 
 import argparse
@@ -38,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", help="folder or name of the data; of several data sets in the file, only that of the same name is used")
     add("--overwrite", action="store_true", help="evaluate anew where the folder holds another evaluation; runs are kept")
     add_margin(parser)
-    add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures")
+    add("--no-report", dest="report", action="store_false", help="report.html without pictures")
     add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
+    parser.set_defaults(margin=None, report=None, photographs=None)  # else those in the file are replaced by defaults
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,8 +57,9 @@ def run(args: argparse.Namespace) -> None:
     comparisons = load_comparison(config, args.out, args.data)
     for comparison in comparisons:  # before the first is trained
         check(comparison)
-    how = {"margin": args.margin, "report": args.report, "photographs": args.photographs, "overwrite": args.overwrite}
-    how["command"] = shlex.join(["vitrel", *sys.argv[1:]])
+    given = {"margin": args.margin, "report": args.report, "photographs": args.photographs}
+    how = {name: value for name, value in given.items() if value is not None}
+    how |= {"overwrite": args.overwrite, "command": shlex.join(["vitrel", *sys.argv[1:]])}
     for comparison in comparisons:
         own = 1 if torch.accelerator.is_available() else min(torch.get_num_threads(), len(comparison.runs))
         compare(comparison, args.jobs or own, how)

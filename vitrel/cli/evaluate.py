@@ -6,7 +6,8 @@
 
 Writes settings.json, rows.jsonl, images.npz, results.csv, table.md, plots/ and report.html into --out, which holds one
 evaluation: the same command goes on where it was stopped, and one with other sizes, models, protocols or policies adds rows.
-The training sizes are always evaluated too. --dry-run prints the rows with their costs, and how long they take.
+The training sizes are always evaluated too. --dry-run prints the rows that are missing with their costs, and how long
+they take.
 
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help="output folder; default %(default)s")
     add("--overwrite", action="store_true", help="start anew where --out holds another evaluation")
-    add("--dry-run", action="store_true", help="only print every row with its cost, and how long they take")
+    add("--dry-run", action="store_true", help="only print the rows that --out lacks with their costs, and how long they take")
     add("--protocol", nargs="+", dest="protocols", default=[],
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size), sliding (windows of the training size; segmentation); default "
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")
     add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
     add_margin(parser)
-    add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures")
+    add("--no-report", dest="report", action="store_false", help="report.html without pictures")
     add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
     add("--mean", type=float, nargs=3, help="mean of the pixels, 0 to 1; this and the next three are for all models")
     add("--std", type=float, nargs=3, help="standard deviation of the pixels")

@@ -70,7 +70,7 @@ def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool
 
 def add_margin(parser: argparse.ArgumentParser) -> None:
     """Add --margin, the loss up to which a size is called safe (`vitrel.evaluate.verdicts`)."""
-    text = "points of accuracy that may be lost: a size is called safe where less is shown to be; default %(default)g"
+    text = "points of accuracy that may be lost: a size is called safe where less is shown to be; default 2"
     parser.add_argument("--margin", type=points, default=2.0, metavar="POINTS", help=text)
 
 

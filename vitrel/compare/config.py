@@ -77,26 +77,36 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
     config = _section(read_yaml(path), KEYS, KEYS, str(path))
     several = isinstance(config["data"], list)
     items = [one if isinstance(one, dict) else {"data": one} for one in (config["data"] if several else [config["data"]])]
-    names = [Path(_section(item, KEYS, ("data",), f"{path}, data")["data"]).name for item in items]
+    for item in items:
+        if not isinstance(_section(item, KEYS, ("data",), f"{path}, data")["data"], str):
+            raise ValueError(f"{path}, data: the name or folder of a data set is expected, got {item['data']!r}")
+    names = [Path(item["data"]).name for item in items]
     if data is not None:
         if several and Path(data).name not in names:
             raise ValueError(f"--data {data}: the data sets of {path} are {', '.join(names)}")
         items = [items[names.index(Path(data).name) if several else 0] | {"data": data}]
-    return [_comparison(merged(config, item), several, path, out) for item in items]
+    return [_comparison(_section(merged(config, item), KEYS, KEYS, str(path)), several, path, out) for item in items]
 
 
 def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path) -> Comparison:
     """The comparison of a configuration whose data is one data set; `several`: it is one of several in the file."""
     keys = [one.name for one in fields(Settings)]
     data, settings = config["data"], {**_section(config["evaluate"], (*keys, "data"), (), f"{path}, evaluate")}
-    evaluated, name = settings.pop("data", data), f"{config['name']}/{Path(data).name}" if several else str(config["name"])
+    evaluated, name = settings.pop("data", None) or data, _folder_name(config["name"], f"{path}, name")
+    name = f"{name}/{Path(data).name}" if several else name
     try:
         Settings(**settings)
     except ValueError as error:
         raise ValueError(f"{path}, evaluate: {error}") from error
-    models = [{"name": one} if isinstance(one, str) else one for one in config["models"]]
+    except TypeError as error:
+        raise ValueError(f"{path}, evaluate: a value has another type than it needs ({error})") from error
+    models = config["models"] if isinstance(config["models"], list) else [config["models"]]
+    models = [{"name": one} if isinstance(one, str) else one for one in models]
     entries = [_section(one, MODEL_KEYS, ("name",), f"{path}, models") for one in models]
-    by_label = {entry.get("label", entry["name"]): entry for entry in entries}
+    for section, key in [(config, "train"), *((entry, key) for entry in entries for key in ("model_args", "train"))]:
+        if not isinstance(section.get(key, {}), dict):
+            raise ValueError(f"{path}: keys and values are expected for {key} of {section['name']}, got {section[key]!r}")
+    by_label = {_folder_name(entry.get("label", entry["name"]), f"{path}, label"): entry for entry in entries}
     if len(by_label) < len(entries):
         raise ValueError(f"{path}: two models have the same label: give each its own")
     runs = list[Run]()
@@ -110,8 +120,8 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
         if not all((train.get(part) or {}).get(key) for part, key in (("trainer", "max_epochs"), ("data", "size"))):
             raise ValueError(f"{path}: {trained} needs train.trainer.max_epochs and train.data.size, its training size")
         model = train.get("model") or {}
-        arguments = {**model.get("model_args", {}), **source.get("model_args", {}), **own.get("model_args", {})}
-        seeds = entry.get("seeds") or own.get("seeds") or source.get("seeds") or config["seeds"]
+        arguments = {**(model.get("model_args") or {}), **source.get("model_args", {}), **own.get("model_args", {})}
+        seeds = next(one["seeds"] for one in (entry, own, source, config) if one.get("seeds") not in (None, []))
         for seed in seeds if isinstance(seeds, list) else [seeds]:
             folder = out / name / f"{trained}-seed{seed}"
             first = out / name / f"{start}-seed{seed}" / "checkpoints" / "last.ckpt"
@@ -133,9 +143,16 @@ def _section(section: Any, keys: Collection[str], needed: Collection[str], where
         raise ValueError(f"{where}: keys and values are expected ({', '.join(keys)}), got {section!r}")
     if unknown := [key for key in section if key not in keys]:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}{did_you_mean(str(unknown[0]), keys)}")
-    if missing := [key for key in needed if not section.get(key)]:
+    if missing := [key for key in needed if section.get(key) in (None, "", [], {})]:
         raise ValueError(f"{where}: {missing[0]} is missing or empty; needed are {', '.join(needed)}")
     return section
+
+
+def _folder_name(value: Any, where: str) -> str:
+    """A name as text; ValueError where it cannot be that of a folder."""
+    if not isinstance(value, str | int | float) or Path(str(value)).name != str(value) or value == "..":
+        raise ValueError(f"{where}: a folder is named by it, so it is text without slashes, got {value!r}")
+    return str(value)
 
 
 def merged(common: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:

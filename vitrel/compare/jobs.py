@@ -87,7 +87,7 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
     if last.exists():
         values = values_that_differ(read_yaml(settings), config)
         differ = [f"{name}: {old!r} then, {new!r} now" for name, old, new in values if name not in FREE]
-        if digest and digest != start.read_text("utf-8"):
+        if digest and digest != (start.read_text("utf-8") if start.exists() else ""):
             differ.append(f"other weights in {source}, SHA-256 {digest:.8} now")
         if differ:
             raise ValueError(
@@ -110,4 +110,7 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
 
 def epochs_done(checkpoint: Path) -> int:
     """Return the number of epochs whose training was complete when a checkpoint was saved; ValueError for a damaged file."""
-    return int(read_file(checkpoint)["vitrel"]["epoch"])
+    try:
+        return int(read_file(checkpoint)["vitrel"]["epoch"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{checkpoint} is no checkpoint of vitrel train: remove its folder to train again") from error

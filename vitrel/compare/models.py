@@ -49,7 +49,7 @@ def untrained_models(comparison: Comparison) -> list[TrainedModel]:
         settings, size = run.training["model"], run.training["data"]["size"]
         task = settings.get("task", "classification")
         classes = class_names(comparison.data, task=task)
-        tuning = {**settings.get("tuning", {}), **({"init_from": None} if run.tuned else {})}
+        tuning = {**settings.get("tuning", {}), **({"init_from": None, "reset_head": None} if run.tuned else {})}
         built = {name: settings[name] for name in ("model_args", "task", "head") if name in settings}
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # it tells what happens to position

@@ -210,12 +210,7 @@ def costs(judged: Judged) -> Table:
 
 
 def resampled_text(row: Row) -> str:
-    """Return what is resampled at a row's size: "2,700 of 0.47 million (table bicubic)", "none", "none (table clip)".
-
-    Weights that changed although nothing is resampled are an error, and it says so.
-    """
-    if row.get("unchanged") is False and not row["resampled_values"]:
-        return "none, but the weights changed: this is an error"
+    """Return what is resampled at a row's size: "2,700 of 0.47 million (table bicubic)", "none", "none (table clip)"."""
     count = f"{row['resampled_values']:,.0f} of {row['param_count']:g} million" if row["resampled_values"] else "none"
     return count if row["resampled"] == "nothing" else f"{count} ({row['resampled']})"
 

@@ -56,7 +56,7 @@ class Settings:
         batch_size: number of images in a batch, halved when memory runs out.
         workers: processes that decode images.
         margin: the loss, in points, that does not matter (`vitrel.evaluate.verdicts`).
-        report: write report.html into an output folder.
+        report: whether report.html has pictures.
         photographs: whether the report may contain images of the data.
 
     Raises:

@@ -160,9 +160,7 @@ def merged(protocol: str, group: Sequence[Row], scores: Scores | None = None) ->
     row = group[0] | {"protocol": protocol, "seeds": len(group), "keys": [one.get("key") for one in group]}
     for name in row:
         values = [one[name] for one in group if known_number(one.get(name))]
-        if name == "unchanged":
-            row[name] = all(values)
-        elif len({*values}) > 1 and name not in ("seed", "seeds"):
+        if len({*values}) > 1 and name not in ("seed", "seeds"):
             row[name] = max(values) if name == "peak_memory_mb" else sum(values) / len(values)
     row["low"], row["high"] = contrast([sample_of(group, scores)]).of_share()
     return row
