@@ -1,6 +1,7 @@
 """Trained models as an evaluation takes them: checkpoints of the trainer, timm's names with weights, classes and outputs."""
 
 import argparse
+import math
 import os
 import re
 import socket
@@ -145,6 +146,12 @@ def test_a_checkpoint_has_no_other_weights_loaded(checkpoint, nothing_else_read,
     stored = torch.load(path, weights_only=True)["state_dict"]
     trained = load_checkpoint(path)
     assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
+
+
+@pytest.mark.parametrize("given", [{"std": (0.2, 0.0, 0.2)}, {"mean": (0.5,)}, {"std": (0.2, math.nan, 0.2)}])
+def test_mean_and_std_that_cannot_be_are_refused(checkpoint, given):
+    with pytest.raises(ValueError, match="has three numbers, those of std above 0"):
+        load_checkpoint(checkpoint(), preprocessing=given)
 
 
 def test_classes_that_the_model_knows_are_matched_by_name(trained):

@@ -109,6 +109,9 @@ def test_images_that_were_not_used_are_told_where_something_is_open():
 def test_policies_protocols_and_an_encoding_that_does_nothing_are_told():
     rows = [row(), *(row("128x128", top1, name) for name, top1 in (("geometric", 70.0), ("bicubic", 89.9)))]
     assert told(rows)[0].endswith("At 128 px --policy bicubic is better by 20 points.")
+    for policy, options in (("log_n", "--log-n"), ("rescale+bicubic+log_n", "--policy rescale bicubic --log-n")):
+        found = told([row(), row("128x128", 70.0, "geometric"), row("128x128", 90.0, policy)])[0]
+        assert found.endswith(f"At 128 px {options} is better by 20 points.")
     sizes = ("64x64", "48x48", "96x96")
     rows = rows_of({"m": (90, 60, 60)}, sizes) + rows_of({"m": (90, 80, 60)}, sizes, protocol="canvas")
     canvas = "At 48 px the canvas protocol is better by 20 points, at the same cost (objects keep their size in pixels: "

@@ -290,3 +290,7 @@ def test_a_dry_run_tells_rows_and_minutes_and_measures_nothing(trained, noise, t
     assert len(lines) == 2 + 2 + 4 and "6 rows of 12 images each, 0 of them in" in text
     assert "the others take about 1 min on this machine" in text and not (tmp_path / "out").exists()
     assert "| table clip" in text and math.isfinite(len(text))
+    settings = Settings(sizes=(48,), device="cpu", policies="all")
+    keys = [{"key": one.key} for one in run.opened(models, "noise", settings)[1]]
+    monkeypatch.setattr(run, "read_rows", lambda out: (keys, None))
+    assert dry_run(models, "noise", settings, tmp_path).startswith("All 6 rows of 12 images each are in ")

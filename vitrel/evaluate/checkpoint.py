@@ -267,7 +267,11 @@ def trained_model(
 def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
     """Preprocessing with mean and std as tuples and crop_pct as a float."""
     types = {"mean": tuple, "std": tuple, "crop_pct": float}
-    return {name: types.get(name, str)(value) for name, value in given.items()}
+    known = {name: types.get(name, str)(value) for name, value in given.items()}
+    for name in {"mean", "std"} & known.keys():
+        if len(known[name]) != 3 or (name == "std" and not all(value > 0 for value in known[name])):
+            raise ValueError(f"{name} has three numbers, those of std above 0, got {known[name]}")
+    return known
 
 
 def encoding_of(model: nn.Module) -> str:

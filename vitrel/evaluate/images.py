@@ -212,7 +212,7 @@ class Images:
         groups = self._groups(view, rank, world)
         fits = sum(map(len, groups)) * 3 * math.prod(view.size) * 4 <= CACHE_BYTES
         read: list[Batch] = []
-        for batch in self._loaded(view, groups):
+        for batch in self._loaded(view, groups, read):
             fits = fits and self.batch_size == self.asked
             if fits:
                 read.append(batch)
@@ -255,8 +255,8 @@ class Images:
             groups[size].append(Draw(index, size))
         return [groups[size] for size in sorted(groups)]
 
-    def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]]) -> Iterator[Batch]:
-        """Batches of the groups' images, each of images of one group, smaller ones where memory runs out."""
+    def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]], read: list[Batch]) -> Iterator[Batch]:
+        """Batches of images of one group each; if memory runs out, `read` is emptied and further batches are smaller."""
         dataset, done = self.dataset(view), 0
         collate = partial(_batch, view=view, drawn=_is_drawn(dataset))
         while True:
@@ -271,6 +271,7 @@ class Images:
                 if most == 1 or not (out_of_memory(error) or loading_failed(error)):
                     raise
             self.batch_size = most // 2
+            read.clear()
             # The error holds the failed loader in a cycle. A process of the next loader that collected it would wait for ever.
             gc.collect()
 

@@ -6,6 +6,7 @@ Passes that run out of memory are repeated with smaller batches. No other stage 
 import contextlib
 import ctypes
 import math
+import re
 import resource
 import sys
 import time
@@ -239,6 +240,10 @@ def peak_mb(device: torch.device) -> float:
     """Return the peak memory since `reset_peak` in MiB: of tensors on the GPU, else the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB
+    with contextlib.suppress(OSError):  # ru_maxrss of a process that another started begins at the other's peak
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
+            return int(found[1]) / 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 

@@ -149,15 +149,20 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
     images, plan = opened(models, data, settings)
     done = {row["key"] for row in read_rows(out)[0]}
     left = [trial for trial in plan if trial.key not in done]
+    if not left:
+        return f"All {len(plan)} rows of {len(images):,} images each are in {out} already: nothing is left to measure.\n"
     costs = _costs(left, images)
     columns = ("label", "img_size", "protocol", "budget", "policy", *NEEDS_NO_IMAGES)
     rows = [trial.columns | costs[_about_cost(trial)] for trial in left]
-    lines = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
+    lines = [
+        ["" if row[name] is None else "-" if row[name] != row[name] else str(row[name]) for name in columns] for row in rows
+    ]
     with _evaluating(models):
         seconds = _seconds(left, images, costs, settings, device)
+    takes = f"about {math.ceil(seconds / 60)} min" if math.isfinite(seconds) else "an unknown time"
     return (
         f"{markdown(columns, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in "
-        f"{out} already; the others take about {math.ceil(seconds / 60)} min on this machine.{_notes(plan)}\n"
+        f"{out} already; the others take {takes} on this machine.{_notes(plan)}\n"
     )
 
 

@@ -91,7 +91,10 @@ def _of_model(model: Model, judged: Judged) -> str:
         alternatives[row["protocol"], row["policy"] if row["protocol"] == model.protocol else ""].append(row)
     for (protocol, policy), rows in alternatives.items():
         by = _points(main_metric(row) - main_metric(model.used[row["img_size"]]) for row in rows)
-        what = f"--policy {policy} is better by {by}"
+        names = " ".join(name for name in policy.split("+") if name != "log_n")
+        options = [f"--policy {names}"] if names else []
+        options += ["--log-n"] if "log_n" in policy.split("+") else []
+        what = f"{' '.join(options)} is better by {by}"
         if not policy:
             what = f"the {protocol} protocol is better by {by}, at the same cost ({PROTOCOLS[protocol.split(',')[0]]})"
         found.append(f"At {_at(rows)} {what}")
