@@ -246,6 +246,8 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
     [
         ("data: {seed: 3}", "leave out data.seed: it is set from seed_everything"),
         ("model: {num_classes: 3}", "leave out model.num_classes: it is set from data.data"),
+        ("model: {optim: 5}", "model.optim takes keys, not 5"),
+        ("run: 7", "run takes keys, not 7"),
     ],
 )
 def test_what_jsonargparse_would_ignore_is_refused(tmp_path, text, said):

@@ -219,7 +219,9 @@ def test_normalized_by_mean_and_std():
         ({"base": (0, 64), "protocol": "canvas"}, "base must be a side"),
         ({"size": 32, "protocol": "canvas"}, "objects do not fit: the canvas protocol at 32x32 px .* 32x32 units.* needs 46"),
         ({"region": (0.0, 0.0, 1.0, 0.5)}, "objects do not fit: the scale protocol .* leave 64x32 units"),
-        ({"region": (0.5, 0.0, 0.2, 1.0)}, "objects do not fit: .* leave -19.2x64 units"),
+        ({"region": (0.5, 0.0, 0.2, 1.0)}, "region must be shares"),
+        ({"region": (0.0, 0.0, 2.0, 2.0)}, "region must be shares"),
+        ({"region": (-0.5, 0.0, 1.0, 1.0)}, "region must be shares"),
     ],
 )
 def test_errors_name_the_way_out(kwargs, text):

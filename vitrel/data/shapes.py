@@ -248,8 +248,10 @@ def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def _limits(region: tuple[float, float, float, float], field: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Corners (low, high), each [2], of the region in units; ValueError if the pair has no room to move by a patch."""
+    """Corners (low, high), each [2], of the region in units; ValueError for no region, or no room to move by a patch."""
     share = np.asarray(region, np.float64).reshape(2, 2)
+    if not ((share[0] >= 0) & (share[0] < share[1]) & (share[1] <= 1)).all():
+        raise ValueError(f"region must be shares (top, left, bottom, right), 0 <= top < bottom <= 1, not {tuple(region)}")
     low, high = share * field
     if (high - low < PAIR + PATCH).any():
         h, w = high - low

@@ -130,6 +130,7 @@ def test_a_csv_as_excel_writes_it(flowers, tmp_path):
         ("a.jpg,cat,train,7\n", "line 2 needs path, label, split"),
         ("a.jpg,cat,train\nb.jpg, ,val\n", "line 3 needs path, label, split, and as many cells as the header: b.jpg, , val"),
         ("a.jpg,cat,train\na.jpg,dog,val\n", "line 3 has the image a.jpg again: keep one row"),
+        ("a.jpg,cat,train\n./a.jpg,cat,val\n", "line 3 has the image ./a.jpg again: keep one row"),
         ("a.jpg,cat,Train\n", "line 2 has the split 'Train': use one of test, train, "),
     ],
 )

@@ -66,7 +66,7 @@ def csv_reader(path: str, split: Split, reading: Reading) -> Files:
         ValueError: a file that is no CSV in UTF-8, columns are missing, rows without a path, class or known split, an image
             with several rows, or there is neither an evaluation split nor `val_fraction`.
     """
-    folder = str(Path(path).parent)
+    folder = os.path.normpath(Path(path).parent)
     found: dict[str, tuple[str, str]] = {}  # {path of an image: class, split}
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -84,7 +84,7 @@ def csv_reader(path: str, split: Split, reading: Reading) -> Files:
                     raise ValueError(f"{where} needs {', '.join(used)}, and as many cells as the header: {', '.join(cells)}")
                 if cells[2:] and cells[2] not in NAMES:
                     raise ValueError(f"{where} has the split {cells[2]!r}: use one of {', '.join(sorted(NAMES))}")
-                place = os.path.join(folder, cells[0])
+                place = os.path.normpath(os.path.join(folder, cells[0]))
                 if place in found:
                     raise ValueError(f"{where} has the image {cells[0]} again: keep one row")
                 found[place] = cells[1], "".join(cells[2:])

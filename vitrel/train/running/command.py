@@ -328,13 +328,25 @@ def _keys_of(group: type, prefix: str) -> Iterator[str]:
 
 
 def _check_file(path: str) -> None:
-    """Raise ValueError for a key in a file that is set from others, which jsonargparse would ignore; a missing file passes."""
-    config = read_yaml(path) if Path(path).is_file() else None
-    for key, source in COMPUTED.items():
-        group, _, name = key.partition(".")
-        section = config.get(group) if isinstance(config, dict) else None
-        if isinstance(section, dict) and name in section:
-            raise ValueError(f"{path}: leave out {key}: it is set from {source}")
+    """Raise ValueError for what jsonargparse would ignore in a file: keys that are set from others, and a number for a section.
+
+    A missing file is left to jsonargparse.
+    """
+    if not Path(path).is_file():
+        return
+    known = keys()
+    for key, value in _flat(read_yaml(path)):
+        if key in COMPUTED:
+            raise ValueError(f"{path}: leave out {key}: it is set from {COMPUTED[key]}")
+        if isinstance(value, bool | int | float | list) and any(other.startswith(f"{key}.") for other in known):
+            raise ValueError(f"{path}: {key} takes keys, not {value}")
+
+
+def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key, with those that it lies in, and the value of every entry of nested mappings."""
+    for name, value in section.items() if isinstance(section, dict) else ():
+        yield f"{prefix}{name}", value
+        yield from _flat(value, f"{prefix}{name}.")
 
 
 def _sentence(message: str) -> str:
