@@ -108,6 +108,11 @@ def test_layer_decay_holds_at_every_update(name, layers):
     assert layers != 13 or 0.75**layers == pytest.approx(0.024, abs=5e-4)
 
 
+def test_an_optimizer_of_second_order_is_refused():
+    with pytest.raises(ValueError, match=r"model\.optim\.name: adahessian needs second derivatives"):
+        create_optimizer(timm.create_model("vitrel_vit_n8_none", depth=1), Optimization(name="adahessian"))
+
+
 def test_layer_decay_moves_the_layers_by_that_much():
     torch.manual_seed(0)
     net = model("vitrel_vit_n8_none")

@@ -204,7 +204,7 @@ def create_optimizer(model: nn.Module, settings: Optimization, images: int = 1) 
     """Return timm's optimizer `settings.name` over `parameter_groups`, with `lr` scaled to `images` images per update.
 
     Raises:
-        ValueError: see `parameter_groups`; or `opt_args` that the optimizer does not have.
+        ValueError: see `parameter_groups`; `opt_args` that the optimizer does not have; or it needs second derivatives.
     """
     lr = settings.scaled_lr(images)
     keywords: dict[str, Any] = {"momentum": settings.momentum}
@@ -213,11 +213,13 @@ def create_optimizer(model: nn.Module, settings: Optimization, images: int = 1) 
     if settings.name == "adamw":
         keywords["fused"] = True  # one kernel instead of several per parameter, on CPUs too
     keywords |= settings.opt_args
+    groups = parameter_groups(model, settings, lr)
     try:
-        groups = parameter_groups(model, settings, lr)
         optimizer = create_optimizer_v2(groups, opt=settings.name, lr=lr, weight_decay=settings.weight_decay, **keywords)
     except TypeError as error:
         raise ValueError(f"model.optim.opt_args: {error}") from error
+    if getattr(optimizer, "is_second_order", False):
+        raise ValueError(f"model.optim.name: {settings.name} needs second derivatives, which are not computed: use another")
     # Fused optimizers can unscale gradients themselves. Lightning then refuses to clip gradients, even where nothing is scaled
     # (bf16-mixed).
     optimizer._step_supports_amp_scaling = False  # noqa: SLF001  the flag that Lightning reads

@@ -339,6 +339,14 @@ def test_hidden_files_and_folders_are_no_classes_and_no_images_and_are_counted(r
     assert names(data) == ORDINARY
 
 
+def test_a_pipe_is_no_image(root):
+    """Reading one waits for ever."""
+    os.mkfifo(root / "train" / "cat" / "pipe.jpg")
+    with pytest.warns(UserWarning, match=r"\.jpg"):
+        data = opened(root, "train", identity)
+    assert names(data) == ORDINARY
+
+
 def test_a_class_of_hidden_images_alone_is_refused(root):
     for split in ("train", "val"):
         save(root / split / "emu" / ".0.png", format="PNG")

@@ -146,7 +146,7 @@ class Scan:
                         linked.append((entry.path, links + 1))
                     else:
                         self._links.append(entry.path)
-                elif entry.name.lower().endswith(SUFFIXES):
+                elif entry.name.lower().endswith(SUFFIXES) and (is_link or entry.is_file()):  # no pipe, which would block
                     file = os.path.realpath(entry.path) if is_link else os.path.join(real, entry.name) if links else ""
                     images[path].append(ImageFile(entry.path, label, links + is_link, file))
                 elif self.follow_links and _broken(entry):

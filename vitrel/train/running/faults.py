@@ -1,5 +1,6 @@
 """Callbacks that stop a run on errors: a non-finite loss or weight, too many unreadable images."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class FiniteLoss(Callback):
 
 
 REMEDY = (
-    "The last checkpoint was saved before. Lower model.optim.lr, lengthen model.optim.warmup_epochs or set "
+    "If a checkpoint was saved, it is of before. Lower model.optim.lr, lengthen model.optim.warmup_epochs or set "
     "trainer.gradient_clip_val"
 )
 
@@ -72,6 +73,13 @@ class BadImages(Callback):
 
     def __init__(self, folder: str | Path) -> None:
         self.path, self.known = Path(folder) / "bad_images.csv", 0
+        self.earlier: list[str] = []  # names listed before the run was resumed, some of which it may not read again
+
+    def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the names that the resumed run listed."""
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", newline="") as file:
+                self.earlier = [row[0] for row in csv.reader(file) if row][1:]
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         images, counts, found, many = trainer.datamodule, [], [], False
@@ -83,7 +91,7 @@ class BadImages(Callback):
             found += names
         said = f"{' and '.join(counts)} cannot be read ({_first(found)}; all listed in {self.path})"
         if len(found) > self.known and trainer.is_global_zero:
-            write_cells(self.path, [("image",), *((name,) for name in found)])
+            write_cells(self.path, [("image",), *((name,) for name in dict.fromkeys([*self.earlier, *map(shown, found)]))])
             if not many:
                 print(f"{said} and are left out", flush=True)
         if many:
