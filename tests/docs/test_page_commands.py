@@ -13,13 +13,13 @@ import timm
 import torch
 from huggingface_hub import constants
 from PIL import Image
-from safetensors.torch import save_file
 from test_page_examples import PAGES, blocks, commands
 from timm.models import _registry
 
 import vitrel
 from helpers.pictures import write_classes
 from helpers.runs import in_child, status
+from helpers.timm_peers import write_to_cache
 from vitrel import cli
 
 # Commands of hours or of packages that may be missing, and where they run at a small size.
@@ -92,11 +92,7 @@ def folder(tmp_path_factory, small_models):
     torch.save(timm.create_model("swin_tiny_patch4_window7_224").state_dict(), folder / "swin_t.pth")
     torch.save(timm.create_model("vit_small_patch14_dinov2").state_dict(), folder / "dinov2_vits14.pth")
     vitrel.save(timm.create_model("vitrel_swin_t"), folder / "swin.safetensors")
-    stored = folder / "hub" / f"models--timm--{VIT}.{timm.get_pretrained_cfg(VIT).tag}"
-    (stored / "snapshots" / "abc").mkdir(parents=True)
-    (stored / "refs").mkdir()
-    (stored / "refs" / "main").write_text("abc")
-    save_file(vit, stored / "snapshots" / "abc" / "model.safetensors")
+    write_to_cache(folder / "hub", VIT, vit)
     (folder / "my_package").mkdir()
     (folder / "my_package" / "models.py").write_text(PORTS)
     [code] = blocks("docs/how_to/write_an_encoding.md", "python")

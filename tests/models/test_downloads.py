@@ -6,6 +6,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import vitrel
+from helpers.timm_peers import write_to_cache
 
 NAME = "test_vit"
 
@@ -16,12 +17,8 @@ def _offline(monkeypatch):
 
 
 def test_weights_in_the_cache_are_used(tmp_path):
-    theirs, tag = timm.create_model(NAME), timm.get_pretrained_cfg(NAME).tag
-    stored = tmp_path / f"models--timm--{NAME}.{tag}"
-    (stored / "snapshots" / "abc").mkdir(parents=True)
-    (stored / "refs").mkdir()
-    (stored / "refs" / "main").write_text("abc")
-    save_file(theirs.state_dict(), stored / "snapshots" / "abc" / "model.safetensors")
+    theirs = timm.create_model(NAME)
+    write_to_cache(tmp_path, NAME, theirs.state_dict())
     found = vitrel.create_model(NAME, pretrained=True, cache_dir=tmp_path).state_dict()
     assert all((found[name] == value).all() for name, value in theirs.state_dict().items())
 

@@ -267,6 +267,13 @@ def test_runs(tmp_path):
     assert changed.head.out_features == 9 and torch.equal(changed.blocks[1].mlp.fc1.weight, run.model.blocks[1].mlp.fc1.weight)
 
 
+def test_a_folder_of_timm_that_holds_code_is_refused(tmp_path):
+    save_for_hf(model := ours(), tmp_path, safe_serialization=False)
+    torch.save(model, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin .* was refused"):
+        vitrel.load(tmp_path)
+
+
 @pytest.mark.slow
 def test_changes(tmp_path):
     model = ours("vitrel_vit_n8_absolute_rope_mixed", num_classes=5)

@@ -20,7 +20,7 @@ from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
 from vitrel.weights.from_timm import timm_model
 from vitrel.weights.plan import apply_plan, model_for
-from vitrel.weights.read import read_file
+from vitrel.weights.read import check_folder, read_file
 from vitrel.weights.saving import load, not_finite, read_checkpoint
 
 
@@ -199,8 +199,7 @@ def load_model(
     default = {"img_size": about["img_size"]} if about.get("img_size") else {}
     arguments = default | dict(model_args or {})
     if name.startswith("local-dir:"):
-        for file in Path(name.partition(":")[2]).glob("*.bin"):
-            read_file(file)  # refuses code, of which timm says how to run it anyway
+        check_folder(name.partition(":")[2])
         model = _create(name, arguments | {"pretrained": True})
     else:
         check_model_name(name)

@@ -94,6 +94,15 @@ def read_file(path: str | Path) -> Any:
         raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from None
 
 
+def check_folder(folder: str | Path) -> None:
+    """Raise ValueError, as `read_file` does, where a folder that timm reads has weights that are damaged or hold code.
+
+    timm finds no damage, and its message for code tells how to run it. Only torch files can hold code.
+    """
+    for file in Path(folder).glob("*.bin"):
+        read_file(file)
+
+
 def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
     """Return the state dict in nested dictionaries, without a prefix that all of its names share ("module.", "model.").
 

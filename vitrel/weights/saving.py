@@ -17,7 +17,7 @@ from vitrel.models.create import create_model, create_sized
 from vitrel.models.segmenter import BODY, Segmenter
 from vitrel.weights.from_timm import from_timm
 from vitrel.weights.plan import KNOWN, apply_plan, fitted, model_for
-from vitrel.weights.read import ARRAYS, read_file, unwrap, write_safetensors
+from vitrel.weights.read import ARRAYS, check_folder, read_file, unwrap, write_safetensors
 from vitrel.weights.recognize import as_vitrel
 from vitrel.weights.record import check_encodings, position_record
 from vitrel.weights.relativize import absolute_scale, drop_absolute
@@ -91,13 +91,14 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
         return _from_folder(path, changes)
     loaded = read_file(path)
     about = loaded.get("vitrel") if isinstance(loaded, dict) else None
-    named = (about or {}).get("model") if isinstance(about, dict) else None
-    own = named if isinstance(named, str) else named.get("architecture") if isinstance(named, dict) else None
-    if like is not None and like.startswith("vitrel_") and own not in (None, like):
-        raise ValueError(f"{path} is of the model {own}, not of {like}: leave out the name")
-    if isinstance(about, dict) and isinstance(about.get("model"), str):
+    about = about if isinstance(about, dict) else {}
+    model = about.get("model")  # the name in a checkpoint, the configuration in a file of `save`
+    name = model.get("architecture") if isinstance(model, dict) else model
+    if like is not None and like.startswith("vitrel_") and name not in (None, like):
+        raise ValueError(f"{path} is of the model {name}, not of {like}: leave out the name")
+    if isinstance(model, str):
         return read_checkpoint(path, loaded, changes)[0]
-    if isinstance(about, dict) and about and ("model" in about or like is None):
+    if about and ("model" in about or like is None):
         return _from_saved(path, loaded, about, changes)
     if like is None and (path.parent / "config.json").is_file():
         return _from_folder(path.parent, changes, path)
@@ -200,6 +201,7 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no model: neither a run's checkpoints/last.ckpt nor timm's config.json")
     if weights is None:
+        check_folder(folder)
         model = create_model(f"local-dir:{folder}", pretrained=True, **changes)
     else:
         if weights.suffix not in ARRAYS:
