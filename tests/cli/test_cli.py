@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import warnings
 
 import pytest
 
@@ -39,14 +38,6 @@ def started(*arguments, lacking=None):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, modules & set(HEAVY)
-
-
-def test_warnings_are_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    with pytest.raises(SystemExit):
-        cli.main(["--version"])
-    assert warnings.formatwarning("2 files are left out", UserWarning, "a.py", 1) == "warning: 2 files are left out\n"
-    assert "a.py:1: DeprecationWarning" in warnings.formatwarning("old", DeprecationWarning, "a.py", 1)
 
 
 @pytest.mark.slow

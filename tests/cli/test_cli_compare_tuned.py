@@ -1,6 +1,7 @@
 """`vitrel compare` with a model that is tuned at a larger size from another, in two processes, from training to the table."""
 
 import shutil
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -8,7 +9,7 @@ import torch
 import yaml
 
 from helpers import command
-from helpers.runs import fork_processes_of, in_child, read, status
+from helpers.runs import in_child, read, status
 from vitrel.common import processes
 from vitrel.compare import jobs
 
@@ -42,8 +43,11 @@ def compare(folder, number):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
-    child = in_child(folder, lambda: fork_processes_of(jobs, processes), lambda place: compare(place, "2"))
-    assert status(child) == 0
+
+    def forked():  # new processes would take longer to import than to work
+        processes.start_processes = partial(processes.start_processes, start_method="fork")
+
+    assert status(in_child(folder, forked, lambda place: compare(place, "2"))) == 0
     return folder
 
 

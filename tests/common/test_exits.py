@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -40,7 +41,7 @@ def test_what_the_user_can_mend_is_one_line(capsys, error, text):
 
 def test_lines_are_joined_and_nothing_is_hidden(capsys):
     assert ended(capsys, ValueError("does not fit:\n\tMissing key a"))[0] == "error: does not fit: Missing key a"
-    assert ended(capsys, MemoryError())[0] == "error: memory ran out"
+    assert ended(capsys, MemoryError())[0] == "error: MemoryError"
     with pytest.raises(TypeError), reported():  # ours to mend: with its traceback
         raise TypeError
 
@@ -66,6 +67,13 @@ def test_sigterm_is_cleaned_up_after_and_ends_with_143(capsys):
         os.kill(os.getpid(), signal.SIGTERM)
     assert caught.value.code == 143 and cleaned and capsys.readouterr().err == "SIGTERM: go on\n"
     assert signal.getsignal(signal.SIGTERM) is former and issubclass(Terminated, KeyboardInterrupt)
+
+
+def test_warnings_are_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with reported():
+        assert warnings.formatwarning("2 files are left out", UserWarning, "a.py", 1) == "warning: 2 files are left out\n"
+        assert "a.py:1: DeprecationWarning" in warnings.formatwarning("old", DeprecationWarning, "a.py", 1)
 
 
 def test_of_several_processes_one_tells(capsys, monkeypatch):

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from helpers import each, shared
 from vitrel.cli.options import packaged
-from vitrel.common.resources import first_line
+from vitrel.common.resources import without_traceback
 from vitrel.data import create_dataset
 from vitrel.data.augment import POLICIES, Augmenter, _warping, operations_of, policy_transform
 from vitrel.data.augmentation import Augmentation, AugmentationError
@@ -193,7 +193,7 @@ def test_an_error_names_image_operation_and_seed(place, tmp_path, monkeypatch):
         train()
     seed = f"seed 7, epoch {data.epoch}, image number 0, view 0"
     text = rf"train/a/0.png \(48x64 pixels\): {operation} failed with the random numbers of {seed}: no such image$"
-    assert re.search(text, first_line(caught.value))
+    assert re.search(text, without_traceback(str(caught.value)))
 
 
 def test_layers_and_probability():

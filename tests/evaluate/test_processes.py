@@ -3,7 +3,9 @@
 import math
 import multiprocessing
 import os
+import signal
 import time
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -240,68 +242,58 @@ def test_a_failure_ends_both_processes_with_its_message(folder, tool, failing):
         assert "left/0.png" in (folder / "out" / "settings.json").read_text()
 
 
-class Exits:
-    """Ends the process that unpickles it."""
-
-    def __reduce__(self):
-        return os._exit, (1,)
+def tell(folder):
+    found = processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads()))
+    (folder / str(processes.rank_and_world()[0])).write_text(str(found))
 
 
-def tell(word):
-    processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), word))
-
-
-def fail():
+def fail(rank, how):
     def work():
-        raise ValueError("no images")
+        if processes.rank_and_world()[0] == rank:
+            how()
 
     processes.on_all(work)
 
 
+def no_images():
+    raise ValueError("no images")
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.fixture
-def quick_to_start(monkeypatch):
-    """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.run", "vitrel.cli", "torchmetrics"])
-    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
+def forked(monkeypatch):
+    """Processes that `in_processes` starts are forked: new ones would take longer to import than to work."""
+    monkeypatch.setattr(processes, "start_processes", partial(processes.start_processes, start_method="fork"))
 
 
 @pytest.mark.slow
-def test_processes_of_this_machine_share_the_work_and_the_threads():
+@pytest.mark.usefixtures("forked")
+def test_processes_of_this_machine_share_the_work_and_the_threads(tmp_path):
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        with processes.shared_with(1, tell, "theirs"):
-            found = processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), "own"))
-        assert found == [((0, 2), 1, "own"), ((1, 2), 1, "theirs")]
-        assert processes.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
+        torch.set_num_threads(4)
+        processes.in_processes(2, tell, tmp_path)
     finally:
         torch.set_num_threads(threads)
-    with processes.shared_with(0, fail):
-        assert processes.on_all(lambda: 3) == [3]
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert {path.read_text() for path in tmp_path.iterdir()} == {str([((0, 2), 2), ((1, 2), 2)])}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("work", "arguments", "reported"),
+    ("rank", "how", "said"),
     [
-        (fail, (), "process 1 of 2: ValueError: no images"),
-        (os._exit, (1,), "another process ended before its work was done"),
-        (tell, (Exits(),), "a process of the evaluation ended"),
+        (1, no_images, "error: process 1 of 2: ValueError: no images"),
+        (1, killed, "error: another process ended before its work was done"),
+        (0, killed, "error: process 0 terminated with signal SIGKILL; memory may have run out"),
     ],
 )
-def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, arguments, reported):
-    with pytest.raises(processes.OtherProcessError, match=reported), processes.shared_with(1, work, *arguments):
-        processes.on_all(lambda: 1)
-    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_while_all_connect_is_told(quick_to_start, monkeypatch):
-    def peer_is_gone(*arguments, **options):
-        raise RuntimeError("Gloo connectFullMesh failed: Connection closed by peer")
-
-    monkeypatch.setattr(processes.dist, "init_process_group", peer_is_gone)  # in this process alone: the other one is new
-    with pytest.raises(processes.OtherProcessError, match="another process ended"), processes.shared_with(1, tell, "theirs"):
-        pytest.fail("the block runs only where all processes are connected")
-    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+def test_a_process_of_this_machine_that_fails_is_told(capfd, rank, how, said):
+    with pytest.raises(SystemExit) as ended:
+        processes.in_processes(2, fail, rank, how)
+    assert said in capfd.readouterr().err + str(ended.value.code) and ended.value.code not in (0, None)
+    assert not multiprocessing.active_children()

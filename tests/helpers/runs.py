@@ -2,7 +2,6 @@
 
 import csv
 import gc
-import multiprocessing
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ import time
 import traceback
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,13 +66,6 @@ def in_child(args, hook=None, main=run):
             sys.stderr.flush()
             os._exit(code)
     return pid
-
-
-def fork_processes_of(*modules):
-    """In a child: these modules start their processes by fork; new ones would take longer to import than to work."""
-    forked = multiprocessing.get_context("fork")
-    for module in modules:
-        module.multiprocessing = SimpleNamespace(get_context=lambda method: forked, active_children=forked.active_children)
 
 
 def status(pid, seconds=600):

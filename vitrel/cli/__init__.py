@@ -7,7 +7,6 @@ import argparse
 import importlib
 import re
 import sys
-import warnings
 from collections.abc import Collection, Sequence
 
 from vitrel.common.exits import reported, terminable
@@ -33,7 +32,6 @@ reads the output, 143 stopped by SIGTERM
 
 vitrel COMMAND --help describes a command and its options."""
 
-_FORMAT = warnings.formatwarning
 ANEW = "nothing was saved; the same command starts again from the beginning"
 
 
@@ -43,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     Returns on success, and raises SystemExit with the statuses of EPILOG otherwise.
     """
     argv = [*(sys.argv[1:] if argv is None else argv)]
-    warnings.formatwarning = _plain
     if argv[:1] == ["train"]:  # Lightning parses the rest
         importlib.import_module("vitrel.cli.train").run(argv[1:])
         return
@@ -57,11 +54,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with reported(args.go_on), terminable():
         import_modules(args.modules)
         args.run(args)
-
-
-def _plain(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning to users as one line, without the place in the code; other warnings as Python prints them."""
-    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
 def build_parser(complete: Collection[str]) -> argparse.ArgumentParser:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrel.cli.options import add_margin, count, packaged
-from vitrel.common.exits import terminable
 from vitrel.common.extras import TRAINING, require
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
         how: arguments of `at_sizes`.
     """
     from vitrel.common.lock import only_writer
-    from vitrel.common.processes import local_device, shared_with
+    from vitrel.common.processes import in_processes, local_device
     from vitrel.compare.jobs import train_all
     from vitrel.compare.models import evaluate
 
@@ -99,12 +98,13 @@ def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
     on = comparison.data + (f", evaluated on {comparison.evaluated}" if comparison.evaluated != comparison.data else "")
     print(f"{comparison.name}: {', '.join(labels)}; {len(trainings)} runs of {len(seeds)} seeds on {on}, {jobs} at a time, "
           f"in {comparison.folder}", flush=True)  # fmt: skip
-    with only_writer(comparison.folder), terminable():
+    with only_writer(comparison.folder):
         for tuned in (False, True):  # what is tuned comes after what it starts from
             runs = sorted((run for run in trainings.values() if run.tuned == tuned), key=lambda run: seeds.index(run.seed))
             train_all({run.folder: run.training for run in runs}, jobs)
-        trained = time.perf_counter()
-        others = jobs - 1 if local_device(comparison.settings.get("device", "auto")).type == "cpu" else 0
-        with shared_with(others, evaluate, comparison, how):
-            evaluate(comparison, how)
+    trained = time.perf_counter()
+    if jobs > 1 and local_device(comparison.settings.get("device", "auto")).type == "cpu":
+        in_processes(jobs, evaluate, comparison, how)
+    else:
+        evaluate(comparison, how)
     print(f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s")

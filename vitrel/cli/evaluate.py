@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitrel.cli.options import add_margin, add_models, add_sizes, check_data, check_files, check_models, open_models
-from vitrel.common.exits import one_line
 from vitrel.common.extras import require
 
 if TYPE_CHECKING:
@@ -85,13 +84,10 @@ def run(args: argparse.Namespace) -> None:
     check_data(args.data)
     check_models(args)
     check_files(args.class_indices)
-    from vitrel.common.processes import OtherProcessError, joined
+    from vitrel.common.processes import joined
 
-    try:
-        with joined():
-            _run(args)
-    except OtherProcessError as error:  # the failed process prints it too, but maybe only the log of process 0 is kept
-        sys.exit(f"error: {one_line(error)}" if int(os.environ["RANK"]) == 0 else 1)
+    with joined():
+        _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:

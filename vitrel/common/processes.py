@@ -1,27 +1,23 @@
 """Processes that share work, and the device of each.
 
-Several processes, started by torchrun or by `shared_with`, each do a share of the work. They exchange only small objects, so
+Several processes, started by torchrun or by `in_processes`, each do a share of the work. They exchange only small objects, so
 the gloo backend serves GPUs as well as CPUs. When one process fails, all end with its message instead of waiting for it.
 """
 
-import contextlib
-import multiprocessing
 import os
-import signal
-import socket
-import tempfile
-import threading
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.multiprocessing import ProcessExitedException, start_processes
 
-from vitrel.common.exits import end_with_parent
+from vitrel.common.exits import one_line, reported, terminable
 from vitrel.common.user_modules import import_modules
 
 
@@ -52,8 +48,7 @@ def checked_device(name: str) -> torch.device:
 
 
 _TIMEOUT = timedelta(days=1)  # of a collective call, which waits for slower processes; a dead process is noticed at once
-
-
+PATIENCE = 10.0  # seconds in which the other processes may end by themselves after one has failed
 _ENDED_EARLY = "another process ended before its work was done; its output says why"
 
 
@@ -61,9 +56,12 @@ class OtherProcessError(RuntimeError):
     """Raised in this process because another one failed; the message is that process's error."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def joined() -> Iterator[None]:
-    """Context with the process group of torchrun's processes; does nothing in a single process (WORLD_SIZE 1)."""
+    """Context with the process group of torchrun's processes; does nothing in a single process (WORLD_SIZE 1).
+
+    SystemExit with status 1 where another process failed; the first process prints that one's error.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
@@ -72,53 +70,44 @@ def joined() -> Iterator[None]:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         yield
+    except OtherProcessError as error:  # the failed process prints it too, but maybe only the log of process 0 is kept
+        sys.exit(f"error: {one_line(error)}" if dist.get_rank() == 0 else 1)
     finally:
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    """Context that runs its block as process 0 beside `others` new processes, each of which runs `work(*arguments)` and ends.
+def in_processes(number: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run `work(*arguments)` in `number` new processes of this machine, which are `joined`.
 
-    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each. OtherProcessError
-    where a process dies before all are connected.
+    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each.
 
     Args:
-        work: a module-level function whose arguments can be pickled. With others = 0 no process is started.
+        work: a module-level function whose arguments can be pickled.
+
+    Raises:
+        SystemExit: a process failed, and has printed why, or was killed.
     """
-    if others == 0:
-        yield
-        return
-    threads, world = torch.get_num_threads(), others + 1
-    spawn = multiprocessing.get_context("spawn")
-    threads_each = max(1, threads // world)
-    with tempfile.TemporaryDirectory() as folder:
-        init_method, started = Path(folder, "rendezvous").as_uri(), []
-        try:
-            for rank in range(1, world):
-                ready, child_end = spawn.Pipe(duplex=False)
-                process_args = (child_end, init_method, rank, world, threads_each, work, arguments)
-                process = spawn.Process(target=_run_other, args=process_args, daemon=True)
-                process.start()
-                child_end.close()  # the pipe then ends when the process ends
-                started.append((process, ready))
-            for _, ready in started:
-                if not _received(ready):
-                    raise OtherProcessError("a process of the evaluation ended while it started; memory may have run out")
-            torch.set_num_threads(threads_each)
-            try:
-                _init_group(init_method, 0, world)
-            except RuntimeError as error:
-                raise OtherProcessError(_ENDED_EARLY) from error
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            for process, _ in started:
-                process.join(timeout=1)
-                process.terminate()
-                process.join()
+    threads, port = max(1, torch.get_num_threads() // number), get_free_port()
+    started = start_processes(_run, (number, port, threads, work, arguments), number, join=False)
+    try:
+        while not started.join(grace_period=PATIENCE):
+            pass
+    except ProcessExitedException as error:
+        sys.exit(f"error: {error}; memory may have run out" if error.signal_name else 1)
+    finally:
+        for process in started.processes:
+            process.terminate()
+
+
+def _run(rank: int, number: int, port: int, threads: int, work: Callable[..., None], arguments: tuple) -> None:
+    """Body of a process that `in_processes` starts."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(number), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(threads)
+    if rank > 0:  # the first prints the same warnings
+        warnings.simplefilter("ignore")
+    with reported("the same command goes on"), terminable(), joined():
+        import_modules()
+        work(*arguments)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -151,32 +140,3 @@ def on_all(work: Callable[[], Any]) -> list[Any]:
         if error_text:
             raise OtherProcessError(f"process {rank} of {world}: {error_text}")
     return [value for value, _ in gathered]
-
-
-def _received(ready: Connection) -> bool:
-    """True once the process at the other end reports ready, False where it ended first."""
-    try:
-        return ready.recv()
-    except EOFError:
-        return False
-
-
-def _run_other(
-    ready: Connection, init_method: str, rank: int, world: int, threads: int, work: Callable[..., None], arguments: tuple
-) -> None:
-    """Body of a process that `shared_with` starts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 receives ctrl-c too, and ends this process
-    warnings.simplefilter("ignore")  # process 0 prints the same warnings
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    import_modules()
-    ready.send(True)
-    with contextlib.suppress(Exception):  # `on_all` passes errors to process 0
-        _init_group(init_method, rank, world)
-        work(*arguments)
-
-
-def _init_group(init_method: str, rank: int, world: int) -> None:
-    if "lo" in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo fails where the host's name does not resolve
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=_TIMEOUT)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.common.files import shown
-from vitrel.common.resources import check_workers, loading_failed, out_of_memory
+from vitrel.common.resources import check_workers, lacking
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.readers.base import subset
@@ -268,7 +268,7 @@ class Images:
                         yield batch
                 return
             except (RuntimeError, MemoryError) as error:
-                if most == 1 or not (out_of_memory(error) or loading_failed(error)):
+                if most == 1 or not lacking(error):
                     raise
             self.batch_size = most // 2
             read.clear()

@@ -278,7 +278,7 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     Raises:
         SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr); the run was
             stopped by SIGTERM (status 143) or ctrl-c (130).
-        RuntimeError: memory ran out, or a loader process was killed; `vitrel.common.resources.lack_of` says so in a sentence.
+        RuntimeError: memory ran out, or a loader process was killed (`vitrel.common.resources.lacking`).
         BlockingIOError: another process is writing into the run's folder.
         ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.
         FileExistsError: the run's folder holds a run and no `--ckpt_path` is given.

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
 from vitrel.common.files import atomic_write
-from vitrel.common.resources import lack_of
+from vitrel.common.resources import lacking
 from vitrel.train.metrics import CSVLog
 from vitrel.train.running.resume_check import run_settings
 from vitrel.weights.read import read_file
@@ -46,7 +46,7 @@ class AtomicIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
-            if lack_of(error):  # not of space
+            if lacking(error):  # not of space
                 raise
             raise OSError(
                 f"cannot write the checkpoint {path}: {error}; a former one is unchanged. Free some space and resume"
@@ -164,7 +164,7 @@ class Saving(Checkpoint):
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         self._restore()
-        if lack_of(exception):
+        if lacking(exception):
             exception.add_note(f"the run has ended: {self._left()}")
         elif isinstance(exception, KeyboardInterrupt):  # a second ctrl-c, or one before training
             rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self._left()}", flush=True)
