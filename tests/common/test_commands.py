@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from helpers import each, printed_commands
-from vitrel.common.commands import command_line, evaluate_line
+from vitrel.common.commands import evaluate_line
 from vitrel.common.sizes import Budget
 
 
@@ -25,7 +25,3 @@ def test_an_evaluation_with_real_values(trained, protocols, expected):
     [args] = printed_commands(evaluate_line(folder, data, trained, folder / "evaluation"))
     assert args.protocols == protocols and args.models == [str(folder)] and args.data == data and args.size == expected
     assert args.out == folder / "evaluation"
-
-
-def test_a_training():
-    assert command_line("train", "--data", Path("my shards")) == "vitrel train --data 'my shards'"

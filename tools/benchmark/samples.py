@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vitrel.common.files import commit as commit_of
-from vitrel.common.machine import hardware_name, installed_version, processor_name
+from vitrel.common.machine import installed_version, processor_name
 
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
@@ -76,7 +76,7 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
     """
     gpu = device.type == "cuda"
     return {
-        "device": hardware_name(device),
+        "device": torch.cuda.get_device_name(device) if gpu else processor_name(),
         "cpu": processor_name(),
         "driver": _driver_version() if gpu else "",
         "cuda": str(torch.version.cuda) if gpu else "",

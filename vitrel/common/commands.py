@@ -8,11 +8,6 @@ from pathlib import Path
 from vitrel.common.sizes import Budget, Size, format_size, short_size
 
 
-def command_line(command: str, *words: str | Path) -> str:
-    """Return a command of vitrel as a line to paste into a shell."""
-    return shlex.join(["vitrel", command, *map(str, words)])
-
-
 def evaluate_line(model: str | Path, data: str, trained: Sequence[Size | Budget], out: str | Path) -> str:
     """Return the command that evaluates `model` at its training sizes, and at smaller and larger ones.
 
@@ -31,4 +26,4 @@ def evaluate_line(model: str | Path, data: str, trained: Sequence[Size | Budget]
     sizes = dict.fromkeys([scaled(by_area[0], 0.5), *by_area, scaled(by_area[-1], 1.5), scaled(by_area[-1], 2)])
     texts = [format_size(size) if isinstance(size, Budget) else short_size(size) for size in sizes]
     protocol = ["--protocol", "native"] if any(isinstance(size, Budget) for size in trained) else []
-    return command_line("evaluate", model, "--data", data, "--size", *texts, *protocol, "--out", out)
+    return shlex.join(["vitrel", "evaluate", str(model), "--data", data, "--size", *texts, *protocol, "--out", str(out)])

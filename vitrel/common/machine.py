@@ -3,17 +3,6 @@
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-
-def hardware_name(device: "torch.device") -> str:
-    """Return the name of a GPU, or that of the processor for any other device."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def processor_name() -> str:
