@@ -36,7 +36,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     terms: Terms,
-    grid: Grid,
+    grid: Grid | tuple[int, int] | tuple[int, int, int],
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
@@ -47,8 +47,8 @@ def attention(
         q: queries [B, H, M, D], the last M tokens of the key grid, so cached keys of earlier rows come first.
         k: keys [B, H, N, D].
         v: values [B, H, N, D].
-        terms: what an encoding returns for `grid`.
-        grid: of the keys, N = grid.tokens.
+        terms: what an encoding returns for `grid`, or your own tables and angles; Terms() adds nothing.
+        grid: of the keys, (h, w) or (h, w, prefix) with class and register tokens; N = prefix + h * w.
         mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A fully masked query returns 0, with finite
             gradients.
         dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
@@ -57,6 +57,7 @@ def attention(
     Raises:
         ValueError: shapes do not fit the grid, the backend is unknown, or one given by name refuses the call.
     """
+    grid = Grid(*grid)
     if not torch.compiler.is_compiling():
         _check_tokens(q, k, v, grid)
         check_terms(terms, grid, q.shape[-3], q.shape[-1])
@@ -80,7 +81,7 @@ def attention(
 def window_attention(
     qkv: Tensor,
     terms: Terms,
-    grid: Grid,
+    grid: Grid | tuple[int, int],
     window: tuple[int, int],
     shift: tuple[int, int],
     num_heads: int,
@@ -91,10 +92,11 @@ def window_attention(
 
     Args:
         qkv: q, k and v along the last dimension, each split into heads, [B, h, w, 3C].
-        terms: on the window's grid, Grid(*window).
-        grid: of the image.
+        terms: on the window's grid, Grid(*window), the same for all windows: what an encoding returns for it, or your own.
+        grid: of the image, (h, w).
         window: (h, w) in tokens, of this size on every grid; a grid that it does not divide is padded and masked.
-        shift: (h, w) in tokens.
+        shift: (h, w) in tokens by which windows are shifted, less than the window, (0, 0) for none. Tokens at opposite borders
+            do not see each other. An axis that fits into one window is not shifted.
         num_heads: number of heads H.
         dropout_p: as in `attention`.
         backend: as in `attention`.
@@ -102,7 +104,7 @@ def window_attention(
     Raises:
         ValueError: shapes do not fit, the window is impossible, the backend is unknown, or one given by name refuses the call.
     """
-    window, shift = (window[0], window[1]), (shift[0], shift[1])
+    grid, window, shift = Grid(*grid), (window[0], window[1]), (shift[0], shift[1])
     check_window(window, shift)
     if grid.prefix:
         raise ValueError(f"windows contain patch tokens only, but the grid has {grid.prefix} prefix tokens")

@@ -151,7 +151,19 @@ def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (p, p + D/2) of x [..., N, D] by angles given as cos and sin [..., N, D/2]."""
+    """Rotate the channel pairs (p, p + D/2) of queries or keys: RoPE (arXiv 2104.09864) in the layout of DINOv3.
+
+    The result has the type to which x and the angles promote: cast it, or them, in half precision. Of code that pairs channels
+    (2p, 2p + 1), pass x.unflatten(-1, (-1, 2)).mT.flatten(-2) for queries and keys alike; logits do not change.
+
+    Args:
+        x: [..., N, D], D even.
+        cos: cosines of the angles, broadcastable to [..., N, D/2]; 1 leaves a token as it is (class and register tokens).
+        sin: sines of the angles, of the shape of cos; 0 leaves a token as it is.
+
+    Returns:
+        [..., N, D].
+    """
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 

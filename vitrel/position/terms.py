@@ -154,8 +154,13 @@ class PositionEncoding(nn.Module, abc.ABC):
         Every encoding defines this method.
         """
 
-    def forward(self, grid: Grid) -> Terms:
-        """Return the terms on `grid`, with its temperature unless that is "none"."""
+    def forward(self, grid: Grid | tuple[int, int] | tuple[int, int, int]) -> Terms:
+        """Return the terms on a grid, with its temperature unless that is "none".
+
+        Args:
+            grid: of the tokens, (h, w) or (h, w, prefix) with class and register tokens; in windows, that of one window.
+        """
+        grid = Grid(*grid)
         terms = self.terms(grid)
         if self.temperature_grid is None:
             return terms
