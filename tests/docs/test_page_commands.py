@@ -78,6 +78,13 @@ def folder(tmp_path_factory, small_models):
     for name in FLOWERS:
         for split in ("train", "val"):
             write_classes(folder / name / split, ("rose", "tulip"), [f"{i}.jpg" for i in range(4)])
+    several = [
+        f"flowers/{split}/{kind}/{i}.jpg,{kind}{';car' * (i % 2)},{split}"
+        for split in ("train", "val")
+        for kind in ("rose", "tulip")
+        for i in range(4)
+    ]
+    (folder / "streets.csv").write_text("\n".join(("path,label,split", *several)))
     write_classes(folder / "imagenet" / "val", [f"{i:03}" for i in range(1000)], ["0.jpg"], (8, 8))
     for split in ("train", "val"):
         for i in range(4):

@@ -37,7 +37,8 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 # columns that differ between equal runs; the means of an epoch in which a run is resumed are those of its rest
-MEASURED = {"images_per_s", "data_wait", *(f"train/{name}_epoch" for name in ("loss", "top1", "pixel_accuracy"))}
+MEANS = ("loss", "top1", "pixel_accuracy", "label_accuracy")
+MEASURED = {"images_per_s", "data_wait", *(f"train/{name}_epoch" for name in MEANS)}
 
 
 def in_child(args, hook=None, main=run):

@@ -74,7 +74,7 @@ def test_images_that_could_not_be_read_have_no_score_and_are_in_no_class():
 
 def test_a_task_is_found_by_the_name_of_its_file():
     assert task_named("classification") is TASK
-    with pytest.raises(ValueError, match="unknown task 'detection': choose from classification, segmentation"):
+    with pytest.raises(ValueError, match="unknown task 'detection': choose from classification, multilabel, segmentation"):
         task_named("detection")
 
 

@@ -97,7 +97,7 @@ def test_settings_of_classification_are_refused():
         task(loss="bce")
     with pytest.raises(ValueError, match="dice and class_weights are of segmentation"):
         task_named("classification").learning(3, Objective(dice=1.0), 0.0)
-    with pytest.raises(ValueError, match=r"unknown task 'boxes': choose from classification, segmentation"):
+    with pytest.raises(ValueError, match=r"unknown task 'boxes': choose from classification, multilabel, segmentation"):
         task_named("boxes")
 
 

@@ -65,6 +65,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
                                   Hugging Face data with masks, shapes-dense; --head linear|fpn|upernet
+  --task multilabel               learn several labels an image, from a CSV with ; between them
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --lr X, --batch-size N          peak learning rate, not scaled; images per batch and device (64, fewer where images are few)
@@ -150,8 +151,8 @@ def expanded(argv: list[str]) -> list[str]:
     of_file = "--model.model" in given and Path(given["--model.model"]).exists()  # or of a run's folder
     tuned = "--pretrained" in names or "--model.tuning.init_from" in given or of_file
     recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
-    if given.get("--model.task") == "segmentation":
-        recipe = "segmentation"
+    if (task := given.get("--model.task")) in packaged("train"):
+        recipe = task
     generated = given.get("--data.data", "").startswith("shapes")  # varied enough without augmentation
     return [f"--config={packaged('train')[recipe]}", *(["--data.augment=null"] if generated else []), *keys]
 

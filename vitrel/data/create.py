@@ -12,7 +12,7 @@ from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.prepare import Prepare
 from vitrel.data.readers.base import ImageSet, Reader
 from vitrel.data.readers.decode import Reading
-from vitrel.data.readers.files import csv_reader
+from vitrel.data.readers.files import LabelSet, csv_reader, labels_reader
 from vitrel.data.readers.folder import folder_classes, folder_reader
 from vitrel.data.readers.hub import data_files, is_saved, rows_reader
 from vitrel.data.readers.masks import MaskSet, are_named, mask_classes, mask_reader, mask_rows_reader
@@ -22,7 +22,7 @@ from vitrel.data.readers.tars import tar_files, tar_reader
 from vitrel.data.shapes import Shapes
 
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
-Task = Literal["classification", "segmentation"]
+Task = Literal["classification", "segmentation", "multilabel"]
 READERS: dict[str, dict[str, Callable[[str, Split, Reading], Reader]]] = {  # by task and kind of data
     "classification": {
         "folder": folder_reader,
@@ -32,6 +32,11 @@ READERS: dict[str, dict[str, Callable[[str, Split, Reading], Reader]]] = {  # by
         "torch": torchvision_reader,
     },
     "segmentation": {"folder": mask_reader, "hfds": mask_rows_reader},
+    "multilabel": {"csv": labels_reader},
+}
+READS = {
+    "segmentation": "has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>",
+    "multilabel": "has one label an image: the task multilabel reads a CSV with ; between labels",
 }
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
 SHAPES: dict[str, dict[str, Any]] = {  # synthetic data sets, and the arguments of `Shapes` for each
@@ -60,7 +65,8 @@ def create_dataset(
 
     With `std` None, images are uint8 instead, for `normalize` where the model runs; `shapes` are never.
     With task "segmentation", the second of a pair is the mask instead (`vitrel.data.readers.masks`): classes uint8 [H, W] with
-    `augment`, otherwise at the mask's own resolution; pixels of the value 255 have no class.
+    `augment`, otherwise at the mask's own resolution; pixels of the value 255 have no class. With task "multilabel" it is
+    float32 [classes], 1 for each class of the image and 0 for the others.
 
     Args:
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
@@ -72,9 +78,10 @@ def create_dataset(
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
-        task: "classification" or "segmentation". Data for segmentation are a folder that holds `images/<split>/`,
+        task: "classification", "segmentation" or "multilabel". Data for segmentation are a folder that holds `images/<split>/`,
             `masks/<split>/` and `classes.txt`, or a Hugging Face data set with a column of images and one of masks. The whole
-            image is resized to (H, W), in the canvas protocol to `base_size`.
+            image is resized to (H, W), in the canvas protocol to `base_size`. Data for several labels an image are a CSV
+            (`vitrel.data.readers.files.labels_reader`).
         augment: augmentation of training images; None prepares them as for evaluation. It needs `std` None, and leaves erasing
             to the training. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
@@ -116,8 +123,8 @@ def create_dataset(
         augmenter = Augmenter(augment, size, mean, seed, prepare.crop_pct, prepare.crop_mode)
     reader = _read(data, task, split, reading)
     options: dict[str, Any] = {"augment": augmenter, "n": n, "seed": seed, "reading": reading}
-    if task == "classification":
-        return ImageSet(reader, prepare, **options)
+    if task != "segmentation":
+        return (LabelSet if task == "multilabel" else ImageSet)(reader, prepare, **options)
     named = split == "train" and are_named(_kind_of(data)[1])  # all classes have to occur
     return MaskSet(reader, prepare, expected=len(reader.classes) if named else 0, **options)
 
@@ -145,7 +152,7 @@ def _kind_of(data: str) -> tuple[str, str]:
 def _read(data: str, task: Task, split: Split, reading: Reading) -> Reader:
     kind, place = _kind_of(data)
     if kind not in READERS[task]:
-        raise ValueError(f"data {data!r} has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>")
+        raise ValueError(f"data {data!r} {READS[task]}")
     return READERS[task][kind](place, split, reading)
 
 
@@ -157,8 +164,9 @@ def class_names(data: str, task: Task = "classification") -> list[str]:
     if data in SHAPES:
         _check_shapes(data, task)
         return list(create_shapes("val", 1, 0, task, **SHAPES[data]).classes)
-    if _kind_of(data)[0] == "folder":
-        return folder_classes(data) if task == "classification" else mask_classes(data)
+    named = {"classification": folder_classes, "segmentation": mask_classes}
+    if _kind_of(data)[0] == "folder" and task in named:
+        return named[task](data)
     return _read(data, task, "val", Reading(val_fraction=0.5)).classes
 
 
@@ -176,8 +184,9 @@ def create_shapes(
 
 
 def _check_shapes(data: str, task: Task) -> None:
-    if (data == "shapes-dense") != (task == "segmentation"):
+    own = "segmentation" if data == "shapes-dense" else "classification"
+    if task != own:
         raise ValueError(
             f"{data} have a class for every {'pixel' if data == 'shapes-dense' else 'image'}, which is not the task {task}: "
-            f"use {'the task segmentation' if data == 'shapes-dense' else 'shapes-dense'}"
+            f"use {'shapes-dense' if task == 'segmentation' else f'the task {own}'}"
         )

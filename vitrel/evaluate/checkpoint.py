@@ -238,7 +238,7 @@ def trained_model(
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation.
         outputs: see `TrainedModel`.
         restrict: see `TrainedModel`.
-        task: by default "segmentation" for a `Segmenter`, else "classification".
+        task: by default "segmentation" for a `Segmenter`, else that of the run it comes from, or "classification".
 
     Raises:
         ValueError: the model has no `num_classes`.
@@ -259,7 +259,7 @@ def trained_model(
         path=path,
         outputs=outputs,
         restrict=restrict,
-        task=task or ("segmentation" if isinstance(model, Segmenter) else "classification"),
+        task=task or ("segmentation" if isinstance(model, Segmenter) else getattr(model, "task", "") or "classification"),
     )
 
 

@@ -59,8 +59,10 @@ def frozen_rows(
         batch_size: of a forward pass.
 
     Raises:
-        ValueError: the data, or a size that the model does not take.
+        ValueError: the data, a size that the model does not take, or a model of another task than classification.
     """
+    if trained.task != "classification":
+        raise ValueError(f"k-NN and the linear probe need one class an image: {trained.label} has the task {trained.task}")
     view = scale(trained, trained.img_size, trained.crop_pct)
     of_training = Images(data, view, n=train_images, batch_size=batch_size, split="train")
     of_evaluation = Images(data, view, n=val_images, batch_size=batch_size)

@@ -23,6 +23,7 @@ from vitrel.common.files import shown
 from vitrel.common.resources import check_workers, lacking
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
+from vitrel.data.create import Task
 from vitrel.data.readers.base import subset
 from vitrel.data.readers.splits import Split
 from vitrel.evaluate.checkpoint import TrainedModel
@@ -47,7 +48,7 @@ class View(NamedTuple):
         mean: per channel.
         std: per channel.
         interpolation: "bicubic" or "bilinear".
-        masks: images come with masks instead of labels.
+        task: of the targets that come with the images.
         budget: maximum number of patch tokens of an image, which keeps its aspect ratio; None: all images have `size`.
         patch: (h, w) of a patch in pixels, with a budget.
         window: (h, w) in pixels of the windows in which a model sees an image, None: as a whole.
@@ -62,11 +63,16 @@ class View(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str
-    masks: bool = False
+    task: Task = "classification"
     budget: int | None = None
     patch: Size | None = None
     window: Size | None = None
     translation: int = 0
+
+    @property
+    def masks(self) -> bool:
+        """Whether images come with masks instead of labels."""
+        return task_named(self.task).dense
 
     @property
     def of_files(self) -> "View":
@@ -81,9 +87,8 @@ class View(NamedTuple):
 def scale(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
     """The same field of view at every size: objects grow with the image."""
     how = trained.size_of(size), "scale", crop_pct, trained.crop_mode, trained.img_size
-    whole = View(*how, trained.mean, trained.std, trained.interpolation)
-    dense = task_named(trained.task).dense  # whole images: their masks are not cropped
-    return whole._replace(crop_pct=1.0, crop_mode="squash", masks=True) if dense else whole
+    whole = View(*how, trained.mean, trained.std, trained.interpolation, trained.task)
+    return whole._replace(crop_pct=1.0, crop_mode="squash") if whole.masks else whole  # masks are not cropped
 
 
 def canvas(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
@@ -178,8 +183,8 @@ class Images:
         data, names = self.data, ("crop_pct", "crop_mode", "base_size", "mean", "std", "interpolation")
         how: dict[str, Any] = {name: getattr(view, name) for name in names} | {"protocol": view.mode}
         if isinstance(data, str):
-            task = "segmentation" if view.masks else "classification"
-            return create_dataset(data, self.split, view.size, task=task, n=self.n, seed=self.seed, reading=self.reading, **how)
+            how |= {"n": self.n, "seed": self.seed, "reading": self.reading}
+            return create_dataset(data, self.split, view.size, task=view.task, **how)
         return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
 
     def check(self, views: Iterable[View]) -> None:

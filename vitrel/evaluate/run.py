@@ -84,7 +84,8 @@ def at_sizes(
             makes of a model with other preprocessing or classes than its `pretrained_cfg` has. They are not changed.
         data: a name or folder that `create_dataset` takes, or a data set of (uint8 [3, h, w] or PIL image, label), which is
             preprocessed as a folder is. An attribute `classes` of the data set gives names of classes, by label. For
-            segmentation a data set has masks [h, w] of each image's size instead, with 255 where there is no class.
+            segmentation a data set has masks [h, w] of each image's size instead, with 255 where there is no class; for several
+            labels an image targets [K] of 0 and 1.
         sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196).
         out: folder of the evaluation.
         overwrite: start anew where `out` has another evaluation.

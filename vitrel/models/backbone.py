@@ -50,6 +50,7 @@ class Backbone(nn.Module, abc.ABC):
         pos_embed: the encoding added to the tokens, or None.
         num_prefix_tokens: number of class and register tokens.
         arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
+        task: what it was trained to predict, of `vitrel.tasks`, where it comes from a run; "" where unknown.
         train_sizes: image sizes of its training, "224x224" or a budget of patch tokens as "196t", where it comes from a run.
     """
 
@@ -60,6 +61,7 @@ class Backbone(nn.Module, abc.ABC):
     init_linear: Callable[[nn.Module], None]
     window_size: tuple[int, int] | None = None
     train_sizes: tuple[str, ...] = ()
+    task: str = ""
     grad_checkpointing: bool = False
 
     @abc.abstractmethod

@@ -31,6 +31,7 @@ class Config(NamedTuple):
     input_size: tuple[int, int]  # (h, w) in pixels that `set_input_size` recorded
     preparation: dict[str, Any]  # entries of timm's pretrained_cfg: size, crop, mean, std, names of the classes
     train_sizes: tuple[str, ...] = ()  # of a run: "224x224", or budgets of patch tokens, "196t"
+    task: str = ""  # of a run, as in `vitrel.tasks`
     segmenter: tuple[int, str] | None = None  # number of classes and head of a Segmenter with the model as its backbone
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Any:
@@ -63,6 +64,7 @@ class Config(NamedTuple):
             )
             model.set_input_size(size)
             model.train_sizes = () if "img_size" in changes else tuple(self.train_sizes)
+            model.task = self.task
             if not head:
                 return model
             with torch.device(device or torch.get_default_device()):
@@ -83,7 +85,7 @@ def config_of(model: Backbone | Segmenter) -> Config:
     name = str(cfg.get("architecture", ""))
     generic = next(key for key, trunk in TRUNKS.items() if isinstance(model, trunk))
     architecture = name if name.startswith("vitrel_") and timm.is_model(name) else generic
-    return Config(architecture, model.current_arguments(), model.img_size, preparation_of(cfg), model.train_sizes)
+    return Config(architecture, model.current_arguments(), model.img_size, preparation_of(cfg), model.train_sizes, model.task)
 
 
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:

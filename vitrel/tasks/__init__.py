@@ -41,6 +41,7 @@ class Losses(Protocol):
     """The settings of a loss that a task may use (`vitrel.train.Objective`)."""
 
     loss: str
+    bce_target_thresh: float | None
     dice: float
     class_weights: list[float] | None
     distillation: Any
@@ -84,7 +85,10 @@ class Learning(nn.Module, ABC):
 
     @abstractmethod
     def update(self, logits: Tensor, target: Any) -> None:
-        """Add a batch of the evaluation set to `values`; images of label -1, which fill the batches of ranks, do not count."""
+        """Add a batch of the evaluation set to `values`; images of label -1, which fill the batches of ranks, do not count.
+
+        Targets that are no numbers come as a list.
+        """
 
 
 class Task(ABC):
@@ -96,6 +100,7 @@ class Task(ABC):
         title: that metric in words.
         learned: name of the share of training labels that are predicted, in the log after "train/".
         dense: whether images come with masks instead of labels, and whole.
+        several: whether an image has any number of labels, as a target [K] of 0 and 1.
         columns: {column of results.csv: what it is}, of this task alone.
         stored: names of what `keep` returns that `scores` and `by_class` need.
     """
@@ -105,6 +110,7 @@ class Task(ABC):
     title: ClassVar[str]
     learned: ClassVar[str]
     dense: ClassVar[bool] = False
+    several: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, str]]
     stored: ClassVar[tuple[str, ...]]
 

@@ -28,6 +28,8 @@ from vitrel.data import (
     create_dataset,
     create_shapes,
 )
+from vitrel.data.create import Task
+from vitrel.tasks import task_named
 from vitrel.train.batch_order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Readable, evaluation_batches
 
 
@@ -64,7 +66,7 @@ class ImageData(LightningDataModule):
             shows fewer images.
         reading: reading of image files; unreadable ones are left out and listed, unless `on_bad` is "raise".
         seed: seed of the shapes, of the order of images and of the augmentation.
-        task: "classification", or "segmentation", with a mask for every image (`vitrel.data.readers.masks`).
+        task: as of `create_dataset`: "classification", "segmentation" with a mask for every image, or "multilabel".
 
     Raises:
         ValueError: a size or count below 1, or settings that do not fit the kind of data.
@@ -87,7 +89,7 @@ class ImageData(LightningDataModule):
         repeats: int = 1,
         reading: Reading = Reading(on_bad="leave_out"),
         seed: int = 0,
-        task: Literal["classification", "segmentation"] = "classification",
+        task: Task = "classification",
     ) -> None:
         super().__init__()
         self.task = task
@@ -215,7 +217,8 @@ class ImageData(LightningDataModule):
         if self.protocol == "native":
             sizes = [native_size(height, width, self.budget, self.patch) for height, width in self.val_set.image_sizes()]
         batches = evaluation_batches(sizes, self.batch_size, self.trainer.global_rank, self.trainer.world_size)
-        batch_of = partial(collate, masks_differ=self.task == "segmentation")
+        task = task_named(self.task)
+        batch_of = partial(collate, as_list=task.dense or task.several)
         return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches, collate_fn=batch_of)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:

@@ -8,7 +8,7 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
                 "train_sizes": ["HxW", ...], at native shape budgets of patch tokens as "196t", "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
                 "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
-                "task": "segmentation" and "head": str of a model for segmentation}}
+                "task": str of another task than classification, and "head": str of segmentation}}
 
 With the entry v = checkpoint["vitrel"], the model is rebuilt by
 `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])`. `model_args` leaves
@@ -55,7 +55,7 @@ from vitrel.weights.record import position_record
 
 
 class Classifier(LightningModule):
-    """Lightning module that trains any timm model, to classify images or, for segmentation, pixels.
+    """Lightning module that trains any timm model, to predict what a task asks (`vitrel.tasks`).
 
     Args:
         model: timm name, e.g. "vitrel_vit_n8_table", or a file that `vitrel.load` takes.
@@ -71,7 +71,7 @@ class Classifier(LightningModule):
         tuning: fine-tuning: the weights to start from, and the parameters that are trained.
         ema: exponential moving average of the weights; null for none.
         execution: settings of memory and speed.
-        task: "classification" of images, or "segmentation", the classification of pixels (`vitrel.tasks`).
+        task: "classification" of images; "segmentation", of pixels; or "multilabel", several labels an image.
         head: of segmentation: "linear", "fpn" or "upernet" (`vitrel.models.segmenter`).
 
     Raises:
@@ -111,9 +111,9 @@ class Classifier(LightningModule):
         self.model = self.task.with_head(backbone, self.num_classes, head)
         tuning.freeze(self.model)
         execution.apply(self.model)
-        if mixing is not None and task == "segmentation":
-            raise ValueError("mixup and cutmix mix the labels of images: leave out model.mixing for segmentation")
-        self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing)
+        if mixing is not None and self.task.dense:
+            raise ValueError(f"mixup and cutmix mix the labels of images: leave out model.mixing for {task}")
+        self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing, self.task.several)
         if self.teacher is not None:
             self.teacher.set_normalization(self.preprocessing["mean"], self.preprocessing["std"])
         self.mean, self.std = (torch.tensor(self.preprocessing[name]) for name in ("mean", "std"))
@@ -173,7 +173,7 @@ class Classifier(LightningModule):
         self.erasing = Erasing(augment) if augment is not None and augment.erase else None
         if self.mixup is not None and data.batch_size % 2:
             raise ValueError(f"mixup pairs the images of a batch: data.batch_size must be even, not {data.batch_size}")
-        if self.task.name == "segmentation":
+        if self.task.dense:
             self.start_classes = None  # its head is always new
         if self.start_classes is not None and list(self.start_classes) != self.classes:
             owner = f"of the teacher {self.teacher.name}" if self.ignores_labels else f"of {data.data}"  # type: ignore[union-attr]

@@ -23,7 +23,8 @@ class Objective:
     """The training loss. Evaluation always reports cross-entropy with the true labels.
 
     Args:
-        loss: "ce", cross-entropy, or "bce", timm's BinaryCrossEntropy (one binary problem per class).
+        loss: "ce", cross-entropy, or "bce", timm's BinaryCrossEntropy (one binary problem per class); several labels an image
+            are always learned by the latter.
         bce_target_thresh: threshold of "bce": targets above it become 1, all others 0; null leaves mixed and smoothed targets
             unchanged.
         distillation: a teacher to learn from besides the labels; null for none.
@@ -90,15 +91,19 @@ class Mixing:
         if self.off_epoch is not None and self.off_epoch < 0:
             raise ValueError(f"model.mixing.off_epoch must be an epoch, counted from 0, or null, not {self.off_epoch}")
 
-    def build(self, num_classes: int, label_smoothing: float) -> Mixup | None:
-        """Return timm's Mixup, which also smooths the labels; None if mixup and cutmix are 0."""
+    def build(self, num_classes: int, label_smoothing: float, several: bool = False) -> Mixup | None:
+        """Return timm's Mixup; None if mixup and cutmix are 0.
+
+        It also smooths the labels, but with `several` labels an image, targets [B, classes], the loss does.
+        """
         if not self.mixup and not self.cutmix:
             return None
         return Mixup(
             mixup_alpha=self.mixup,
             cutmix_alpha=self.cutmix,
-            label_smoothing=label_smoothing,
+            label_smoothing=0.0 if several else label_smoothing,
             num_classes=num_classes,
+            multi_label=several,
         )
 
     def active(self, epoch: int) -> bool:

@@ -143,6 +143,7 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
     _load(model, loaded, position, path, changes or {})
     if isinstance(backbone, Backbone):
         backbone.train_sizes = () if "img_size" in (changes or {}) else tuple(about.get("train_sizes") or ())
+        backbone.task = about.get("task", "") if model is backbone else ""
     settings = {name: about[name] for name in PREPROCESSING}
     if "num_classes" not in (changes or {}):
         settings["label_names"] = list(about["classes"])

@@ -327,7 +327,7 @@ def test_evaluation_resizes_the_image_alone(root):
     assert image.shape == (3, 18, 24) and mask.shape == (36, 48)
     expected = np.asarray(picture(scene(30)).resize((64, 24), Image.BICUBIC))
     assert np.array_equal((data[0][0] * 255).round().permute(1, 2, 0), expected)
-    images, masks = next(iter(DataLoader(data, 2, collate_fn=partial(collate, masks_differ=True))))
+    images, masks = next(iter(DataLoader(data, 2, collate_fn=partial(collate, as_list=True))))
     assert images.shape == (2, 3, 24, 64) and [mask.shape for mask in masks] == [(36, 48)] * 2
     canvas = create_dataset(str(root), "val", (40, 64), **HOW, protocol="canvas", base_size=(36, 48))
     image, mask = canvas[0]  # the image at the training size, in the middle of a larger canvas

@@ -39,21 +39,21 @@ class Draw(NamedTuple):
     repeat: int = 0
 
 
-def collate(items: Sequence[tuple[Tensor, Any]], masks_differ: bool = False) -> tuple[Tensor, Any]:
+def collate(items: Sequence[tuple[Tensor, Any]], as_list: bool = False) -> tuple[Tensor, Any]:
     """Return (images [B, 3, H, W], labels [B] or masks [B, H, W]) of items of a data set, for a DataLoader.
 
     uint8 images have the channels of a pixel side by side, as Pillow and OpenCV have them, and so has their batch: to copy them
     into planes takes ten times as long here, and a GPU does it in the first operation on them.
 
     Args:
-        masks_differ: the masks have resolutions of their own, and are returned as a list.
+        as_list: return the targets as a list, in which masks have resolutions of their own, and -1 may stand for one.
     """
     images, targets = zip(*items, strict=True)
     if images[0].dtype == torch.uint8:
         batch = default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     else:
         batch = default_collate(images)
-    return batch, list(targets) if masks_differ else default_collate(targets)
+    return batch, list(targets) if as_list else default_collate(targets)
 
 
 @dataclass

@@ -2,12 +2,18 @@
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
 from vitrel.common.files import shown
-from vitrel.data.readers.base import READERS, Reader
+from vitrel.data.readers.base import READERS, ImageSet, Reader
 from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import Reading
 from vitrel.data.readers.splits import NAMES, Split, of_split, one_of
@@ -54,7 +60,31 @@ def file_states(paths: Sequence[str]) -> list[str]:
         return pool.map(state, paths, chunksize=1000)  # a local file takes less time than a task for a thread
 
 
-def csv_reader(path: str, split: Split, reading: Reading) -> Files:
+class LabelSet(ImageSet):
+    """Data set of images with any number of labels: items are (image as of `ImageSet`, float32 [classes] of 0 and 1)."""
+
+    def read(self, index: int) -> tuple[Image.Image, Tensor]:
+        """Return (image of mode RGB, target); `BadImage` if it cannot be decoded."""
+        picture, labels = super().read(index)
+        target = torch.zeros(len(self.classes))
+        target[list(labels)] = 1
+        return picture, target
+
+    def class_counts(self) -> list[int]:
+        """Return the number of images that have each class."""
+        found = [label for labels in self.labels() for label in labels]
+        return np.bincount(found, minlength=len(self.classes)).tolist()
+
+
+def labels_reader(path: str, split: Split, reading: Reading) -> Files:
+    """Return the images of a split of a CSV as of `csv_reader`, but with ; between the labels of an image, which may have none.
+
+    `reading.val_fraction` is of the images with the same rarest label. ValueError also where no training image has a label.
+    """
+    return csv_reader(path, split, reading, several=True)
+
+
+def csv_reader(path: str, split: Split, reading: Reading, several: bool = False) -> Files:
     """Return the images of a split of a CSV with a header, with the classes in `class_order`.
 
     The columns are the path (`path`, `image`, `file`, `filename` or `file_name`; relative to the CSV's folder), the class
@@ -67,7 +97,7 @@ def csv_reader(path: str, split: Split, reading: Reading) -> Files:
             with several rows, or there is neither an evaluation split nor `val_fraction`.
     """
     folder = os.path.normpath(Path(path).parent)
-    found: dict[str, tuple[str, str]] = {}  # {path of an image: class, split}
+    found: dict[str, tuple[list[str], str]] = {}  # {path of an image: classes, split}
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, skipinitialspace=True, strict=True)
@@ -80,18 +110,30 @@ def csv_reader(path: str, split: Split, reading: Reading) -> Files:
                 cells, where = [(row[column] or "").strip() for column in used], f"{path}, line {rows.line_num}"
                 if not any(cells):
                     continue
-                if None in row or not all(cells):
+                labels = [name for name in map(str.strip, cells[1].split(";")) if name] if several else [cells[1]]
+                if None in row or not all(cells[:1] + cells[1 + several :]):
                     raise ValueError(f"{where} needs {', '.join(used)}, and as many cells as the header: {', '.join(cells)}")
                 if cells[2:] and cells[2] not in NAMES:
                     raise ValueError(f"{where} has the split {cells[2]!r}: use one of {', '.join(sorted(NAMES))}")
                 place = os.path.normpath(os.path.join(folder, cells[0]))
                 if place in found:
                     raise ValueError(f"{where} has the image {cells[0]} again: keep one row")
-                found[place] = cells[1], "".join(cells[2:])
+                found[place] = labels, "".join(cells[2:])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is no CSV in UTF-8: {error}") from error
-    classes = class_order({name for name, _ in found.values()})
+    counts = Counter(name for names, _ in found.values() for name in set(names))
+    classes = class_order(counts)
     numbers = {name: number for number, name in enumerate(classes)}
-    samples = [(place, numbers[name]) for place, (name, _) in found.items()]
-    own = of_split(samples, [word for _, word in found.values()], split, reading.val_fraction, path)
-    return Files(classes, own, path, folder)
+    words = [word for _, word in found.values()]
+    # images are divided by class, or by their rarest one; one without any by the number beyond the classes
+    rarest = [numbers[min(names, key=counts.__getitem__)] if names else len(classes) for names, _ in found.values()]
+    own = of_split([*zip(found, rarest, strict=True)], words, split, reading.val_fraction, path)
+    if not several:
+        return Files(classes, own, path, folder)
+    if not classes:
+        raise ValueError(f"{path} has no label for any image")
+    samples = [(place, tuple(sorted({numbers[name] for name in found[place][0]}))) for place, _ in own]
+    if split == "train" and (unseen := {*range(len(classes))}.difference(*(labels for _, labels in samples))):
+        names = ", ".join(classes[number] for number in sorted(unseen)[:3])
+        raise ValueError(f"no training image of {path} has the labels {names} ({len(unseen)} in all): add some, or remove them")
+    return Files(classes, samples, path, folder)

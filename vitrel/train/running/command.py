@@ -1,7 +1,7 @@
 """The command line: LightningCLI with fixed classes and one folder per run.
 
 The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`,
-`checkpoints/best.ckpt` (highest `val/top1`, in segmentation `val/miou`) and `checkpoints/last.ckpt`. `--ckpt_path FILE`
+`checkpoints/best.ckpt` (highest `val/top1`, `val/miou` or `val/map`) and `checkpoints/last.ckpt`. `--ckpt_path FILE`
 resumes from a checkpoint, `--ckpt_path auto` from the folder's `last.ckpt` if there is one.
 """
 

@@ -62,7 +62,7 @@ class Best(ModelCheckpoint):
 
     Args:
         folder: folder of `best.ckpt`.
-        metric: "top1", or "miou" of segmentation.
+        metric: of the task, "top1", "miou" or "map".
     """
 
     def __init__(self, folder: str | Path, metric: str) -> None:
