@@ -251,16 +251,31 @@ def test_interpolation(interpolation):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"scale": (0.8, 0.5)}, "scale\n.*"),
-        ({"ratio": (2.0, 1.0)}, "ratio\n.*"),
-        ({"gray_prob": -1}, "p\n.*greater than or equal to 0"),
-        ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "hue\n.*"),
+        ({"scale": (0.8, 0.5)}, r"augment.scale must be \[minimum, maximum\], both above 0 and at most 1, not \[0.8, 0.5\]"),
+        ({"scale": (0.5, 1.5)}, r"augment.scale .*at most 1, not \[0.5, 1.5\]"),
+        ({"scale": (0.0, 1.0)}, "augment.scale"),
+        ({"scale": (0.1, 0.2, 0.3)}, "augment.scale"),
+        ({"ratio": (2.0, 1.0)}, r"augment.ratio .*both above 0, not \[2.0, 1.0\]"),
+        ({"ratio": (1.0, float("nan"))}, "augment.ratio"),
+        ({"factor": (0.0, 2.0)}, "augment.factor"),
+        ({"factor": (0.5, float("inf"))}, "augment.factor"),
+        ({"gray_prob": -1}, "augment.gray_prob must be a probability, from 0 to 1, not -1"),
+        ({"jitter_prob": 2}, "augment.jitter_prob"),
+        ({"blur_prob": 1.01}, "augment.blur_prob"),
+        ({"erase": 25}, "augment.erase must be a probability"),
+        ({"erase_count": 0}, "augment.erase_count must be at least 1, not 0"),
+        ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "augment.jitter must be from 0 to 1, its hue from 0 to 0.5"),
+        ({"jitter": 1.5}, "augment.jitter must be from 0 to 1"),
+        ({"jitter": -0.1}, "augment.jitter must be from 0 to 1"),
         ({"jitter": (0.1, 0.1)}, r"a number or \[brightness, contrast, saturation"),
+        ({"crop": "middle"}, "unknown augment.crop 'middle'; use one of random_resized, random_scale, simple, center"),
+        ({"interpolation": "nearest"}, "unknown augment.interpolation 'nearest'"),
+        ({"erase_mode": "noise"}, "unknown augment.erase_mode 'noise'"),
     ],
 )
-def test_settings_are_checked_before_images_are_read(settings, text):
+def test_settings_are_checked_where_they_are_made(settings, text):
     with pytest.raises(ValueError, match=text):
-        augmenter(**settings)
+        Augmentation(**settings)
 
 
 def test_settings_are_read_from_a_config():

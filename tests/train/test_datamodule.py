@@ -91,3 +91,15 @@ def test_evaluation_crops_images_or_at_native_shape_keeps_them_whole(tmp_path):
         data.setup()
         images, _ = next(iter(data.val_dataloader()))
         assert images.shape == (1, 3, *size) and images.dtype == torch.uint8 and images.max() == brightest
+
+
+def test_images_for_a_fit_are_without_unreadable_ones(tmp_path):
+    for name in ("train/a/0", "train/a/1", "val/a/0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), "white").save(tmp_path / f"{name}.png")
+    (tmp_path / "train" / "a" / "1.png").write_bytes(b"damaged")
+    preprocessing = preprocessing_of(timm.create_model("vitrel_vit_n8_none", img_size=32, depth=1))
+    data = ImageData(str(tmp_path), 32)
+    data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(preprocessing=preprocessing))
+    data.train_set = range(2)
+    assert len(data.unaugmented(256)) == 1

@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import pytest
 import timm
 import torch
@@ -131,6 +133,21 @@ def test_any_file_of_weights(tmp_path):
         small(tuning=Tuning("nowhere.pt"))
     with pytest.raises(ValueError, match=r"init_from .*plain.safetensors: the weights do not fit the model.*blocks\.2"):
         Classifier("vitrel_vit_n8_none", 4, 32, SMALL | {"depth": 3}, tuning=Tuning(str(tmp_path / "plain.safetensors")))
+
+
+def test_a_file_for_a_model_of_timm_is_read_as_others_are(tmp_path):
+    """timm's own reader ends in a traceback for a file with code, and for one of another number of classes."""
+    path = tmp_path / "resnet.pth"
+    torch.save({"state_dict": {}, "x": Fraction(1, 2)}, path)  # of a class, which unpickling would import
+    with pytest.raises(ValueError, match=r"resnet.pth \(.* bytes\) was refused: it holds more than tensors"):
+        Classifier("resnet18", 4, 32, {"checkpoint_path": str(path)})
+    plain = timm.create_model("resnet18", num_classes=7)
+    torch.save(plain.state_dict(), path)
+    module = Classifier("resnet18", 4, 32, {"checkpoint_path": str(path)})
+    assert torch.equal(module.model.conv1.weight, plain.conv1.weight) and module.model.num_classes == 4
+    for name, how in (("vitrel_vit_n8_none", {}), ("vit_tiny_patch16_224", {"tuning": Tuning(position="table")})):
+        with pytest.raises(ValueError, match=f"for timm's own models: use model.tuning.init_from: {path}"):
+            Classifier(name, 4, 32, {"checkpoint_path": str(path)}, **how)
 
 
 @pytest.mark.filterwarnings("error:.*in eval mode.*")

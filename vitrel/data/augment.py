@@ -77,10 +77,7 @@ class Augmenter:
         self.crop_pct, self.crop_mode = (crop_pct, crop_mode) if settings.crop == "center" else (1.0, "center")
         # the generators of the libraries; crop, flips, jitter, gray and blur have their own
         self.seeds = settings.policy is not None or settings.crop in ("simple", "center")
-        try:
-            self.pipelines = {self.size: pipeline(self.settings, self.size, mean)}
-        except ValueError as error:  # of albumentations, which names its arguments alone
-            raise ValueError(f"augment: {error}") from error
+        self.pipelines = {self.size: pipeline(self.settings, self.size, mean)}
 
     def __call__(self, image: Picture, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
         """Return the augmented image, uint8 [3, H, W].

@@ -1,7 +1,8 @@
 """Settings of training augmentation; `vitrel.data.augment` applies them."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 Crop = Literal["random_resized", "random_scale", "simple", "center"]
 Interpolation = Literal["bicubic", "bilinear", "random"]
@@ -43,7 +44,7 @@ class Augmentation:
         erase_count: maximum number of erased rectangles.
 
     Raises:
-        ValueError: values out of range, or an unknown policy.
+        ValueError: a value out of range. A policy is checked where a data set is made.
     """
 
     scale: tuple[float, float] = (0.35, 1.0)
@@ -61,6 +62,25 @@ class Augmentation:
     blur_prob: float = 0.0
     erase_mode: EraseMode = "const"
     erase_count: int = 1
+
+    def __post_init__(self) -> None:
+        for name, most in (("scale", 1.0), ("ratio", math.inf), ("factor", math.inf)):
+            span = getattr(self, name)
+            minimum, maximum = span if len(span) == 2 else (0, 0)
+            if not (0 < minimum <= maximum <= most and maximum < math.inf):
+                limits = "above 0 and at most 1" if most == 1 else "above 0"
+                raise ValueError(f"augment.{name} must be [minimum, maximum], both {limits}, not {list(span)}")
+        for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"augment.{name} must be a probability, from 0 to 1, not {getattr(self, name)}")
+        *spans, hue = self.jitter_ranges
+        if not (all(0 <= span <= 1 for span in spans) and 0 <= hue <= 0.5):
+            raise ValueError(f"augment.jitter must be from 0 to 1, its hue from 0 to 0.5, not {self.jitter}")
+        if self.erase_count < 1:
+            raise ValueError(f"augment.erase_count must be at least 1, not {self.erase_count}")
+        for name, known in (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode)):
+            if (value := getattr(self, name)) not in get_args(known) and (name, value) != ("crop", None):
+                raise ValueError(f"unknown augment.{name} {value!r}; use one of {', '.join(get_args(known))}")
 
     def for_masks(self) -> "Augmentation":
         """Return the settings for images with masks; ValueError where they would move or erase an image and not its mask."""

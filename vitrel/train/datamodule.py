@@ -21,6 +21,7 @@ from vitrel.common.sizes import Budget, Size, native_size, token_count
 from vitrel.data import (
     SHAPES,
     Augmentation,
+    Draw,
     Drawn,
     Reading,
     class_names,
@@ -176,12 +177,15 @@ class ImageData(LightningDataModule):
         return create_shapes("train", self.n_train, self.seed, size=self.size, mean=mean, std=std, region=self.region)
 
     def unaugmented(self, n: int) -> Tensor:
-        """Return n training images, or all, at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which."""
+        """Return n training images, or all, at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which.
+
+        Unreadable ones are left out.
+        """
         preprocessing = self.trainer.lightning_module.preprocessing
         n = min(n, len(self.train_set))
         options = {"n": n, "seed": self.seed, "reading": self.reading, "task": self.task}
         chosen = create_dataset(self.data, "train", self.size, **preprocessing, **options)
-        return torch.stack([chosen[i][0] for i in range(len(chosen))])
+        return torch.stack([image for image, _ in Readable(chosen).__getitems__([Draw(i) for i in range(n)])])
 
     @property
     def batches(self) -> int:

@@ -276,7 +276,12 @@ class Classifier(LightningModule):
         return normalize(images, self.mean, self.std)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, and log it and the share of labels that are predicted."""
+        """Return the loss of a batch, and log it and the share of labels that are predicted.
+
+        The loss of a batch without images, none of which could be read, is 0.
+        """
+        if not len(batch[0]):  # other devices wait for the gradients of all parameters
+            return torch.stack([0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad]).sum()
         images, labels = self.normalized(batch[0]), batch[1]
         if self.erasing is not None:
             self.erasing(images)

@@ -19,6 +19,7 @@ from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS, select_options, split_position
 from vitrel.weights import absolute_to_relative, load, relativize
 from vitrel.weights.absolute_to_relative import IMAGES, cannot_fit
+from vitrel.weights.from_timm import timm_model
 from vitrel.weights.plan import apply_plan, plan_weights, rebuilt
 from vitrel.weights.read import read_file
 from vitrel.weights.recognize import as_vitrel
@@ -91,15 +92,19 @@ class Tuning:
         """
         if reserved := sorted({"num_classes", "img_size"} & model_args.keys()):
             raise ValueError(f"model_args must not set {' and '.join(reserved)}, which data.data and data.size determine")
-        if self._rebuilds(name):
+        weights, rebuilds = model_args.get("checkpoint_path"), self._rebuilds(name)
+        if weights and (rebuilds or name.startswith("vitrel_")):
+            raise ValueError(f"model_args.checkpoint_path is for timm's own models: use model.tuning.init_from: {weights}")
+        if rebuilds:
             base, classes = self.initial(name)
             try:
                 return self._changed(base, name, num_classes, img_size, model_args), classes
             except (RuntimeError, TypeError) as error:
                 raise ValueError(f"{name} cannot have model.model_args {model_args}: {error}") from error
         check_registered(name)
+        arguments = {"img_size": img_size, "num_classes": num_classes, **model_args}
         try:
-            model = create_sized(name, img_size, num_classes=num_classes, **model_args)
+            model = timm_model(name, **arguments) if weights else create_sized(name, **arguments)
         except TypeError as error:
             raise ValueError(f"wrong argument of the model {name}: {error}; model.model_args is {model_args}") from error
         return model, self._load(model)

@@ -111,6 +111,15 @@ def test_a_csv(flowers):
         class_names(str(flowers / "bad.csv"))
 
 
+@pytest.mark.parametrize("header", [("path", "label", "label"), ("path", "label", "path"), ("path", "split", "label", "split")])
+def test_a_column_named_twice_is_refused(tmp_path, header):
+    """Of two columns of one name, the first would be ignored silently."""
+    write_csv(tmp_path / "twice.csv", [header, ("a.png", *["train"] * (len(header) - 1))])
+    twice = next(name for name in header if header.count(name) > 1)
+    with pytest.raises(ValueError, match=f"twice.csv has the column {twice} more than once: keep one"):
+        class_names(str(tmp_path / "twice.csv"))
+
+
 def test_a_csv_as_excel_writes_it(flowers, tmp_path):
     rows = [
         ("path", " label", "split", ""),

@@ -162,12 +162,20 @@ def test_too_many_unreadable_images_stop_the_run_and_all_are_listed(command, own
     assert "bad_share (0.01)" in text
 
 
-def test_a_batch_of_which_no_image_can_be_read_stops_the_run(command, own, capfd):
+def test_a_batch_of_which_no_image_can_be_read_is_left_out(command, own, tmp_path, capfd):
+    """Such an image is named and counted as others are, and a run that has no other ends with their number."""
+    bad = [own / "train" / "red" / f"{i}.png" for i in range(2)]
+    for path in bad:
+        damage(path)
+    args = [f"--data.data={own}", "--data.batch_size=1", "--data.reading.bad_share=0.05"]
+    assert status(in_child(command("single", *args, epochs=1), main=one_line_of)) == 0
+    assert "2 of 96 training images cannot be read" in capfd.readouterr().out
+    assert listed(tmp_path / "single") == sorted(map(str, bad))
     for path in (own / "train").glob("*/*.png"):
         damage(path)
-    assert status(in_child(command("run", f"--data.data={own}"), main=one_line_of)) == 1
+    assert status(in_child(command("all", f"--data.data={own}"), main=one_line_of)) == 1
     text = capfd.readouterr().err.splitlines()[-1]
-    assert text.startswith("error: no image of a whole batch can be read") and f"{own}/train/" in text
+    assert text.startswith("error: 96 of 96 training images cannot be read") and f"{own}/train/" in text
 
 
 def test_a_folder_of_images_that_is_gone_is_named_once(command, own, tmp_path, capfd):

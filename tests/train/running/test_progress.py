@@ -86,6 +86,19 @@ def test_a_line_of_an_epoch_when_its_means_are_known(monkeypatch, capsys, rank_z
     assert capsys.readouterr().out == (line if rank_zero else "")  # 5 updates of 10 s, with evaluation, are left
 
 
+def test_an_epoch_without_an_evaluation_repeats_none(monkeypatch, capsys):
+    run = Run(monkeypatch, global_step=2)
+    run.trainer.callback_metrics = {"train/loss_epoch": torch.tensor(1.25), "val/top1": torch.tensor(0.25)}
+    for evaluated in (True, False, True):
+        run.batch(wait=1, work=1)
+        if evaluated:
+            run.evaluate(8)
+        run.call("on_train_epoch_end")
+        run.call("on_train_epoch_start")
+        line = capsys.readouterr().out
+        assert "loss 1.2500" in line and ("val top1 0.2500" in line) == evaluated
+
+
 def test_a_line_a_minute_within_an_epoch(monkeypatch, capsys):
     run = Run(monkeypatch)
     run.trainer.callback_metrics = {"train/loss_step": torch.tensor(1.5), "val/loss": torch.tensor(9.0)}

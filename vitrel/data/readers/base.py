@@ -45,9 +45,13 @@ def collate(items: Sequence[tuple[Tensor, Any]], as_list: bool = False) -> tuple
     uint8 images have the channels of a pixel side by side, as Pillow and OpenCV have them, and so has their batch: to copy them
     into planes takes ten times as long here, and a GPU does it in the first operation on them.
 
+    Without items, both are empty.
+
     Args:
         as_list: return the targets as a list, in which masks have resolutions of their own, and -1 may stand for one.
     """
+    if not items:
+        return torch.empty(0, 3, 0, 0), torch.empty(0)
     images, targets = zip(*items, strict=True)
     if images[0].dtype == torch.uint8:
         batch = default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)

@@ -93,8 +93,8 @@ def csv_reader(path: str, split: Split, reading: Reading, several: bool = False)
     named.
 
     Raises:
-        ValueError: a file that is no CSV in UTF-8, columns are missing, rows without a path, class or known split, an image
-            with several rows, or there is neither an evaluation split nor `val_fraction`.
+        ValueError: a file that is no CSV in UTF-8, columns are missing or twice, rows without a path, class or known split, an
+            image with several rows, or there is neither an evaluation split nor `val_fraction`.
     """
     folder = os.path.normpath(Path(path).parent)
     found: dict[str, tuple[list[str], str]] = {}  # {path of an image: classes, split}
@@ -106,6 +106,8 @@ def csv_reader(path: str, split: Split, reading: Reading, several: bool = False)
             if image is None or label is None:
                 raise ValueError(f"{path} has the columns {', '.join(columns)}: it needs {PATHS[0]} and {LABELS[0]}")
             used = [image, label, *(["split"] if "split" in columns else [])]
+            if twice := [name for name in used if columns.count(name) > 1]:
+                raise ValueError(f"{path} has the column {twice[0]} more than once: keep one")
             for row in rows:
                 cells, where = [(row[column] or "").strip() for column in used], f"{path}, line {rows.line_num}"
                 if not any(cells):

@@ -28,6 +28,7 @@ class Progress(Callback):
 
     def __init__(self, best: Best, prints: bool = True, every: float = 60.0) -> None:
         self.best, self.prints, self.every, self.ended = best, prints, every, False
+        self.evaluated = False  # since the last line of an epoch
         self.speed: dict[str, float] = {}  # of the epoch so far
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -85,6 +86,7 @@ class Progress(Callback):
         if not trainer.sanity_checking:  # the speed is that of training
             elapsed = time.monotonic() - self.validation
             self.start, self.batch_end = self.start + elapsed, self.batch_end + elapsed
+            self.evaluated = True
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         module.log_dict(self.speed, sync_dist=True)  # averaged over ranks; each images_per_s counts all devices
@@ -108,6 +110,7 @@ class Progress(Callback):
         if self.ended:
             self.ended = False
             self._print(trainer, module, f"epoch {trainer.current_epoch}{_end(trainer)}", "_epoch")
+            self.evaluated = False
 
     def _print_within(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
         if time.monotonic() - self.printed >= self.every:
@@ -116,7 +119,8 @@ class Progress(Callback):
     def _print(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
         """Print a line with the metrics of training whose names end in `suffix`, and of an epoch those of its evaluation."""
         names = {f"train/{name}{suffix}": name for name in ("loss", module.task.learned)} if suffix else {}
-        names |= {f"val/{name}": f"val {name}" for name in ("loss", module.task.metric)} if suffix == "_epoch" else {}
+        if suffix == "_epoch" and self.evaluated:
+            names |= {f"val/{name}": f"val {name}" for name in ("loss", module.task.metric)}
         known = trainer.callback_metrics
         parts = [f"{short} {float(known[name]):.4f}" for name, short in names.items() if name in known]
         for name, form in SPEED.items():
