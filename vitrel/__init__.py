@@ -5,6 +5,7 @@ Importing it registers the models with timm: `import timm, vitrel; timm.create_m
 
 from vitrel import evaluate
 from vitrel.conformance import assert_position_conforms, check
+from vitrel.export.hub import push_to_hub
 from vitrel.grid import Grid
 from vitrel.inputs import tiled_features
 from vitrel.inspect.diagnose import diagnose
@@ -39,6 +40,7 @@ __all__ = [
     "load_pretrained",
     "pad_prefix",
     "position_bias",
+    "push_to_hub",
     "pyramid",
     "register_position",
     "relativize",

@@ -49,7 +49,7 @@ def test_a_file_is_converted(timms_swin, tmp_path, capsys):
     wider = ARGS.replace("window_size: 4", "window_size: [4, 6]")
     tool.main(["vitrel_swin_t", "--weights", str(path), "--model-args", wider, "--out", str(wide)])
     assert read_file(wide)["vitrel"]["position"]["layers.0.blocks.0.position"]["grid"] == [4, 6, 0]
-    tool.main([str(path), "--like", "swin_tiny_patch4_window7_224", "--model-args", ARGS, "--out", str(named)])
+    tool.main(["swin_tiny_patch4_window7_224", "--weights", str(path), "--model-args", ARGS, "--out", str(named)])
     assert torch.equal(vitrel.load(named)(image), ours(image))
 
 
@@ -91,8 +91,7 @@ LIKE = "{patch_size: 8, embed_dim: 32, depth: 2, num_heads: 2}"
 def test_bare_weights_and_relative_position(tmp_path, capsys):
     """A file of a plain ViT: as it is, with an encoding that starts at zero, and with one fitted to images."""
     path, same, added, fitted = bare_vit(tmp_path / "vit.pth"), *(tmp_path / f"{name} 1.safetensors" for name in "abc")
-    like = ["--like", "vit_tiny_patch16_224", "--model-args", LIKE]
-    tool.main([path, *like, "--out", same])
+    tool.main(["vit_tiny_patch16_224", "--weights", path, "--model-args", LIKE, "--out", same])
     said = capsys.readouterr().out
     assert "position absolute, trained at 4x4 tokens, 3 classes" in said and f"vitrel.load('{same}')" in said
     tool.main([same, "--position", "rope_mixed+table", "--absolute", "drop", "--out", added])

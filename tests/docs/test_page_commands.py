@@ -28,6 +28,7 @@ ELSEWHERE = {
     "train --config imagenet_": "recipes, two updates each: tests/train",
     "train --config fixres_finetune": "the same",
     "train --data flowers --trainer.logger": "loggers: tests/train",
+    "convert runs/flowers --push": "uploads, to a folder: tests/models/test_hub.py",
 }
 VIT = "vit_tiny_patch16_224"
 FLOWERS = ("flowers", "photographs", "folder", "path/to/folder")

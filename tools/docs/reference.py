@@ -30,6 +30,7 @@ PACKAGES = (
     "vitrel.inspect.explain",
     "vitrel.inspect.features",
     "vitrel.inspect.plot",
+    "vitrel.export.hub",
     "vitrel.evaluate.run",
     "vitrel.evaluate.sweep",
     "vitrel.data",

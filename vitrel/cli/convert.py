@@ -1,12 +1,15 @@
-"""Convert a timm model or a file of weights to a vitrel model in one file, optionally with relative position.
+"""Convert a timm model or a file of weights to a vitrel model in one file or on the Hugging Face hub, optionally with relative
+position.
 
     vitrel convert vit_tiny_patch16_224 --pretrained --out vit_tiny.safetensors
-    vitrel convert model.pth --like vit_tiny_patch16_224 --position table --data flowers --out relative.safetensors
-    vitrel convert vitrel_swin_t --weights swin_t.pth --out swin_t.safetensors
+    vitrel convert vit_tiny_patch16_224 --weights model.pth --position table --data flowers --out relative.safetensors
+    vitrel convert runs/flowers --push OWNER/NAME --evaluation runs/report
 
-MODEL is a timm name, with weights from --weights or --pretrained; or a file of weights, with --like where the file does not
-contain its model's name; or a vitrel name with --weights. Tensors that stay unused or unset are an error
+MODEL is a timm or vitrel name, with weights from --weights or --pretrained; or a file that contains its model's configuration,
+as vitrel train and vitrel.save write it; or the folder of a run. Tensors that stay unused or unset are an error
 (vitrel.load_pretrained can allow some).
+
+--push uploads the model to the Hugging Face hub, with a card; `hf auth login` stores the token that it needs.
 
 --position gives the model another encoding in attention. With --data it is fitted to the attention of the model on photographs
 of a folder (of its train/, if it has one), without labels, and the absolute embedding is removed (or with --absolute fade fades
@@ -26,13 +29,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel convert`."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a timm or vitrel name, or a file of weights")
+    add("model", metavar="MODEL", help="a timm or vitrel name, a file of vitrel, or the folder of a run")
     add("--weights", type=Path, metavar="FILE", help="weights of a model given by name: .safetensors, .pth, .bin, .ckpt")
     add("--pretrained", action="store_true", help="timm's weights for the name, from its cache or the network")
-    add("--like", metavar="NAME", help="timm or vitrel model of a file that does not name its own")
-    add("--out", "-o", type=Path, required=True, metavar="FILE", help="output file, .safetensors; vitrel.load reads it")
+    add("--out", "-o", type=Path, metavar="FILE", help="output file, .safetensors; vitrel.load reads it")
     add("--overwrite", action="store_true", help="replace an existing output")
     add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{drop_path_rate: 0.1}'")
+    hub = parser.add_argument_group("Hugging Face hub")
+    hub.add_argument("--push", metavar="OWNER/NAME", help="repository to upload the model to, created if it does not exist")
+    hub.add_argument("--evaluation", type=Path, metavar="FOLDER",
+                     help="evaluation of the model by vitrel evaluate, for the table of scores in the card")  # fmt: skip
+    hub.add_argument("--private", action="store_true", help="create a private repository")
     group = parser.add_argument_group("relative position")
     group.add_argument("--position", metavar="KEY", help="an encoding to add in attention, e.g. table, rope_mixed+table")
     group.add_argument("--position-args", type=mapping, metavar="YAML", help="options of the encoding")
@@ -45,29 +52,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the converted model and print its properties."""
+    """Write or upload the converted model and print its properties."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
+    from vitrel.export.hub import check_repository, push_to_hub
     from vitrel.weights import save
+
+    if args.push:
+        check_repository(args.push)
 
     with arguments_given("--model-args", args.model_args):
         model: Any = _open(args)
     if args.position is not None:
         with arguments_given("--position-args", args.position_args):
             model = _relative(model, args)
-    save(model, args.out)
+    if args.out:
+        save(model, args.out)
     backbone = getattr(model, "backbone", model)
     grid = backbone.token_grid(backbone.img_size)
     print(f"position {backbone.arguments['position']}, trained at {grid.h}x{grid.w} tokens, {model.num_classes} classes")
-    print(f"written to {args.out}")
-    print(f"load it with vitrel.load({str(args.out)!r})")
+    if args.out:
+        print(f"written to {args.out}")
+        print(f"load it with vitrel.load({str(args.out)!r})")
+    if args.push:
+        print(f"uploaded to {push_to_hub(model, args.push, args.evaluation, args.private)}: its card tells how to load it")
 
 
 def _check(args: argparse.Namespace) -> None:
     """ValueError or FileNotFoundError for invalid options and missing files; runs before slow imports."""
-    if args.out.exists() and not args.overwrite:
+    if args.out is None and args.push is None:
+        raise ValueError("give a file to write (--out), or a repository to upload to (--push)")
+    if args.push is None and (args.evaluation or args.private):
+        raise ValueError(f"{'--evaluation' if args.evaluation else '--private'} is for the hub: give --push OWNER/NAME")
+    if args.out and args.out.exists() and not args.overwrite:
         raise ValueError(f"{args.out} exists; give another file, or --overwrite")
-    if args.out.suffix != ".safetensors":
+    if args.out and args.out.suffix != ".safetensors":
         raise ValueError(f"--out must be a .safetensors file, got {args.out.name}")
     named = is_name(args.model)
     if not named and not Path(args.model).exists():
@@ -91,7 +110,7 @@ def _open(args: argparse.Namespace) -> "nn.Module":
 
     if is_name(args.model) and args.pretrained:
         return from_timm(args.model, pretrained=True, **args.model_args).eval()
-    path, like = (args.weights, args.model) if is_name(args.model) else (args.model, args.like)
+    path, like = (args.weights, args.model) if is_name(args.model) else (args.model, None)
     return from_timm(load(path, like=like, **args.model_args)).eval()
 
 

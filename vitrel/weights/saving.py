@@ -216,8 +216,8 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
     if like is None:
         first = ", ".join([*unwrap(loaded, str(path))][:5])
         raise ValueError(
-            f"{path} holds weights without their model's name: name it, for example like='vit_tiny_patch16_224'. The first "
-            f"names are {first}; {KNOWN}"
+            f"{path} holds weights without their model's name: name it, for example like='vit_tiny_patch16_224', in commands "
+            f"vit_tiny_patch16_224 --weights FILE. The first names are {first}; {KNOWN}"
         )
     if not like.startswith("vitrel_"):
         return from_timm(like, checkpoint_path=path, **changes).eval()
