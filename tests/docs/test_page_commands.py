@@ -59,6 +59,7 @@ SHORT = {  # {beginning of a command: what makes it short}
     "train": EIGHT,
     "evaluate runs/flowers runs/table": FEW,
     "evaluate": f"{FEW} --no-report",
+    "predict": "--workers 0",
     "features": "--images 4 --train-images 8 --val-images 4",
     "convert vit_tiny_patch16_224": "--n 4 --size 64",
 }

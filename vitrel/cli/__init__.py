@@ -21,6 +21,7 @@ COMMANDS = {  # {name: help}, in the order of a project
     "check": "find position errors in anyone's model: its encoding is identified and tested; no data, no weights",
     "train": "train or fine-tune a model on an image folder",
     "evaluate": "evaluate trained models at many image sizes: tables, plots, a report",
+    "predict": "predict the classes of images, as a CSV",
     "compare": "train several models and evaluate each at many image sizes",
     "features": "measure position in features, and the accuracy of frozen features at many image sizes",
     "explain": "print every term that position adds to attention, for a few tokens of a small grid",

@@ -63,9 +63,8 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's
                                   attention, the embedding dropped; docs/studies say what that changed in our trials
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
-  --task segmentation             learn a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, or from
-                                  Hugging Face data with masks, shapes-dense; --head linear|fpn|upernet
-  --task multilabel               learn several labels an image, from a CSV with ; between them
+  --task segmentation|multilabel  a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, shapes-dense or
+                                  Hugging Face data, --head linear|fpn|upernet; or several labels an image, a CSV with ; between
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --lr X, --batch-size N          peak learning rate, not scaled; images per batch and device (64, fewer where images are few)

@@ -43,6 +43,16 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
     return tuple(range(count))
 
 
+def output_names(trained: TrainedModel) -> list[str]:
+    """Return the name of each output of a model: its classes, descriptions for ImageNet heads, or else numbers."""
+    count = trained.model.num_classes
+    names = trained.classes or (getattr(trained.model, "pretrained_cfg", None) or {}).get("label_names") or ()
+    if len(names) == count:
+        return [*names]
+    subset = infer_imagenet_subset({"num_classes": count})
+    return [*map(ImageNetInfo(subset).index_to_description if subset else str, range(count))]
+
+
 def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
     """The outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for other names or heads."""
     subset = infer_imagenet_subset({"num_classes": count})

@@ -56,7 +56,7 @@ COLUMNS = {
         for end, which in (("_low", "lower"), ("_high", "upper"))
     },
     "n": "number of images",
-    "majority": "top-1, mIoU or mAP of always predicting the most frequent class, or the same for all images, percent",
+    "majority": "top-1 or mIoU of always predicting the most frequent class, mAP of equal probabilities, percent",
     "left_out": "number of images that could not be read; bad_images in settings.json names them",
     "retention": "top-1, mIoU or mAP, divided by that at the nearest training size, same protocol and crop",
     "tokens": "patch tokens, without class tokens; native: mean over images; sliding: of all windows",

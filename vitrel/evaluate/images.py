@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrel.common.files import shown
 from vitrel.common.resources import check_workers, lacking
 from vitrel.common.sizes import Budget, Size, format_size, native_size
-from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
+from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reader, Reading, create_dataset
 from vitrel.data.create import Task
 from vitrel.data.readers.base import subset
 from vitrel.data.readers.splits import Split
@@ -127,7 +127,8 @@ class Images:
         source: name of the data.
 
     Args:
-        data: a name or folder that `create_dataset` takes, or a data set of (uint8 [3, h, w] or PIL image, label or mask).
+        data: a name or folder that `create_dataset` takes, a data set of (uint8 [3, h, w] or PIL image, label or mask), or the
+            images of a reader.
         view: any view, to open the data with.
         split: of a folder's images, "val" or "train".
         n: number of images, drawn with `seed`; None: all.
@@ -142,7 +143,7 @@ class Images:
 
     def __init__(
         self,
-        data: Data,
+        data: Data | Reader,
         view: View,
         *,
         split: Split = "val",
@@ -182,9 +183,11 @@ class Images:
     def _opened(self, view: View) -> Dataset:
         data, names = self.data, ("crop_pct", "crop_mode", "base_size", "mean", "std", "interpolation")
         how: dict[str, Any] = {name: getattr(view, name) for name in names} | {"protocol": view.mode}
+        options: dict[str, Any] = {"n": self.n, "seed": self.seed, "reading": self.reading}
         if isinstance(data, str):
-            how |= {"n": self.n, "seed": self.seed, "reading": self.reading}
-            return create_dataset(data, self.split, view.size, task=view.task, **how)
+            return create_dataset(data, self.split, view.size, task=view.task, **options, **how)
+        if isinstance(data, Reader):
+            return ImageSet(data, Prepare(view.size, **how), **options)
         return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
 
     def check(self, views: Iterable[View]) -> None:

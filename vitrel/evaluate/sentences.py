@@ -83,7 +83,7 @@ def _of_model(model: Model, judged: Judged) -> str:
     if not anchor["low"] > majority:
         return (
             f"Train {model.label} first: its {judged.task.title} of {main_metric(anchor):.1f} % at {_at([anchor])} is not "
-            f"shown to be above the {majority:.1f} % of always predicting the most frequent class."
+            f"shown to be above the {majority:.1f} % of {judged.task.chance}."
         )
     found = [*_comparison(model), *_sizes(model, judged)]
     alternatives: dict[tuple[str, str], list[Row]] = defaultdict(list)

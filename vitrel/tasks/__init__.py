@@ -98,6 +98,7 @@ class Task(ABC):
         name: in checkpoints, settings and tables: the name of its file.
         metric: the column by which models are compared, in percent; as "val/<metric>" it chooses the best checkpoint.
         title: that metric in words.
+        chance: what `majority` of `score` is the metric of.
         learned: name of the share of training labels that are predicted, in the log after "train/".
         dense: whether images come with masks instead of labels, and whole.
         several: whether an image has any number of labels, as a target [K] of 0 and 1.
@@ -108,6 +109,7 @@ class Task(ABC):
     name: ClassVar[str]
     metric: ClassVar[str]
     title: ClassVar[str]
+    chance: ClassVar[str] = "always predicting the most frequent class"
     learned: ClassVar[str]
     dense: ClassVar[bool] = False
     several: ClassVar[bool] = False
@@ -126,6 +128,10 @@ class Task(ABC):
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
         """Return loss and metrics for training; ValueError for settings that the task does not have."""
 
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each class, float64, of logits [B, K, ...]; FloatingPointError as of `keep`."""
+        return finite(logits.double()).softmax(1)
+
     @abstractmethod
     def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
         """Return what is kept of every image of a batch, [B, ...] each; FloatingPointError where the output is not finite.
@@ -139,7 +145,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, kept: Kept) -> Row:
-        """Return `columns`, and majority: the metric of always predicting the most frequent class, in percent."""
+        """Return `columns`, and majority: the metric of `chance`, in percent."""
 
     @abstractmethod
     def scores(self, kept: Kept, metric: str) -> np.ndarray:

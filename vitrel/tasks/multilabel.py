@@ -74,6 +74,7 @@ class Multilabel(Task):
     """
 
     name, metric, title, learned, several = "multilabel", "map", "mAP", "label_accuracy", True
+    chance = "equal probabilities for all images"
     columns: ClassVar[Mapping[str, str]] = {
         "map": "average precision of the images ordered by a class's probability, mean over the classes that occur, percent",
         "bce": "binary cross-entropy, mean over classes and images, nats",
@@ -82,6 +83,9 @@ class Multilabel(Task):
 
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
         return LearningLabels(num_classes, objective, label_smoothing)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return finite(logits.double()).sigmoid()
 
     def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
         """As in `Task`; the classes do not compete, so `restrict` changes nothing. Targets are [K], 0 or 1."""
@@ -99,7 +103,7 @@ class Multilabel(Task):
         return {
             "map": round(100 * float(found), 4),
             "bce": round(float(of["bce"].mean()), 6),
-            "majority": round(100 * float(share[share > 0].mean()), 4),  # of equal probabilities for all images
+            "majority": round(100 * float(share[share > 0].mean()), 4),
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:

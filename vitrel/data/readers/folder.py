@@ -13,7 +13,7 @@ Hidden files and folders (`hidden`) are neither classes nor images: they are lef
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ class Scan:
     def __init__(self, folder: Path | str, names: Sequence[str], follow_links: bool = False) -> None:
         self.folder, self.follow_links = str(folder), follow_links
         self._unreadable: list[str] = []
-        self._hidden: list[str] = []
+        self._hidden: set[str] = set()
         self._links: list[str] = []  # links to folders that are not followed
         self._others: dict[str, list[str]] = defaultdict(list)  # files that are no images, by suffix
         self._entries(self.folder)  # for what is hidden beside the class folders
@@ -118,8 +118,8 @@ class Scan:
         left_out = self._left_out(twice)
         if empty := sorted(set(range(len(names))) - {file.label for file in files}):
             raise ValueError(
-                f"folders without images in {shown(folder)}: {', '.join(names[i] for i in empty)}; add {', '.join(SUFFIXES)} "
-                f"files or remove them" + (f" ({left_out})" if left_out else "")
+                f"folders without images in {shown(folder)}: {', '.join(names[i] or '.' for i in empty)}; add "
+                f"{', '.join(SUFFIXES)} files or remove them" + (f" ({left_out})" if left_out else "")
             )
         if left_out:
             warn_once(left_out)
@@ -165,7 +165,7 @@ class Scan:
         except OSError as error:
             self._unreadable.append(f"{shown(path)} ({error.strerror})")
             return []
-        self._hidden += [entry.path for entry in entries if hidden(entry.name)]
+        self._hidden.update(entry.path for entry in entries if hidden(entry.name))
         return [entry for entry in entries if not hidden(entry.name)]
 
     def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
@@ -200,12 +200,26 @@ class Scan:
         return f"left out of {shown(self.folder)}: {'; '.join(parts)}" if parts else ""
 
 
+def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
+    """Return the images of folders and their subfolders, as `Scan` finds them, and files of any suffix, each once; label 0.
+
+    FileNotFoundError for a place that is neither; ValueError as of `Scan`.
+    """
+    found: dict[str, None] = {}
+    for place in places:
+        if not os.path.exists(place):
+            raise FileNotFoundError(f"no folder and no file {shown(place)}")
+        paths = [path for path, _ in Scan(place, [""], follow_links).samples] if os.path.isdir(place) else [place]
+        found |= dict.fromkeys(map(os.path.normpath, paths))
+    return Files([], [(path, 0) for path in found], "images", "")
+
+
 def hidden(name: str) -> bool:
     """Return whether a file or folder is not part of a data set by its name: with a leading dot, or of `SYSTEM`."""
     return name.startswith(".") or name.lower() in SYSTEM
 
 
-def _counted(paths: list[str]) -> str:
+def _counted(paths: Collection[str]) -> str:
     """A number of paths, and the first of them."""
     return f"{len(paths):,} ({', '.join(map(shown, sorted(paths)[:SHOWN]))}{', ...' * (len(paths) > SHOWN)})"
 
