@@ -26,11 +26,16 @@ class Grid(NamedTuple):
 
     With prefix tokens three more classes follow, in the order of BEiT and timm: prefix query to token key, token query to
     prefix key, prefix to prefix.
+
+    Args:
+        h: rows of patches.
+        w: columns of patches.
+        prefix: number of class and register tokens, which come before the patches.
     """
 
-    h: int  # rows of patches
-    w: int  # columns of patches
-    prefix: int = 0  # class and register tokens, before the patches
+    h: int
+    w: int
+    prefix: int = 0
 
     @property
     def tokens(self) -> int:
@@ -54,12 +59,16 @@ class Grid(NamedTuple):
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
         """Return the offset (query minus key, in patches) of every class but the prefix classes.
 
-        The tensor, [R, 2] for "hw" and [R] for other axes, is shared, so do not change it in place.
+        The int64 tensor, [R, 2] with (dy, dx) for "hw" and [R] for other axes, R = offset_classes(axis), is shared, so do not
+        change it in place.
         """
         return _offsets(self.h, self.w, _checked(axis), device=device)
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
-        """Return row and column (y, x) of every token but the prefix tokens, [h*w, 2]; shared, so do not change it in place."""
+        """Return row and column (y, x) of every token but the prefix tokens, [h*w, 2] int64.
+
+        The tensor is shared, so do not change it in place.
+        """
         return _coordinates(self.h, self.w, device=device)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:  # type: ignore[override]

@@ -63,7 +63,10 @@ _WITH_POSITION = (AttentionPool2d, RotAttentionPool2d, BottleneckAttn, HaloAttn,
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """Return the adapter of a timm model, None if there is none. Classes derived from timm's have none."""
+    """Return the adapter by which `any_size` exchanges modules of a timm model, None if there is none.
+
+    It is found by the model's class; classes derived from timm's have none.
+    """
     return next((adapter for adapter in ADAPTERS if type(model) in adapter.models), None)
 
 

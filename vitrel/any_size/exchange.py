@@ -14,13 +14,21 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Adapter(NamedTuple):
-    """What is exchanged in the models of one file of timm, and how they behave at another size."""
+    """What is exchanged in the models of one file of timm, and how they behave at another size.
 
-    models: tuple[type[nn.Module], ...]  # classes of timm's models
-    exchanged: Mapping[type[nn.Module], type[nn.Module]]  # {class of timm: subclass that takes any grid}
-    position: str  # what carries position, in the words of the encodings
-    elsewhere: str  # what is resampled or evaluated at another size, and where the result differs from timm's
-    multiple: int = 1  # sides are multiples of this number of pixels; others are refused
+    Args:
+        models: classes of timm's models.
+        exchanged: {class of timm: subclass that takes any grid}.
+        position: what carries position, in the words of the encodings.
+        elsewhere: what is resampled or evaluated at another size, and where the result differs from timm's.
+        multiple: sides are multiples of this number of pixels; others are refused.
+    """
+
+    models: tuple[type[nn.Module], ...]
+    exchanged: Mapping[type[nn.Module], type[nn.Module]]
+    position: str
+    elsewhere: str
+    multiple: int = 1
 
 
 def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:

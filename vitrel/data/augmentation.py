@@ -83,7 +83,11 @@ class Augmentation:
                 raise ValueError(f"unknown augment.{name} {value!r}; use one of {', '.join(get_args(known))}")
 
     def for_masks(self) -> "Augmentation":
-        """Return the settings for images with masks; ValueError where they would move or erase an image and not its mask."""
+        """Return a copy for images with masks, whose default crop is "random_scale".
+
+        Raises:
+            ValueError: the settings would move or erase an image and not its mask.
+        """
         if self.policy not in (None, "3a") or self.erase or self.crop not in (None, "random_scale", "random_resized"):
             raise ValueError(
                 "segmentation moves image and mask alike, unlike a policy other than 3a, erasing, and the crops simple and "

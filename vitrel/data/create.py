@@ -159,7 +159,10 @@ def _read(data: str, task: Task, split: Split, reading: Reading) -> Reader:
 def class_names(data: str, task: Task = "classification") -> list[str]:
     """Return the class names of a data set (`data` and `task` as in `create_dataset`), by label.
 
-    Of folders the images are not searched for. ValueError for data that `create_dataset` does not know.
+    Of a folder only the names of its class folders, or classes.txt, are read.
+
+    Raises:
+        ValueError: data that `create_dataset` does not know.
     """
     if data in SHAPES:
         _check_shapes(data, task)

@@ -234,10 +234,14 @@ def trained_model(
     """Wrap a model in memory as `TrainedModel`, with preprocessing from its `pretrained_cfg` where none is given.
 
     Args:
-        img_size: training size (h, w) in pixels.
+        model: any model with `num_classes` that maps normalized images [B, 3, h, w] to logits.
+        name: timm name; by default that in its cfg, or its class.
+        label: name in tables and plots; by default `name`.
+        img_size: training size (h, w) in pixels; by default that the model was built for.
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation.
-        outputs: see `TrainedModel`.
-        restrict: see `TrainedModel`.
+        outputs: {class of the data: index of the output}; None for the same order.
+        restrict: compare only the logits of the data's classes.
+        path: file of the weights, for messages.
         task: by default "segmentation" for a `Segmenter`, else that of the run it comes from, or "classification".
 
     Raises:

@@ -14,12 +14,19 @@ from vitrel.position.terms import Table, Terms
 
 
 class Crop(NamedTuple):
-    """A crop of h x w tokens from a larger grid. It has all prefix tokens of that grid."""
+    """A crop of h x w tokens from a larger grid. It has all prefix tokens of that grid.
 
-    whole: Grid  # the larger grid
-    origin: tuple[int, int]  # row and column (y, x) of the crop's first token
-    h: int  # rows of tokens
-    w: int  # columns of tokens
+    Args:
+        whole: the larger grid.
+        origin: row and column (y, x) in it of the crop's first patch, from 0.
+        h: rows of patches of the crop.
+        w: columns of patches of the crop.
+    """
+
+    whole: Grid
+    origin: tuple[int, int]
+    h: int
+    w: int
 
     @property
     def grid(self) -> Grid:

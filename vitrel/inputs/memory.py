@@ -23,12 +23,19 @@ Past = tuple[Tensor, Tensor]  # keys and values [B, H, rows * w, D] of one layer
 
 
 class Memory(NamedTuple):
-    """Cached keys and values of earlier tiles, which later tiles attend to; `forward_memory` returns it."""
+    """Cached keys and values of earlier tiles, which later tiles attend to; `forward_memory` returns it.
 
-    heights: tuple[int, ...]  # rows of patches of each cached tile, the topmost first
-    width: int  # of the strip, in patches
-    below: int  # first row of the next tile, in patches from the top of the strip
-    layers: tuple[Past, ...]  # keys and values of every block, [B, H, sum(heights) * width, D]
+    Attributes:
+        heights: rows of patches of each cached tile, the topmost first.
+        width: of the strip, in patches.
+        below: first row of the next tile, in patches from the top of the strip.
+        layers: (keys, values) of every block, each [B, H, sum(heights) * width, D].
+    """
+
+    heights: tuple[int, ...]
+    width: int
+    below: int
+    layers: tuple[Past, ...]
 
     def detach(self) -> "Memory":
         """Return the same memory detached from its graph, so that no gradient flows into earlier tiles."""

@@ -29,12 +29,19 @@ _ENDLESS = 1 << 40  # patches of an axis so long that its end has no influence
 
 
 class TileMargins(NamedTuple):
-    """Requirements of a model on tiles. A side of a tile that is also a side of the image needs no margin."""
+    """Requirements of a model on tiles, all (h, w) in pixels. A side of a tile that is one of the image needs no margin.
 
-    alignment: tuple[int, int]  # (h, w) in pixels, as all fields; tiles begin at multiples of this
-    before: tuple[int, int]  # pixels above and left of the exact features of a tile
-    after: tuple[int, int]  # pixels below and right of them
-    smallest: tuple[int, int]  # smallest tile for images of any size
+    Attributes:
+        alignment: tiles begin at multiples of this.
+        before: margin above and left of the exact features of a tile.
+        after: margin below and right of them.
+        smallest: smallest tile for images of any size.
+    """
+
+    alignment: tuple[int, int]
+    before: tuple[int, int]
+    after: tuple[int, int]
+    smallest: tuple[int, int]
 
 
 def tile_margins(model: Backbone) -> TileMargins:

@@ -126,7 +126,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """Return q, k and v of all heads before position acts on them, [..., C] -> [..., 3C].
 
-        They are normalized by qk_norm or cosine.
+        q and k are normalized if the layer has qk_norm or cosine.
         """
         return self.normalized(self.qkv(x))
 

@@ -102,11 +102,11 @@ class Block(nn.Module):
         return self.residuals(x, lambda tokens: self.attn(tokens, terms, grid, mask))
 
     def residuals(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply the block with another function as its attention.
+        """Return what the block computes with another function as its attention, of the shape of x.
 
         Args:
-            x: tokens.
-            attend: a function of tokens [...] -> the same shape.
+            x: tokens, as for `forward`.
+            attend: a function of tokens, normalized unless the block has post_norm, that returns tokens of the same shape.
         """
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(attend(x)))
@@ -152,6 +152,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, out_dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the merged tokens, [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']."""
         x = pad_to_even(pad_to_even(x, 1), 2)
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
         x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighborhood column by column, as in Swin's weights

@@ -44,10 +44,12 @@ class Fade(nn.Module):
         return (1 - self.steps / self.fade_steps).clamp(min=0)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x of any shape times the current scale, and count the pass if it is one of training."""
         x = x * self.scale()
         if self.training and torch.is_grad_enabled():
             self.steps += 1
         return x
 
     def extra_repr(self) -> str:
+        """Return the argument that `print` shows."""
         return f"fade_steps={self.fade_steps}"

@@ -69,6 +69,10 @@ class Backbone(nn.Module, abc.ABC):
         """Yield every position encoding with the grid that it is called on for an image of `size` (h, w) pixels."""
 
     def forward(self, image: Tensor) -> Tensor:
+        """Return the logits [B, num_classes] of images [B, in_chans, height, width] of any size of at least one patch.
+
+        Without a head (num_classes 0) they are the pooled features [B, C], without pooling the features as they are.
+        """
         return self.forward_head(self.forward_features(image))
 
     def current_arguments(self) -> dict[str, Any]:

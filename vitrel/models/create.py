@@ -28,7 +28,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
     Raises:
         ValueError: the name is unknown (the message gives the nearest known names), or the pretrained weights do not exist.
         ConnectionError: the pretrained weights are neither in timm's cache nor can be downloaded.
-        FileNotFoundError: there is no such folder of timm's.
+        FileNotFoundError: the folder of "local-dir:" does not exist, or holds no model of timm's.
     """
     check_model_name(name, allow_sources=True)
     overlay = kwargs.get("pretrained_cfg_overlay") or {}

@@ -233,6 +233,7 @@ class Swin(Backbone):
         return take
 
     def get_classifier(self) -> nn.Module:
+        """Return the last linear layer, as in timm; an identity without classes."""
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -253,6 +254,7 @@ class Swin(Backbone):
         self.head.apply(self.init_linear)
 
     def group_matcher(self, coarse: bool = False) -> dict:
+        """Return patterns of the parameters' names by layer, as timm's layer decay reads them; with `coarse` by stage."""
         fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^pos_embed|^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
 

@@ -185,7 +185,7 @@ class ViT(Backbone):
         """Initialize all parameters and buffers.
 
         Args:
-            needs_reset: False: only linear layers outside encodings, prefix tokens and attention pooling.
+            needs_reset: False: only prefix tokens, attention pooling, and those linear layers that are in no encoding.
         """
         super().init_weights(needs_reset)
         for token in self.prefix_tokens:
@@ -346,6 +346,7 @@ class ViT(Backbone):
         self.head_dist = None if self.head_dist is None else classifier()
 
     def group_matcher(self, coarse: bool = False) -> dict:
+        """Return patterns of the parameters' names by layer, as timm's layer decay reads them; `coarse` changes nothing."""
         return dict(
             stem=r"^cls_token|^dist_token|^reg_token|^pos_embed|^patch_embed|^norm_pre|^shared_position",
             blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],

@@ -31,20 +31,26 @@ class Factory(TypedDict, total=False):
 class Table(NamedTuple):
     """Rows that attention looks up by offset class: query i and key j read row r = grid.index(axis)[i, j].
 
-    An encoding may return several tables, whose contributions are summed. Below, `scale` is Terms.content_scale(D); q and k are
-    before rotation, and q includes Terms.query_bias. The query's content weights the `gated` rows: logit[i, j] += scale * sum_g
-    softplus(q[i] . a[g]) * rows[r, g].
+    An encoding may return several tables, whose contributions are summed. Below, R is Grid.classes(axis), `scale` is
+    Terms.content_scale(D); q and k are before rotation, and q includes Terms.query_bias. A first dimension of 1 in place of H
+    serves all heads alike.
 
-    Two parts serve one encoding each, since attention is the only place that has queries and keys of a pair: `gated` and the
-    axis "h+w" are read by pape, which no bias or query table can express (a softplus stands between query and row).
+    Args:
+        axis: "hw", both axes; "h" or "w", one; or "h+w", the diagonals of equal dy + dx (pape alone).
+        bias: [H, R]: logit[i, j] += bias[r].
+        query: [H or 1, R, D]: logit[i, j] += scale * q[i] . query[r].
+        key: [H or 1, R, D]: logit[i, j] += scale * k[j] . key[r].
+        value: [H or 1, R, D]: out[i] += sum_j p[i, j] * value[r], p the attention weights.
+        gated: (a [H or 1, G, D], rows [H or 1, R, G]), rows weighted by the query's content (pape alone, where a softplus
+            stands between query and row): logit[i, j] += scale * sum_g softplus(q[i] . a[g]) * rows[r, g].
     """
 
-    axis: str = "hw"  # "hw" | "h" | "w" | "h+w" (diagonals: offset dy + dx)
-    bias: Tensor | None = None  # [H, R]        logit[i, j] += bias[r]
-    query: Tensor | None = None  # [H|1, R, D]  logit[i, j] += scale * q[i] . query[r]
-    key: Tensor | None = None  # [H|1, R, D]    logit[i, j] += scale * k[j] . key[r]
-    value: Tensor | None = None  # [H|1, R, D]  out[i] += sum_j p[i, j] * value[r]
-    gated: tuple[Tensor, Tensor] | None = None  # (a [H|1, G, D], rows [H|1, R, G]), see above
+    axis: str = "hw"
+    bias: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    gated: tuple[Tensor, Tensor] | None = None
 
 
 class Terms(NamedTuple):
@@ -52,16 +58,26 @@ class Terms(NamedTuple):
 
     The content logit is scale * temperature * D**-0.5 * rotate(q + query_bias) . rotate(k). Query and key tables multiply the
     *unrotated* q and k, since rotating first would break translation invariance. `scale` and `temperature` multiply content,
-    query, key and gated terms, never `Table.bias`.
+    query, key and gated terms, never `Table.bias`. Terms() adds nothing.
+
+    Args:
+        tokens: [N, C], added once, after patch embedding.
+        rotary: (cos, sin), each [H or 1, N, D/2], of the angles that rotate the channel pairs (p, p + D/2); 1 and 0 for
+            prefix tokens.
+        key_rotary: the same of the keys, where they decay as 1 / that of queries (xpos alone); None: as the queries.
+        query_bias: [H, D], added to every query, before rotation (transformer_xl alone).
+        scale: factor that is the same on every grid (deberta alone).
+        temperature: 0-d factor that depends on the grid; a float would need a graph per size. None: 1.
+        tables: rows looked up by offset class, summed.
     """
 
-    tokens: Tensor | None = None  # [N, C]  added once, after patch embedding
-    rotary: tuple[Tensor, Tensor] | None = None  # (cos, sin), each [H|1, N, D/2]; 1 and 0 on prefix rows
-    key_rotary: tuple[Tensor, Tensor] | None = None  # of the keys, where they decay as 1 / that of queries (xpos alone)
-    query_bias: Tensor | None = None  # [H, D]  added to every query, before rotation (transformer_xl alone)
-    scale: float = 1.0  # factor that is the same on every grid (deberta alone)
-    temperature: Tensor | None = None  # 0-d factor that depends on the grid; a float would need a graph per size
-    tables: tuple[Table, ...] = ()  # rows looked up by offset class, summed
+    tokens: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    key_rotary: tuple[Tensor, Tensor] | None = None
+    query_bias: Tensor | None = None
+    scale: float = 1.0
+    temperature: Tensor | None = None
+    tables: tuple[Table, ...] = ()
 
     def content_scale(self, width: int) -> float | Tensor:
         """Return the factor of content, query, key and gated terms for heads of width D = `width`.

@@ -194,9 +194,9 @@ class ImageData(LightningDataModule):
 
     @cached_property
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of the training images and of their times (`ImageSet.fingerprints`); "" of drawn ones, which settings define.
+        """Two hashes, of the training images and of their times (`ImageSet.fingerprints`), by which a resumed run is compared.
 
-        They take a few seconds per million images on a local disk.
+        Both are "" for drawn images, which the settings define. They take a few seconds per million images on a local disk.
         """
         return ("", "") if isinstance(self.train_set, Drawn) else self.train_set.fingerprints()
 

@@ -276,7 +276,7 @@ class Classifier(LightningModule):
         return normalize(images, self.mean, self.std)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, and log it and the share of labels that are predicted.
+        """Return the loss of a batch, 0-d; log it, and the share of its labels that are predicted, under train/.
 
         The loss of a batch without images, none of which could be read, is 0.
         """

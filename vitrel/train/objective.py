@@ -49,9 +49,17 @@ class Objective:
             raise ValueError(f"model.objective.bce_target_thresh must satisfy 0 <= value < 1, not {self.bce_target_thresh}")
 
     def build(self, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the loss function of (logits [B, classes], labels [B] or mixed targets [B, classes]).
+        """Return the loss of images against their labels: the function (logits, targets) -> mean over the batch, 0-d.
 
-        It smooths labels by `label_smoothing`, but not mixed targets, which `Mixing` has smoothed already.
+        Logits are [B, classes], targets labels [B] or mixed targets [B, classes]. The losses of segmentation and of a teacher
+        are made elsewhere (`vitrel.tasks`, `Distillation`).
+
+        Args:
+            label_smoothing: share of a label that is spread over all classes, 0 <= share < 1. Mixed targets are not smoothed,
+                since `Mixing` has done it.
+
+        Raises:
+            ValueError: the share is any other.
         """
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"model.label_smoothing must satisfy 0 <= value < 1, not {label_smoothing}")

@@ -24,7 +24,10 @@ class Schedule:
 
     Args:
         sched: "cosine" and "linear" fall to `optim.final_lr` at the end of the run; "constant" keeps the peak rate.
-        warmup_lr: learning rate at the start of the warm-up, as a share of `optim.lr`.
+        warmup_lr: learning rate from which the warm-up rises, as a share of `optim.lr`.
+
+    Raises:
+        ValueError: warmup_lr is not within 0..1.
     """
 
     sched: Literal["cosine", "linear", "constant"] = "cosine"

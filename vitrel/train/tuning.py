@@ -50,6 +50,9 @@ class Tuning:
             of the weights.
         trainable: names of modules and parameters to train, including everything below them, e.g. [norm, fc_norm, head]; all
             else is frozen, without drop path and dropout. Null trains all.
+
+    Raises:
+        ValueError: settings that exclude or need each other.
     """
 
     init_from: str | None = None
@@ -129,7 +132,11 @@ class Tuning:
         return base, _label_names(base) if self.pretrained else None
 
     def has_weights(self, name: str) -> bool:
-        """Return whether training starts from given weights instead of random ones."""
+        """Return whether training starts from given weights instead of random ones.
+
+        Args:
+            name: the `model` of the run, as for `build`; a file holds weights.
+        """
         return self.pretrained or self.init_from is not None or Path(name).exists()
 
     def fade_over(self, model: nn.Module, passes: int) -> dict[str, int]:

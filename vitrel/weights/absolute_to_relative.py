@@ -37,19 +37,31 @@ _LOGITS = 2**24  # attention logits to which an encoding is fitted, at most (64 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """How closely a converted model follows the original, by block, on the images it was fitted to."""
+    """How closely a converted model follows the original, by block, on the images it was fitted to; `print` shows a table.
 
-    position: str  # the encoding's key
-    images: int  # number of images
-    grid: tuple[int, int]  # of the images, (h, w) in patches
-    seconds: float  # duration of the fit
-    fitted: bool  # whether the encoding has parameters
-    before: tuple[Agreement, ...]  # of each block's attention with the original's, on up to 16 images, before the fit
-    after: tuple[Agreement, ...]  # the same after it
-    # Mean squared distance of each block's output from the original's after refitting, divided by the variance of each of the
-    # original's tokens:
-    prefix: tuple[float, ...]  # over class and register tokens; nan where there are none
-    patches: tuple[float, ...]  # over patches
+    Attributes:
+        position: the encoding's key.
+        images: number of images.
+        grid: of the images, (h, w) in patches.
+        seconds: duration of the fit.
+        fitted: whether the encoding has parameters.
+        before: agreement of each block's attention with the original's before the fit, on up to 16 images: `explained`, the
+            share of the variance of its weights within rows, 1 at best, and `divergence`, Kullback-Leibler's, in nats.
+        after: the same after the fit.
+        prefix: mean squared distance of each block's output from the original's after refitting, divided by the variance of
+            each of the original's tokens, over class and register tokens; nan where there are none.
+        patches: the same over patches.
+    """
+
+    position: str
+    images: int
+    grid: tuple[int, int]
+    seconds: float
+    fitted: bool
+    before: tuple[Agreement, ...]
+    after: tuple[Agreement, ...]
+    prefix: tuple[float, ...]
+    patches: tuple[float, ...]
 
     def __str__(self) -> str:
         lines = [self.head(), "block  attention explained     divergence            error of prefix tokens  of patches"]

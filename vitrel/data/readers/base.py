@@ -89,7 +89,7 @@ class Reader(ABC):
         return f"{self.where}: {self.name(source)}"
 
     def states(self, sources: Sequence[Any]) -> list[str]:
-        """Return "SIZE TIME" of each image: bytes, and time of modification of its file in ns; "" for what it has not."""
+        """Return "SIZE TIME" of each image: bytes, and time of modification of its file in ns; both may be empty."""
         return [""] * len(sources)
 
 
@@ -183,7 +183,10 @@ class ImageSet(Dataset):
             raise FileNotFoundError(f"{shown(root)} {text}")
 
     def finish(self, picture: Picture, target: Any, draw: Draw) -> tuple[Tensor, Any]:
-        """Return the item of a decoded image and its target: augmented or prepared for the draw, whose index seeds it."""
+        """Return the item of a decoded image: (augmented or prepared for `draw`, target as it is).
+
+        The epoch and the draw's index and repeat seed the augmentation.
+        """
         if self.augment is not None:
             return self.augment(picture, self.epoch, draw.index, draw.repeat, draw.size), target
         return (self.prepare if draw.size is None else self.prepare.at(draw.size))(picture), target
@@ -197,11 +200,11 @@ class ImageSet(Dataset):
         return np.bincount(self.labels(), minlength=len(self.classes)).tolist()
 
     def labels(self) -> list[int]:
-        """Return the labels of all images, in order, without decoding them; [] where they are masks."""
+        """Return the label of each image, in order, without decoding it: a list if it may have several; [] with masks."""
         return [label for _, label in self.samples]
 
     def sources(self) -> list[Any]:
-        """Return what is read of each image, in order: its source, with masks also that of the mask."""
+        """Return the sources of all files that are read, in one list: of each image, with masks that of its mask after it."""
         return [source for source, _ in self.samples]
 
     def digest(self) -> str:
@@ -233,7 +236,10 @@ class ImageSet(Dataset):
         return hashlib.sha256(json.dumps([self.classes, names, self.labels(), values]).encode()).hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers, or `BadImage` with "raise"."""
+        """Return (height, width) of every image file in pixels, read from the headers once.
+
+        An unreadable header gives (1, 1), or raises `BadImage` if `reading.on_bad` is "raise".
+        """
 
         def size(index: int) -> tuple[int, int]:
             try:
@@ -249,7 +255,7 @@ class ImageSet(Dataset):
         return self._sizes
 
     def bad_indices(self) -> list[int]:
-        """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""
+        """Return the indices of the images found unreadable so far, in order, by this rank: its process and its loaders."""
         return self.bad.nonzero().flatten().tolist()
 
 

@@ -80,7 +80,7 @@ class MaskSet(ImageSet):
         return []
 
     def sources(self) -> list[Any]:
-        """Return the sources of each image and its mask, in order."""
+        """Return the sources of all files that are read, in one list: of each image, and of its mask after it."""
         return [source for pair in self.samples for source in pair]
 
 

@@ -30,7 +30,11 @@ class Execution:
     channels_last: bool = False
 
     def apply(self, model: nn.Module) -> None:
-        """Apply the settings to `model` in place, keeping parameter names; ValueError if it has no gradient checkpointing."""
+        """Set gradient checkpointing and the memory format of `model` in place; `compile_blocks` compiles it later.
+
+        Raises:
+            ValueError: `grad_checkpointing` is set, and the model does not support it.
+        """
         if self.grad_checkpointing:
             try:
                 model.set_grad_checkpointing(True)
