@@ -107,13 +107,13 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
     parameters for another window. A window policy has no effect on a vitrel model without windows.
 
     For a model of another library `policy` is ignored. If that model takes only one size, the result is a copy set to `size`,
-    which shares parameters but not buffers; its forward is not tried.
+    which shares the weights of layers but not buffers; its forward is not tried.
 
     Raises:
         ValueError: the model does not have the encoding policy, or the other library refuses the size.
     """
     if backbone_of(model) is None:
-        return model_at_size(model, size, share_weights=True)
+        return model_at_size(model, size)
     names = policy.split("+")
     window = names[0] if names[0] in WINDOW_POLICIES else "fixed"
     encoding = "+".join(name for name in names if name not in (*WINDOW_POLICIES, LOG_N)) or "none"
@@ -174,7 +174,7 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
     """
     backbone = backbone_of(model)
     if backbone is None:
-        adapted = at_size(model, size, share_weights=True)
+        adapted = at_size(model, size)
         unknown = float("nan")
         h, w = adapted.windows[0].grid if adapted.windows else (unknown, 1)
         return ModelWithPolicy(adapted.model, adapted.resampled, unknown, unknown, h * w, adapted.windows)

@@ -297,8 +297,8 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
     bias = found.bias
     if bias is not None:
         bias = bias.unflatten(0, (heads, -1)).transpose(0, 1) if heads_first else bias.unflatten(0, (-1, heads))  # [W, H, Q, K]
-    visible = None if bias is None else ~hidden_pairs(bias)
-    visible = None if visible is None or bool(visible.all()) else visible
+    hidden = None if bias is None else hidden_pairs(bias)
+    visible = None if hidden is None else ~hidden
     if visible is not None and torch.equal(visible, visible[:, :1].expand_as(visible)):
         visible = visible[:, :1].clone()  # one mask for all heads
     tokens = tokens if visible is None else _without_copies(tokens)  # a mask hides the copies
@@ -384,22 +384,22 @@ def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, b
     return ((0, 0) if strided else (shift[0], shift[1])), strided
 
 
-def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
+def at_size(model: nn.Module, size: int | Size) -> ModelAtSize:
     """Adapt a model to images of another size as its library does, trace it there, and return both.
 
-    A model with `set_input_size` is copied, and it is called on the copy. The result's model is the argument itself if it is
+    A model with `set_input_size` is copied, and it is called on the copy, which shares the weights of linear layers and
+    convolutions with the model, so it must not be trained or moved. The result's model is the argument itself if it is
     vitrel's, has `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway.
 
     Args:
         model: a vitrel or timm model, which is not changed.
         size: pixels, an int or (h, w).
-        share_weights: the copy shares the parameters that have not changed, so it must not be trained or moved.
 
     Raises:
         ValueError: the model cannot take the size.
     """
     size = to_2tuple(size)
-    after, found = _brought(model, size, share_weights)
+    after, found = _brought(model, size)
     try:
         found = trace(after, size) if found is None else found
     except REFUSALS as error:
@@ -408,43 +408,34 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
     return ModelAtSize(after, _replaced_values(model, after) | found.resampled, lines, found)
 
 
-def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
-    """The model, or its copy for images of `size` (h, w) pixels, that `at_size` returns; arguments as there.
+def model_at_size(model: nn.Module, size: Size) -> nn.Module:
+    """The model, or its copy for images of `size` (h, w) pixels, that `at_size` returns.
 
     Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
     """
-    return _brought(model, size, share_weights)[0]
+    return _brought(model, size)[0]
 
 
-def _brought(model: nn.Module, size: Size, share_weights: bool) -> tuple[nn.Module, Trace | None]:
+def _brought(model: nn.Module, size: Size) -> tuple[nn.Module, Trace | None]:
     """The model or its copy for a size, and the trace at that size if it was made."""
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
         return model, None
     if size == trained_size(model):
         with contextlib.suppress(*REFUSALS):  # as it was built
             return model, trace(model, size)
-    changed = copy.deepcopy(model)  # whole: some models write the resampled values into the parameter that they have
+    # The rest is copied: some models write the resampled values into the parameter that they have.
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d))
+    changed = copy.deepcopy(model, {id(value): value for layer in layers for value in layer.parameters(recurse=False)})
     try:
         changed.set_input_size(img_size=size)
     except REFUSALS as error:
         raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
-    if share_weights:
-        _share_equal(model, changed)
     if _differs(model, changed):
         return changed, None
     try:
         return model, trace(model, size)
     except REFUSALS:
         return changed, None
-
-
-def _share_equal(model: nn.Module, changed: nn.Module) -> None:
-    """Give a changed copy the parameters of `model` that have the same values."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in [*changed.named_parameters(remove_duplicate=False)]:
-        old, (path, _, leaf) = own.get(name), name.rpartition(".")
-        if old is not None and old.shape == value.shape and (old.is_meta or torch.equal(old, value)):
-            setattr(changed.get_submodule(path), leaf, old)
 
 
 def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
@@ -459,7 +450,7 @@ def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
     theirs = parameters | dict(after.named_buffers())
     for name, old in (*before.named_parameters(), *before.named_buffers()):
         new, (path, _, leaf) = theirs.get(name), name.rpartition(".")
-        if new is None or (old.shape == new.shape and (old.is_meta or torch.equal(old, new))):
+        if new is None or _equal(old, new):
             continue
         if name in parameters:
             policy, count = f"{leaf} {_POLICIES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
@@ -524,10 +515,11 @@ def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
 def _differs(a: nn.Module, b: nn.Module) -> bool:
     """True if any parameter or buffer differs, masks and index tables included."""
     first, second = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
-    return first.keys() != second.keys() or any(
-        value.shape != second[name].shape or not (value.is_meta or torch.equal(value, second[name]))
-        for name, value in first.items()
-    )
+    return first.keys() != second.keys() or any(not _equal(value, second[name]) for name, value in first.items())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and (a.is_meta or torch.equal(a, b)))
 
 
 def reason(error: Exception) -> str:

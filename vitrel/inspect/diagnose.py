@@ -178,7 +178,7 @@ def diagnose(
             if progress is not None:
                 progress(f"{model_name(model)} at {format_size(one)}")
             try:
-                found = at_size(model, one, share_weights=True)
+                found = at_size(model, one)
             except ValueError as error:
                 lines.append(SizeDiagnosis(one, str(error)))
                 continue

@@ -47,42 +47,35 @@ def find_leaks(call: Call) -> Leaks | None:
     if call.grid is None or call.window is None or call.strided:
         return None
     (h, w), tokens = call.grid[:2], call.tokens.cpu()  # [W, N]
-    real = tokens >= 0
-    sees = real[:, :, None].expand(-1, -1, tokens.shape[1])  # [W, N, N] what the token in each slot sees
-    sees = sees if call.visible is None else sees & call.visible.any(1).cpu()
-    slot = tokens[real]  # [h*w] the token of each slot that holds one
-
-    def seen(at: Tensor, n: int) -> Tensor:
-        """[h*w, n] bool: whether each token sees some key at each index along an axis."""
-        keys = (at[..., None] == torch.arange(n)) & real[..., None]  # [W, N, n]
-        found = torch.empty(h * w, n, dtype=torch.bool)
-        found[slot] = (sees.float() @ keys.float() > 0)[real]
-        return found
-
-    y, x = torch.arange(h * w) // w, torch.arange(h * w) % w
-    down, right = _beyond_gap(seen(tokens // w, h), y), _beyond_gap(seen(tokens % w, w), x)  # [h*w, h], [h*w, w]
-    padding = torch.empty(h * w, dtype=torch.bool)
-    padding[slot] = (sees & ~real[:, None]).any(2)[real]
-    count = torch.zeros(h * w, dtype=torch.long)
+    visible = torch.ones(1, 1, 1, dtype=torch.bool) if call.visible is None else call.visible.any(1).cpu()
+    visible = visible.expand(len(tokens), tokens.shape[1], tokens.shape[1])
+    # Windows that are whole rectangles whose tokens all see each other are left out, but the first token's, which may be shown.
+    extents = [at.amax(1) - at.amin(1) + 1 for at in (tokens // w, tokens % w)]
+    whole = (extents[0] * extents[1] == tokens.shape[1]) & visible.flatten(1).all(1)
+    examined = ~whole | (tokens < 0).any(1) | (tokens == 0).any(1)
+    tokens, visible = tokens[examined], visible[examined]
+    real, y, x = tokens >= 0, tokens // w, tokens % w
+    sees = visible & real[:, :, None]  # [W, N, N] what the token in each slot sees
     keys = sees & real[:, None]
-    wide = down[tokens.clamp(min=0)].gather(2, (tokens // w).clamp(min=0)[:, None].expand_as(keys))
-    high = right[tokens.clamp(min=0)].gather(2, (tokens % w).clamp(min=0)[:, None].expand_as(keys))
-    across = keys & (wide | high)  # [W, N, N]
-    count[slot] = across.sum(2)[real]
+    down, right = (_beyond_gap(keys.float() @ (at[..., None] == torch.arange(n)).float() > 0, at) for at, n in ((y, h), (x, w)))
+    wide, high = (lines.gather(2, at.clamp(min=0)[:, None].expand_as(keys)) for lines, at in ((down, y), (right, x)))
+    across = keys & (wide | high)
+    padding, count = torch.zeros(h * w, dtype=torch.bool), torch.zeros(h * w, dtype=torch.long)
+    padding[tokens[real]] = (sees & ~real[:, None]).any(2)[real]
+    count[tokens[real]] = across.sum(2)[real]
     diagonal = torch.arange(max(h, w)) % h * w + torch.arange(max(h, w)) % w
     token = int(diagonal[count[diagonal].argmax()])
     window, number = ((tokens == token).nonzero()[0]).tolist()
-    shown = torch.zeros(h * w, dtype=torch.int32)
-    held = real[window]
+    shown, held = torch.zeros(h * w, dtype=torch.int32), real[window]
     shown[tokens[window][held]] = (keys[window, number].int() + across[window, number].int())[held]
-    rows, columns = (tuple(at[beyond.any(1)].unique().tolist()) for at, beyond in ((y, down), (x, right)))
+    rows, columns = (tuple(at[lines.any(2)].unique().tolist()) for at, lines in ((y, down), (x, right)))
     return Leaks(rows, columns, padding.view(h, w), (token // w, token % w), shown.view(h, w))
 
 
 def _beyond_gap(sees: Tensor, at: Tensor) -> Tensor:
-    """[T, n] bool: what each token sees of [T, n], but not joined to its own index `at` [T] by an unbroken run of seen ones."""
-    index = torch.arange(sees.shape[1], dtype=torch.int16)
-    unseen, own = ~sees, at[:, None].to(torch.int16)
-    first = torch.where(unseen & (index < own), index + 1, 0).amax(1, keepdim=True)
-    last = torch.where(unseen & (index > own), index, sees.shape[1]).amin(1, keepdim=True)
+    """[W, N, n] bool: what each token sees of [W, N, n], but not joined to its own index `at` [W, N] by a run of seen ones."""
+    index = torch.arange(sees.shape[-1], dtype=torch.int16)
+    unseen, own = ~sees, at[..., None].to(torch.int16)
+    first = torch.where(unseen & (index < own), index + 1, 0).amax(-1, keepdim=True)
+    last = torch.where(unseen & (index > own), index, sees.shape[-1]).amin(-1, keepdim=True)
     return sees & ((index < first) | (index >= last))

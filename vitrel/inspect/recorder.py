@@ -465,11 +465,11 @@ class _Recorder(TorchDispatchMode):
                 if not isinstance(value, Tensor) or value not in self._trail:
                     return value
                 bias = self._trail[value].bias
-                return value.new_zeros(()).expand(shape) if bias is None else bias
+                return value.new_zeros([1] * value.dim()) if bias is None else bias
 
             if name in _SUM and len(unknown) == len(_tensors(args)):
                 return None
-            return getattr(torch.ops.aten, name.removesuffix("_"))(*_mapped(known, args), **kwargs)
+            return getattr(torch.ops.aten, name.removesuffix("_"))(*_mapped(known, args), **kwargs).expand(shape)
         if unknown:
             return None
         swapped = _mapped(lambda v: self._trail[v].bias if isinstance(v, Tensor) and v in self._trail else v, (args, kwargs))
@@ -705,12 +705,16 @@ def _hide(logits: Tensor, added: Tensor) -> Tensor:
     if isinstance(added, _Blank) or added.dim() < 2:
         return logits
     hidden = hidden_pairs(added)
-    return logits.masked_fill(hidden, -math.inf) if bool(hidden.any()) else logits
+    return logits if hidden is None else logits.masked_fill(hidden, -math.inf)
 
 
-def hidden_pairs(added: Tensor) -> Tensor:
-    """Bool of the shape of what is added to logits: True where it hides a key from its query."""
-    return (added < added.amax(-1, keepdim=True) + HIDDEN) | (added == -math.inf)
+def hidden_pairs(added: Tensor) -> Tensor | None:
+    """Bool of the shape of what is added to logits: True where it hides a key from its query; None if it hides none."""
+    low, high = added.aminmax()
+    if low >= high + HIDDEN and low > -math.inf:
+        return None
+    hidden = (added < added.amax(-1, keepdim=True) + HIDDEN) | (added == -math.inf)
+    return hidden if bool(hidden.any()) else None
 
 
 def _base(func: Any) -> str:
