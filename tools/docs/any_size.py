@@ -1,6 +1,7 @@
 """Small variants of the families that keep timm's trunk, and the table of docs/how_to/any_size.md.
 
-python -m tools.docs.any_size    # print the table of families; --names counts timm's entry points; --graphs tries GRAPHS
+python -m tools.docs.any_size    # print the table of families; --names counts timm's entry points, --logits compares them with
+                                 # from_timm's models; --graphs tries GRAPHS
 """
 
 import argparse
@@ -16,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 
 from vitrel.any_size import ADAPTERS, adapter_of, any_size, takes
 from vitrel.export import export_model
+from vitrel.inspect.any_model import trained_size
 from vitrel.models.create import on_meta
 from vitrel.weights.from_timm import from_timm
 from vitrel.weights.recognize import recognize
@@ -87,17 +89,22 @@ def variant(name: str, **options: Any) -> nn.Module:
     model = timm.create_model(name, num_classes=7, **VARIANTS[name], **options).eval()
     for level in getattr(model, "levels", ()):  # of Nest, which takes no depths
         level.transformer_encoder = level.transformer_encoder[:1]
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            if value.dim() < 2:
-                value.normal_(float(key.endswith("weight")), 0.1)
-            elif any(word in key for word in ("pos", "bias", "rel")):
-                value.normal_(0, 0.5)
-            else:
-                value.normal_(0, GAIN.get(name, 1.0) * value[0].numel() ** -0.5)
-        for key, value in model.named_buffers():
-            if key.endswith("running_var"):
-                value.uniform_(0.5, 1.5)
+    return randomized(model, GAIN.get(name, 1.0))
+
+
+@torch.no_grad()
+def randomized(model: nn.Module, gain: float = 1.0) -> nn.Module:
+    """Fill a model with random parameters and statistics, position's among them, and return it."""
+    for key, value in model.named_parameters():
+        if value.dim() < 2:
+            value.normal_(float(key.endswith("weight")), 0.1)
+        elif any(word in key for word in ("pos", "bias", "rel")):
+            value.normal_(0, 0.5)
+        else:
+            value.normal_(0, gain * value[0].numel() ** -0.5)
+    for key, value in model.named_buffers():
+        if key.endswith("running_var"):
+            value.uniform_(0.5, 1.5)
     return model
 
 
@@ -178,18 +185,83 @@ def taken(model: nn.Module) -> str:
     return "none" if takes(model) else reason.partition(": ")[2]
 
 
-def names() -> dict[str, str]:
+def entry_points() -> list[str]:
+    """Return timm's own names."""
+    return [name for name in timm.list_models() if not name.startswith("vitrel_")]
+
+
+def ways() -> dict[str, str]:
     """Return {entry point of timm: how it is taken}, from models on the meta device."""
-    found = {}
-    for name in timm.list_models():
-        if name.startswith("vitrel_"):
+    models = ((name, _on_meta(name)) for name in entry_points())
+    return {name: "cannot be built on the meta device" if model is None else taken(model) for name, model in models}
+
+
+LARGE = 100e6  # parameters above which a model is cut as the first of CUTS that it takes, and left out if it is still as large
+CUTS: tuple[dict[str, Any], ...] = ({"depth": 2}, {"depths": (2,) * 4}, {"depths": (1,) * 4}, {"stages": (1,) * 4})
+
+
+def try_logits(names: list[str]) -> bool:
+    """Print for each name that from_timm takes how far its logits are from timm's, at the model's own size.
+
+    Names whose models are the same modules and shapes are one architecture: the first of them is built, with random values.
+    Return whether all are equal but for rounding.
+    """
+    counts: Counter[str] = Counter()
+    known: dict[str, float | None] = {}
+    for name in names:
+        probe = _on_meta(name)
+        if probe is None:
             continue
-        try:
-            with on_meta():
-                found[name] = taken(timm.create_model(name))
-        except (IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError) as error:
-            found[name] = f"cannot be built on the meta device ({type(error).__name__})"
-    return found
+        shapes = [(key, value.shape) for key, value in (*probe.named_parameters(), *probe.named_buffers())]
+        key = str((probe, shapes, probe.pretrained_cfg["input_size"]))
+        how = taken(probe)  # which changes it
+        if how not in ("vitrel", "timm"):
+            continue
+        if key not in known:
+            try:
+                known[key] = _logits_apart(name, probe)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+                known[key] = float("inf")
+        found = known[key]
+        kind = "not compared" if found is None else "equal" if found < 1e-5 else "different"
+        counts[kind] += 1
+        print(f"{name} ({how}): {kind}" + ("" if found is None else f", {found:.2g}"), flush=True)
+    largest = max((found for found in known.values() if found is not None), default=0.0)
+    print(f"{len(known)} architectures of {counts.total()} names {dict(counts)}, largest difference {largest:.2g}")
+    return not counts["different"]
+
+
+@torch.no_grad()
+def _logits_apart(name: str, probe: nn.Module) -> float | None:
+    """Return how far the logits of from_timm's model are from timm's, in float64 where rounding shows; None: too large."""
+    cut: dict[str, Any] | None = {}
+    if _parameters(probe) > LARGE:
+        cut = next((cut for cut in CUTS if _parameters(_on_meta(name, **cut)) <= LARGE), None)
+    if cut is None:
+        return None
+    torch.manual_seed(0)
+    model = randomized(timm.create_model(name, **cut).eval())
+    ours, image = from_timm(model).eval(), torch.randn(1, *model.pretrained_cfg["input_size"])
+    h, w = trained_size(ours)  # whole patches
+    found = apart(ours(image[..., :h, :w]), model(image))
+    if found < 1e-5:
+        return found
+    image = image.double()
+    return apart(ours.double()(image[..., :h, :w]), model.double()(image))
+
+
+def _on_meta(name: str, **options: Any) -> Any:
+    """Return a model on the meta device, None where it cannot be built there."""
+    try:
+        with on_meta():
+            return timm.create_model(name, **options)
+    except (IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
+        return None
+
+
+def _parameters(model: nn.Module | None) -> float:
+    return float("inf") if model is None else sum(value.numel() for value in model.parameters())
 
 
 def table() -> str:
@@ -209,16 +281,21 @@ def main() -> None:
     """Print the table, or with --names the number of entry points by how they are taken, and the refusals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", action="store_true", help="count timm's entry points, some minutes")
+    parser.add_argument("--logits", nargs="*", metavar="NAME", help="compare from_timm's logits, default all: an hour")
     parser.add_argument("--graphs", nargs="*", metavar="NAME", help="compile and export variants, default all: half an hour")
     args = parser.parse_args()
     if args.graphs is not None:
         if not try_graphs(args.graphs or [*VARIANTS]):
             raise SystemExit("not as recorded, see above")
         return
+    if args.logits is not None:
+        if not try_logits(args.logits or entry_points()):
+            raise SystemExit("logits differ, see above")
+        return
     if not args.names:
         print(table())
         return
-    found = names()
+    found = ways()
     kinds = Counter(how if how in ("vitrel", "timm", "none") else "refused" for how in found.values())
     print(f"{len(found)} entry points: {dict(kinds)}")
     for name, how in found.items():
