@@ -1,8 +1,8 @@
 """The engine of all suites: run the contenders of a case in separate processes, check their results, time them in turns.
 
 A contender is timed only if its first call agrees with the definition in float64, on the same numbers: of every tensor the norm
-of the difference over the norm is at most LIMIT, in bfloat16 HALF_LIMIT. Every outcome is a row: times, a refusal, a wrong
-result, a failure. Rows in the samples are not measured again.
+of the difference over the norm is at most LIMIT, in bfloat16 HALF_LIMIT. Every outcome is a row: times, a wrong result,
+a failure. Rows in the samples are not measured again.
 """
 
 import re
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tools.benchmark.samples import ENDS, Samples
 from tools.benchmark.worker import Repeats, Worker, WorkerFailed, take_turns
-from vitrel.ops import BACKENDS
 
 LIMIT, HALF_LIMIT = 3e-5, 1e-1  # of float32, and of bfloat16
 DEFINITION = "the definition"
@@ -62,8 +61,7 @@ class Contender(NamedTuple):
 class Case:
     """Contenders to measure together, in rows of one kind. build: the function that builds calls in workers (see Worker).
 
-    dtype: selects the limit of errors. together: time contenders in turns, not one after another. patience: seconds for an
-    answer of a worker.
+    patience: seconds for an answer of a worker.
     """
 
     name: str
@@ -71,10 +69,8 @@ class Case:
     contenders: tuple[Contender, ...]
     visits: tuple[Visit, ...]
     plan: Repeats
-    dtype: str = "float32"
     kind: str = "time"
     row: Arguments = field(default_factory=dict)
-    together: bool = True
     patience: float = 600.0
 
     def key(self, contender: Contender, visit: Visit) -> dict[str, str]:
@@ -106,18 +102,16 @@ class Engine:
         return True
 
     def measure(self, case: Case) -> None:
-        """Check and time the contenders of a case, together or one by one, unless all their rows are there."""
-        contenders = [c for c in case.contenders if not any(self._has(kind, case, c, any) for kind in ENDS)]
-        missing = [c for c in contenders if not self._has(case.kind, case, c, all)]
-        if not missing:
+        """Check and time the contenders of a case together, unless all their rows are there."""
+        group = [c for c in case.contenders if not any(self._has(kind, case, c, any) for kind in ENDS)]
+        if all(self._has(case.kind, case, c, all) for c in group):
             return
         print(f"{case.name}, {case.visits[0].mode}", flush=True)
         self.truths: dict[str, dict[str, Tensor] | WorkerFailed] = {}
-        for group in [contenders] if case.together else [[contender] for contender in missing]:
-            with ExitStack() as stack:
-                workers: dict[str, Worker] = {}
-                for visit in case.visits:
-                    group = self._visit(case, visit, group, workers, stack)
+        workers: dict[str, Worker] = {}
+        with ExitStack() as stack:
+            for visit in case.visits:
+                group = self._visit(case, visit, group, workers, stack)
 
     def _has(self, kind: str, case: Case, contender: Contender, quantifier: Callable[[Iterable[bool]], bool]) -> bool:
         return quantifier(self.samples.has(kind, **case.key(contender, visit)) for visit in case.visits_of(contender))
@@ -138,7 +132,8 @@ class Engine:
         for contender in group:
             if contender.name in times:
                 try:
-                    self._write(case, visit, contender, workers[contender.name], rows[contender.name] | times[contender.name])
+                    row = rows[contender.name] | {"rounds": times[contender.name]}
+                    self._write(case, visit, contender, workers[contender.name], row)
                     left.append(contender)
                 except WorkerFailed as error:
                     failed[contender.name] = error
@@ -162,7 +157,7 @@ class Engine:
             worker = workers[contender.name]
             row = {"new_compiles": -worker.compiles()} | worker.set(bool(case.plan.rounds), **visit.set)
         errors = relative_errors(worker.outcome(), truth) if checked else {}
-        if text := too_large(errors, case.dtype):
+        if text := too_large(errors):
             self.samples.add("wrong", **case.key(contender, visit), text=text)
             return None
         worst = sorted(errors, key=lambda name: -errors[name])[:4]  # a model has one per parameter
@@ -171,7 +166,7 @@ class Engine:
     def _write(self, case: Case, visit: Visit, contender: Contender, worker: Worker, row: Arguments) -> None:
         memory, compiles = worker.memory(), worker.compiles()
         row |= {"compiles": compiles, "new_compiles": row["new_compiles"] + compiles}
-        common = {"of": contender.of, "dtype": case.dtype} | case.row | visit.row | contender.row
+        common = {"of": contender.of} | case.row | visit.row | contender.row
         self.samples.add(case.kind, **case.key(contender, visit), **common | row | memory)
 
     def _truth(self, case: Case, visit: Visit, args: Arguments) -> dict[str, Tensor]:
@@ -193,9 +188,7 @@ class Engine:
         return self.worker(case.build, args, self.threads, env, case.patience)
 
     def _failed(self, key: dict[str, str], error: WorkerFailed) -> None:
-        text = str(error)
-        refused = text.startswith("ValueError: ") and "refuses: " in text and key["contender"] in BACKENDS
-        self.samples.add("refused" if refused else "failed", **key, text=text.removeprefix("ValueError: ")[:800])
+        self.samples.add("failed", **key, text=str(error).removeprefix("ValueError: ")[:800])
 
 
 def relative_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
@@ -208,10 +201,10 @@ def relative_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) ->
     return errors
 
 
-def too_large(errors: Mapping[str, float], dtype: str) -> str:
-    """Return which errors are over the limit of a dtype, "" if none is."""
+def too_large(errors: Mapping[str, float], half: bool = False) -> str:
+    """Return which errors are over the limit, with `half` that of bfloat16, "" if none is."""
     limits = dict.fromkeys(errors, LIMIT)
-    if dtype != "float32":
+    if half:
         limits = {name: HALF_LIMIT if name in _OUTPUTS else _HALF_GRADIENT for name in errors}
     wrong = [f"{name} {error:.1e} (limit {limits[name]:.1e})" for name, error in errors.items() if not error <= limits[name]]
     return f"error of {', '.join(wrong[:4])}" if wrong else ""

@@ -38,11 +38,11 @@ class Repeats(NamedTuple):
     most: int = 5
 
 
-def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Return milliseconds of a call: CPU time of the process, and of the clock."""
-    start, wall = time.process_time(), time.perf_counter()
+def timed(run: Callable[[], object]) -> float:
+    """Return milliseconds of a call, CPU time of the process."""
+    start = time.process_time()
     run()
-    return (time.process_time() - start) * 1e3, (time.perf_counter() - wall) * 1e3
+    return (time.process_time() - start) * 1e3
 
 
 class WorkerFailed(RuntimeError):
@@ -104,8 +104,8 @@ class Worker:
         path = self._ask("outcome", f"{self._folder.name}/outcome.pt")
         return torch.load(path, weights_only=True)
 
-    def run(self, calls: int) -> list[tuple[float, float]]:
-        """Return milliseconds of each of `calls` calls, (CPU time, wall time)."""
+    def run(self, calls: int) -> list[float]:
+        """Return milliseconds of each of `calls` calls."""
         return self._ask("run", calls)
 
     def set(self, first: bool = True, **args: Any) -> dict[str, float]:
@@ -145,9 +145,9 @@ class Worker:
         return answer
 
 
-def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict[str, list]], dict[K, WorkerFailed]]:
-    """Warm up and time workers in turns; return {worker: {"rounds", "host"}}, ms by round and call, and {worker: failure}."""
-    times: dict[K, dict[str, list]] = {name: {"rounds": [], "host": []} for name in workers}
+def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, list[list[float]]], dict[K, WorkerFailed]]:
+    """Warm up and time workers in turns; return {worker: ms by round and call}, and {worker: failure}."""
+    times: dict[K, list[list[float]]] = {name: [] for name in workers}
     failed: dict[K, WorkerFailed] = {}
     calls: dict[K, int] = {}
     for turn in range(plan.rounds + 1 if plan.rounds else 0):
@@ -161,10 +161,9 @@ def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict
                 del times[name]
                 continue
             if turn:
-                for kind, column in zip(("rounds", "host"), zip(*timings, strict=True), strict=True):
-                    times[name][kind].append([round(ms, 6) for ms in column])
+                times[name].append([round(ms, 6) for ms in timings])
             else:
-                fastest = max(min(timings)[0], 1e-6)
+                fastest = max(min(timings), 1e-6)
                 calls[name] = max(1, min(plan.most, int(plan.seconds * 1e3 / fastest)))
     return times, failed
 
@@ -197,12 +196,12 @@ class _Served:
         self._once()
         return sum(os.times()[:4]) - start
 
-    def run(self, calls: int) -> list[tuple[float, float]]:
+    def run(self, calls: int) -> list[float]:
         return [timed(self._once) for _ in range(calls)]
 
     def memory(self) -> dict[str, Any]:
         self.kept = None  # if it were freed within the call, the call would seem to take less
-        call_ms, _ = timed(self._once)
+        call_ms = timed(self._once)
         self.kept = None
         call_bytes = most_bytes(self._once, torch.device("cpu"))
         count = getattr(self.call, "launches", lambda: None)()

@@ -146,14 +146,14 @@ class Turns:
     def __init__(self, call: ModelCall, device: torch.device):
         self.call, self.device = call, device
 
-    def run(self, calls: int) -> list[tuple[float, float]]:
-        """Return (milliseconds of a call, 0), the mean of so many."""
+    def run(self, calls: int) -> list[float]:
+        """Return milliseconds of a call, the mean of so many."""
         sync(self.device)
         start = time.perf_counter()
         for _ in range(calls):
             self.call()
         sync(self.device)
-        return [((time.perf_counter() - start) / calls * 1e3, 0.0)]
+        return [(time.perf_counter() - start) / calls * 1e3]
 
 
 def compare(case: Case, setting: Setting, samples: Samples) -> None:
@@ -173,7 +173,7 @@ def compare(case: Case, setting: Setting, samples: Samples) -> None:
             elif one.library == "ours" and one.model in truths:
                 errors = relative_errors(found, truths[one.model])
                 row["error"] = max(errors.values())
-                if text := too_large(errors, "bfloat16"):
+                if text := too_large(errors, half=True):
                     samples.add("wrong", **case.key(one), text=text)
                     continue
             row |= {"batch": call.batch, "call_bytes": most_bytes(call, setting.device)}
@@ -184,7 +184,7 @@ def compare(case: Case, setting: Setting, samples: Samples) -> None:
     for one, error in failed.items():
         samples.add("failed", **case.key(one), text=str(error))
     for one, measured in times.items():
-        samples.add("time", **case.key(one), **rows[one], rounds=measured["rounds"])
+        samples.add("time", **case.key(one), **rows[one], rounds=measured)
     turns.clear()
     torch._dynamo.reset()
     gc.collect()

@@ -68,7 +68,7 @@ def _interleaved(keys: Sequence[str], mode: str, side: int, batch: int, rounds: 
     found: dict[str, Row] = {key: {"rounds": []} for key in keys}
     for number in range(rounds + 1):
         for key, run in runs.items():
-            ms, _ = timed(run)
+            ms = timed(run)
             if number:
                 found[key]["rounds"].append([ms])
     rows = []

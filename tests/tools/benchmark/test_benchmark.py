@@ -45,7 +45,7 @@ class Here:
     def run(self, calls):
         for _ in range(calls):
             self.kept = self._attempt(self.call)
-        return [(2.0, 3.0)] * calls
+        return [2.0] * calls
 
     def memory(self):
         self.kept = self._attempt(self.call)
@@ -98,7 +98,7 @@ class Call:
         self.count += 1
         SAID.append(self.method)
         if self.count == self.at:
-            raise (ValueError if "refuses" in self.text else MemoryError)(self.text)
+            raise MemoryError(self.text)
         return {"output": torch.arange(1.0, self.n + 1) * (1 + self.off)}
 
 
@@ -112,19 +112,17 @@ def case(*known, name="a case", visits=(Visit("forward"),), **more):
 
 
 def test_every_contender_ends_as_a_row(engine, tmp_path):
-    """Refused, wrong, failed at any call, or timed in all rounds; what is done is not done again."""
-    refusing = one("triton", at=1, text="backend 'triton' refuses: no mask")
+    """Wrong, failed at any call, or timed in all rounds; what is done is not done again."""
     failing = [one(f"fails at {at}", at=at, text="no room") for at in (1, 2, 3, 5)]  # first call, warming up, while timed
-    whole = case(one("timm"), one("ours", "ours"), one("off", "ours", off=1e-4), refusing, *failing)
+    whole = case(one("timm"), one("ours", "ours"), one("off", "ours", off=1e-4), *failing)
     engine.measure(whole)
     timed = ended(engine, "time")
     assert set(timed) == {"timm", "ours"}
     row = timed["ours"]
-    assert [len(row["rounds"]), row["rounds"][0], row["host"][0]] == [3, [2.0], [3.0]] and row["errors"] == {"output": 0.0}
-    assert (row["of"], row["batch"], row["dtype"], row["commit"], row["code"]) == ("ours", 1, "float32", "abc", "now")
+    assert [len(row["rounds"]), row["rounds"][0]] == [3, [2.0]] and row["errors"] == {"output": 0.0}
+    assert (row["of"], row["batch"], row["commit"], row["code"]) == ("ours", 1, "abc", "now")
     assert (row["call_bytes"], row["first_call_s"], row["compiles"]) == (3_000_000, 0.5, 0)
     assert ended(engine, "wrong")["off"]["text"] == "error of output 1.0e-04 (limit 3.0e-05)"
-    assert ended(engine, "refused")["triton"]["text"].startswith("backend 'triton' refuses")
     assert {name: row["text"] for name, row in ended(engine, "failed").items()} == {
         known.name: "MemoryError: no room" for known in failing
     }
@@ -143,9 +141,6 @@ def test_every_contender_ends_as_a_row(engine, tmp_path):
 def test_rounds_are_interleaved(engine):
     engine.measure(case(one("a"), one("b")))
     assert ["the definition", "a", "b", *("a", "b") * 5] == SAID  # first calls, warming up, rounds, memory
-    SAID.clear()
-    engine.measure(case(one("a"), one("b"), name="alone", together=False))
-    assert ["the definition", *["a"] * 6, *["b"] * 6] == SAID
 
 
 def test_visits(engine):
@@ -165,14 +160,14 @@ def test_errors():
     truth = {"output": torch.arange(1.0, 5.0).double(), "q": torch.ones(4).double()}
     same = {name: x.float() for name, x in truth.items()}
 
-    def text(dtype="float32", **found):
-        return too_large(relative_errors(same | found, truth), dtype)
+    def text(half=False, **found):
+        return too_large(relative_errors(same | found, truth), half)
 
     assert not text() and "nan" in text(output=same["output"] * float("nan"))
     assert text(output=same["output"] * 1.001) == "error of output 1.0e-03 (limit 3.0e-05)"
     assert "q inf" in text(q=None) and "q inf" in text(q=torch.ones(3)) and "q" in text(q=same["q"] * 1.001)
-    assert not text("amp", q=1.9 * same["q"]) and "q 1.0e+00" in text("amp", q=0 * same["q"])  # cancels, or is absent
-    assert "output" in text("bfloat16", output=same["output"] * 1.2)
+    assert not text(True, q=1.9 * same["q"]) and "q 1.0e+00" in text(True, q=0 * same["q"])  # cancels, or is absent
+    assert "output" in text(True, output=same["output"] * 1.2)
 
 
 def test_rows_of_scale(engine, monkeypatch):
@@ -217,9 +212,9 @@ def test_the_gate_of_training(monkeypatch):
     assert ours.truth == timm.truth and set(theirs) == set(truth) == set(mine) and "loss" in truth
     name = "layers.1.blocks.1.position.relative_position_bias_table"
     for returned in (theirs, mine):
-        assert too_large(relative_errors(returned, truth), "float32") == ""
+        assert too_large(relative_errors(returned, truth)) == ""
         off = returned | {name: returned[name] * (1 + 1e-3)}
-        assert too_large(relative_errors(off, truth), "float32").startswith(f"error of {name} 1.0e-03")
+        assert too_large(relative_errors(off, truth)).startswith(f"error of {name} 1.0e-03")
 
 
 # --- workers
@@ -259,7 +254,7 @@ def test_a_worker_answers_until_it_dies():
     with Worker(f"{Path(__file__).stem}:glutton", {"mb": 200}, 1, {"PYTHONPATH": paths}, patience=60.0) as worker:
         assert worker.start()["first_call_s"] > 0 and worker.outcome()["threads"] == 1
         times = worker.run(3)
-        assert len(times) == 3 and all(0 <= ms < 2000 and host > 0 for ms, host in times)
+        assert len(times) == 3 and all(0 <= ms < 2000 for ms in times)
         memory = worker.memory()
         assert 0 <= memory["call_bytes"] - 200 * 2**20 < 100
         assert memory["call_ms"] > 0 and memory["launches"] is None
