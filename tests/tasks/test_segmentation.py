@@ -20,6 +20,7 @@ from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.folder import columns_of, read_folder
 from vitrel.evaluate.predict import SlidingWindow, window_places
 from vitrel.evaluate.statistics import estimate
+from vitrel.models.segmenter import Segmenter
 from vitrel.tasks import Kept
 from vitrel.tasks.segmentation import TASK, Mask, predicted_classes
 
@@ -209,6 +210,22 @@ def test_an_image_smaller_than_a_window_is_padded_around_its_middle(size):
     (top, left), (h, w) = ([max(0, own - side) // 2 for own, side in zip((32, 48), size, strict=True)], size)
     assert torch.equal(seen[0][..., top : top + min(h, 32), left : left + w], pixels[..., :32, :])
     assert not seen[0][..., :top, :].any() and not seen[0][..., :left].any()  # the mean color
+
+
+def test_a_timm_backbone_of_one_size_is_set_to_others_and_has_its_pictures(folder, tmp_path):
+    torch.manual_seed(0)
+    model = Segmenter(timm.create_model("test_vit", img_size=(32, 48)), 3).eval()
+    assert model.img_size == (32, 48)
+    preprocessing = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
+    trained = trained_model(model, "timm", preprocessing=preprocessing)
+    out, sizes = tmp_path / "out", ((32, 48), (64, 64))
+    rows = at_sizes([trained], str(folder), sizes, protocols=("canvas",), out=out, **HOW | {"report": True})
+    assert rows.resampled_values.tolist() == [0, 2 * 3 * 64]
+    page = (out / "report.html").read_text()
+    for size in ("32x48", "64"):
+        assert (
+            f"what position adds in timm at {size} px" in page and f"attention of timm at {size} px in the last layer" in page
+        )
 
 
 def test_what_does_not_fit_the_task_is_refused_by_name(folder):

@@ -166,11 +166,10 @@ def _attention(
             alt = f"attention of {label} at {short_size(size)} px in the {which} layer"
             attends.tables.setdefault(label, {})[f"{short_size(size)} px, {which} layer"] = [_drawn(figure, alt)]
         with suppress(ValueError):  # a model without position
-            backbone = backbone_of(model)
             if any(layer.position is not None and bool(layer.position.any()) for layer in layers):
                 figure = offset_maps(layers, heads=[*range(min(HEADS, layers[0].weights.shape[2]))])
             else:
-                figure = similarity(model.cpu() if backbone is None else backbone.cpu(), None if backbone is None else size)
+                figure = similarity(getattr(model, "backbone", model).cpu(), size if backbone_of(model) else None)
             alt = f"what position adds in {label} at {short_size(size)} px"
             adds.tables.setdefault(label, {})[f"{short_size(size)} px"] = [_drawn(figure, alt)]
 

@@ -24,7 +24,7 @@ from vitrel.grid import Grid
 from vitrel.inspect.recorder import Attention as Seen
 from vitrel.inspect.recorder import blank, hidden_pairs, run
 from vitrel.layers import Attention
-from vitrel.models.backbone import Backbone
+from vitrel.models.backbone import backbone_of
 from vitrel.models.create import create_model
 from vitrel.ops.window import axis_shift, windows
 from vitrel.position import PositionEncoding, key_of
@@ -418,7 +418,7 @@ def model_at_size(model: nn.Module, size: Size) -> nn.Module:
 
 def _brought(model: nn.Module, size: Size) -> tuple[nn.Module, Trace | None]:
     """The model or its copy for a size, and the trace at that size if it was made."""
-    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
+    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or backbone_of(model):
         return model, None
     if size == trained_size(model):
         with contextlib.suppress(*REFUSALS):  # as it was built
@@ -453,7 +453,8 @@ def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
         if new is None or _equal(old, new):
             continue
         if name in parameters:
-            policy, count = f"{leaf} {_POLICIES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
+            prefix = _prefix_values(before.get_submodule(path), leaf, old)
+            policy, count = f"{leaf} {_POLICIES.get(leaf, 'resampled')}", old.numel() - prefix
         elif leaf in _COORDINATES and not torch.allclose(*shared_offsets(old, new)):
             policy, count = f"{leaf} re-created", old.numel()
         else:
@@ -471,13 +472,13 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
     return tables
 
 
-def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
-    """Number of values that belong to prefix tokens in a parameter whose other rows are resampled."""
-    if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(model, "patch_embed", None), "grid_size"):
-        h, w = to_2tuple(model.patch_embed.grid_size)
+def _prefix_values(owner: Any, leaf: str, old: Tensor) -> int:
+    """Number of values that belong to prefix tokens in a parameter of a module whose other rows are resampled."""
+    if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(owner, "patch_embed", None), "grid_size"):
+        h, w = to_2tuple(owner.patch_embed.grid_size)
         return (old.shape[1] - h * w) * old.shape[2]
     if leaf == "relative_position_bias_table" and old.dim() == 2:
-        h, w = to_2tuple(model.get_submodule(path).window_size)
+        h, w = to_2tuple(owner.window_size)
         return (old.shape[0] - (2 * h - 1) * (2 * w - 1)) * old.shape[1]
     return 0
 

@@ -7,6 +7,7 @@ without.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +84,12 @@ class Segmenter(nn.Module):
     @property
     def img_size(self) -> tuple[int, int]:
         """(h, w) in pixels of the backbone's input size."""
-        return self.backbone.img_size  # type: ignore[return-value]
+        return getattr(self.backbone, "img_size", None) or self.backbone.patch_embed.img_size  # type: ignore[union-attr]
+
+    @property
+    def set_input_size(self) -> Callable[..., None]:
+        """timm's method of a backbone that takes one image size, which sets it to another; no attribute of others."""
+        return self.backbone.set_input_size  # type: ignore[return-value]
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
