@@ -6,8 +6,17 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from vitrel.inspect.features import agreement, measure_features, patch_features, position_leak, resized
+from vitrel.inspect.features import (
+    agreement,
+    measure_features,
+    patch_features,
+    position_leak,
+    position_variance,
+    resized,
+    shuffled,
+)
 
 
 class Maps(nn.Module):
@@ -72,6 +81,48 @@ def test_the_border_of_a_padded_convolution_leaks():
 
     assert measure_features(Padded(), images(16))[0].equivariance < 0.99
     assert measure_features(Maps(), images(16))[0].equivariance > 0.9999
+
+
+@pytest.mark.parametrize(("y", "x"), [(1, 0), (0, 1), (2, 1)])
+def test_the_share_of_position_is_that_of_the_planted_variances(y, x):
+    """A place of known variance beside the mean colors of a patch."""
+    (row,) = measure_features(Maps(lambda a, b: (y * a, x * b)), images(64), shifts=())
+    place = (y**2 * (8**2 - 1) / 8**2 + x**2 * (12**2 - 1) / 12**2) / 12  # of 0, 1/8, ..., 7/8 and 0, 1/12, ...
+    content = F.avg_pool2d(resized(images(64), (32, 48)), 4).var(dim=(0, 2, 3), correction=0).sum()
+    assert row.share == pytest.approx((place / (place + float(content)),) * 3, rel=0.03)
+    columns = row.to_dict()
+    assert row.share == (columns["share"], columns["share_of_colors"], columns["share_of_textures"])
+
+
+def test_content_alone_has_no_share_of_position():
+    (row,) = measure_features(Maps(), images(64), shifts=())
+    assert max(map(abs, row.share)) < 2e-3 and row.share.colors == pytest.approx(0, abs=1e-12)
+
+
+def test_position_variance_of_maps_that_it_explains_and_of_noise():
+    border = torch.tensor([[min(i, 4 - i, j, 6 - j) for j in range(7)] for i in range(5)]).double()
+    explained = torch.stack((border**2, torch.arange(5.0).exp()[:, None].expand(5, 7), torch.arange(7.0).sin().expand(5, 7)))
+    whole = explained.var(dim=(1, 2), correction=0).sum()
+    assert position_variance(explained.expand(6, -1, -1, -1)) == pytest.approx(float(whole))
+    spot = torch.zeros(4, 1, 5, 7)
+    spot[:, 0, 1, 2] = 1  # neither a row, a column nor a distance: it is explained in part
+    assert 0 < position_variance(spot) < 0.7 * float(spot[0].var(correction=0))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.tensor([position_variance(torch.randn(8, 3, 5, 7, generator=generator)) for _ in range(99)])
+    assert noise.mean().abs() < 4 * noise.std() / 99**0.5  # the noise of few images is no position
+
+
+@pytest.mark.parametrize("size", [(32, 48), (30, 45)])
+def test_shuffled_patches_are_those_of_the_images(size):
+    x = images(3, (32, 48))
+    mixed = shuffled(x, size, (4, 6))
+    assert mixed.shape == (3, 3, *size) and not torch.equal(mixed, x[:, :, : size[0], : size[1]])
+
+    def corners(of):
+        return sorted(of[b, :, 8 * i, 8 * j].tolist() for b in range(3) for i in range(4) for j in range(6))
+
+    assert corners(mixed) == corners(x)
+    assert torch.equal(mixed, shuffled(x, size, (4, 6))) and not torch.equal(mixed, shuffled(x, size, (4, 6), seed=1))
 
 
 def test_agreement_of_sizes():

@@ -34,8 +34,8 @@ def two_updates(name, folder, start, out):
         args.append("--model.optim.warmup_epochs=0.5")
     if name == "fixres_finetune":
         return [*args, "--model=vitrel_vit_n8_rope_mixed", f"--weights={start}"]
-    if name in ("finetune", "distill", "segmentation"):
-        return [*args, f"--model={start}", *["--position=table"] * (name == "distill")]
+    if name in ("finetune", "distill", "position_free", "segmentation"):
+        return [*args, f"--model={start}", *["--position=table"] * (name in ("distill", "position_free"))]
     model = recipe["model"]
     return [*args, f"--model={'vitrel_swin_n' if 'swin' in model else model.replace('b16', 'n8').replace('s16', 'n8')}"]
 

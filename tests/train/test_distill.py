@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
 from vitrel.train import Classifier, Optimization
-from vitrel.train.distill import Distillation, Teacher
+from vitrel.train.distill import Distillation, Outputs, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.tuning import Tuning
@@ -62,10 +62,12 @@ def test_soft_and_hard_losses(weights):
     hard = teacher_of(resnet(weights, kind="hard", alpha=0.3, img_size=32))
     given, answers = F.cross_entropy(student, labels), hard(images)
     want = 0.7 * given + 0.3 * F.cross_entropy(student, answers.argmax(-1))
-    torch.testing.assert_close(hard.loss(student, answers, given), want)
+    torch.testing.assert_close(hard.loss(Outputs(student, student), Outputs(answers, answers), given), want)
     soft = teacher_of(resnet(weights, alpha=1.0, tau=3.0, img_size=32))
     p, q = F.softmax(answers / 3, -1), F.softmax(student / 3, -1)
-    torch.testing.assert_close(soft.loss(student, answers, given), 9 * (p * (p / q).log()).sum(-1).mean())
+    torch.testing.assert_close(
+        soft.loss(Outputs(student, student), Outputs(answers, answers), given), 9 * (p * (p / q).log()).sum(-1).mean()
+    )
 
 
 def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path):
@@ -200,7 +202,7 @@ def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(wei
     settings = resnet(weights, alpha=1.0, img_size=32, sizes=[16, (24, 40)])
     recipe, seen = classifier(settings), []
     recipe.model.register_forward_pre_hook(lambda model, args: seen.append((model.training, tuple(args[0].shape[2:]))))
-    recipe.teacher.model.register_forward_pre_hook(lambda model, args: seen.append(tuple(args[0].shape[2:])))
+    recipe.teacher.model.model.register_forward_pre_hook(lambda model, args: seen.append(tuple(args[0].shape[2:])))
     fit(recipe, max_epochs=1)
     assert seen[:4] == [(32, 32), (True, (16, 16)), (32, 32), (True, (24, 40))]
     assert [*recipe.train_sizes] == [(16, 16), (24, 40)]

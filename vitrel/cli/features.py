@@ -3,9 +3,10 @@
     vitrel features runs/a runs/b --data flowers --size 160 320
     vitrel features vit_tiny_patch16_224 --weights vit.pth --data flowers --layers 5 -1 --no-accuracy
 
-Position: R² of a linear probe of row and column (1: a token knows its place) on natural images and on images of one color;
-equivariance: cosine of features under shifts by whole patches; agreement: cosine with the features at each --size, all at the
-training size of the model. Accuracy: k-NN (20 neighbors) and a linear probe on the features before the classifier, learned from
+Position: R² of a linear probe of row and column (1: a token knows its place) on natural images and on images of one color; the
+share of the variance of tokens that position explains, there and on shuffled patches; equivariance: cosine of features under
+shifts by whole patches; agreement: cosine with the features at each --size, all at the training size of the model.
+Accuracy: k-NN (20 neighbors) and a linear probe on the features before the classifier, learned from
 training images, at the training size and each --size, with 95 % intervals over images. Everything is computed in float32.
 """
 

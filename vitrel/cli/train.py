@@ -7,8 +7,8 @@
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
 `--ckpt_path auto` resumes an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
-those of configs/train: segmentation.yaml with --task segmentation, distill.yaml with --distill, finetune.yaml where
-weights are given, else scratch.yaml.
+those of configs/train: segmentation.yaml with --task segmentation, distill.yaml with --distill, position_free.yaml with
+--distill features, finetune.yaml where weights are given, else scratch.yaml.
 """
 
 import argparse
@@ -24,9 +24,11 @@ from vitrel.common.exits import reported
 from vitrel.common.extras import TRAINING, require
 from vitrel.common.user_modules import import_modules
 
-FLAGS = {  # {option without a value: keys of a configuration}
-    "--pretrained": ["--model.tuning.pretrained=true"],
-    "--distill": ["--model.objective.distillation.alpha=1.0", "--model.objective.distillation.labels=false"],
+FLAGS = {"--pretrained": ["--model.tuning.pretrained=true"]}  # {option without a value: keys of a configuration}
+UNLABELED = ["--model.objective.distillation.alpha=1.0", "--model.objective.distillation.labels=false"]
+DISTILL = {  # {value of --distill, the first by default: (recipe, keys of a configuration)}
+    "logits": ("distill", UNLABELED),
+    "features": ("position_free", [*UNLABELED, "--model.objective.distillation.features={}"]),
 }
 SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--model": "--model.model",
@@ -51,8 +53,8 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "-o": "--trainer.default_root_dir",
 }
 TYPES = {"--size": size_or_budget, "--data.size": size_or_budget, "--epochs": count, "--batch-size": count, "--n-train": count}
-HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--distill]
-                    [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
+HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY]
+                    [--distill [logits|features]] [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
 Train or fine-tune a model on an image folder. Every KEY may also be set in the file, as sections of YAML; later files and
 options override earlier ones. Default of --config: a recipe for distillation, fine-tuning or training from scratch.
@@ -65,7 +67,8 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --task segmentation|multilabel  a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, shapes-dense or
                                   Hugging Face data, --head linear|fpn|upernet; or several labels an image, a CSV with ; between
-  --distill                       without labels: the model learns to answer as it did before --position and --absolute
+  --distill [logits|features]     without labels: the model learns to answer as it did before --position and --absolute; with
+                                  features its tokens, too, follow the former ones, less what depends on place alone
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --lr X, --batch-size N          peak learning rate, not scaled; images per batch and device (64, fewer where images are few)
   --n-train N, --seed N           number of training images (all); seed of weights, order, augmentation, drop path, mixing (0)
@@ -144,12 +147,13 @@ def expanded(argv: list[str]) -> list[str]:
     keys, names = [key for name, value in options for key in _keys(name, value)], {name for name, _ in options}
     if "--lr" in names:  # the peak itself, as timm's --lr, whatever a recipe's rate is meant for
         keys.append("--model.optim.lr_base_size=null")
-    if not names & {*SHORT, *FLAGS} or names & {"--config", "-c", "--help-all"}:
+    if not names & {*SHORT, *FLAGS, "--distill"} or names & {"--config", "-c", "--help-all"}:
         return keys
     given = dict(key.split("=", 1) for key in keys if "=" in key)
     of_file = "--model.model" in given and Path(given["--model.model"]).exists()  # or of a run's folder
     tuned = "--pretrained" in names or "--model.tuning.init_from" in given or of_file
-    recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
+    distilled = [value or "logits" for name, value in options if name == "--distill"]
+    recipe = DISTILL[distilled[-1]][0] if distilled else "finetune" if tuned else "scratch"
     if (task := given.get("--model.task")) in packaged("train"):
         recipe = task
     generated = given.get("--data.data", "").startswith("shapes")  # varied enough without augmentation
@@ -165,6 +169,10 @@ def _keys(name: str, value: str | None) -> list[str]:
             usage_error(f"argument {name}: {error}")
     if name in FLAGS:
         return FLAGS[name]
+    if name == "--distill":
+        if (value or "logits") not in DISTILL:
+            usage_error(f"argument --distill: {value!r} is none of {', '.join(DISTILL)}")
+        return DISTILL[value or "logits"][1]
     key = SHORT.get(name, name)
     if value is None:
         return [key]

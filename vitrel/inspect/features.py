@@ -1,6 +1,6 @@
 """`measure_features`: how much position there is in the patch features of any model, and how features change with position.
 
-Three questions, for a layer and an image size:
+Four questions, for a layer and an image size:
 
 leak: can row and column of a token be read from its features? A linear probe (ridge regression in closed form) is fitted to the
 tokens of half of the images; the leak is R², the share of the variance of row and of column that it explains on the other half.
@@ -8,6 +8,11 @@ On natural images content tells position too (the sky is above); on images of on
 that of "What DINO saw" (arXiv 2603.16840), which asks for position in pretrained ViTs; images of one color, and R² on images
 that the linear probe has not seen, are ours. Its penalty is, for each axis, the best between two halves of the
 images it is fitted to.
+
+share: how much of the features is position? The variance over tokens that row, column and distance to the border explain,
+divided by the variance over tokens on natural images. R² asks whether position can be read, and calls even rounding noise a
+leak; the share asks how large it is. It is also measured on textures: patches of the images, shuffled over places and images,
+so that content tells nothing of position.
 
 equivariance: the cosine of a token's features with those of the token that shows the same pixels after the image was shifted by
 whole patches, mean over the tokens that both views contain. 1: features depend on content, not on place. New content enters at
@@ -42,6 +47,14 @@ class Leak(NamedTuple):
     column: float
 
 
+class Share(NamedTuple):
+    """Variance over tokens that position explains, divided by the variance over tokens on natural images."""
+
+    natural: float
+    colors: float  # on images of one color
+    textures: float  # on shuffled patches
+
+
 class FeatureRow(NamedTuple):
     """Position in the features of one layer at one image size; NaN where a quantity was not measured."""
 
@@ -51,6 +64,7 @@ class FeatureRow(NamedTuple):
     grid: Size  # (h, w) in tokens
     leak: Leak  # on natural images
     leak_of_colors: Leak  # on images of one color
+    share: Share
     equivariance: float
     agreement: dict[Size, float]  # {other size: cosine}
 
@@ -59,6 +73,7 @@ class FeatureRow(NamedTuple):
         columns = {"model": self.model, "layer": self.layer, "size": format_size(self.size), "grid": format_size(self.grid)}
         columns |= {f"leak_{name}": value for name, value in self.leak._asdict().items()}
         columns |= {f"leak_{name}_of_colors": value for name, value in self.leak_of_colors._asdict().items()}
+        columns |= dict(zip(("share", "share_of_colors", "share_of_textures"), self.share, strict=True))
         columns["equivariance"] = self.equivariance
         return columns | {f"agreement_{format_size(size)}": value for size, value in self.agreement.items()}
 
@@ -99,11 +114,14 @@ def measure_features(
         return [torch.cat(maps) for maps in zip(*parts, strict=True)]
 
     natural = features(resized(images, size))
-    colors = images[:COLORS].mean((2, 3), keepdim=True).expand(-1, -1, *size)
-    rows = [
-        FeatureRow(model_name(model), layer, size, _grid(x), position_leak(x), position_leak(of_colors), torch.nan, {})
-        for layer, x, of_colors in zip(layers, natural, features(colors), strict=True)
-    ]
+    colors = features(images[:COLORS].mean((2, 3), keepdim=True).expand(-1, -1, *size))
+    textures = features(shuffled(images, size, min(_grid(x) for x in natural)))
+    rows = []
+    for layer, *on in zip(layers, natural, colors, textures, strict=True):
+        variance = (on[0] - on[0].mean((0, 2, 3), keepdim=True)).square().sum(1).mean()
+        share = Share(*(position_variance(x) / float(variance) for x in on))
+        leaks = position_leak(on[0]), position_leak(on[1])
+        rows.append(FeatureRow(model_name(model), layer, size, _grid(on[0]), *leaks, share, torch.nan, {}))
     for grid in dict.fromkeys(row.grid for row in rows) if shifts else ():
         alike = [number for number, row in enumerate(rows) if row.grid == grid]
         moved = _equivariances(features, images, size, grid, shifts, [layers[number] for number in alike])
@@ -164,6 +182,33 @@ def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Ten
     targets, truth = (places.repeat(len(part) // len(places), 1) for part in (fit, held))
     gram = fit.mT @ fit + ridge * len(fit) * torch.eye(fit.shape[1], dtype=fit.dtype, device=fit.device)
     return (held @ torch.linalg.solve(gram, fit.mT @ targets) - truth).square().mean(0)
+
+
+def position_variance(features: Tensor) -> float:
+    """Variance over tokens of features [B, C, h, w], summed over channels, that row, column and distance to the border explain.
+
+    The mean of the even images and that of the odd ones are regressed on indicators of each row, column and distance to the
+    border in tokens. The product of both is without the noise of a mean over few images, and 0 on average where position
+    explains nothing.
+    """
+    h, w = _grid(features)
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    border = torch.stack((y, h - 1 - y, x, w - 1 - x)).amin(0)
+    known = torch.cat([F.one_hot(place.flatten()) for place in (y, x, border)], 1).double()
+    basis, strength, _ = torch.linalg.svd(known - known.mean(0), full_matrices=False)
+    basis = basis[:, strength > 1e-9 * strength.max()].to(features.device)  # [h*w, rank], orthonormal, each of mean 0
+    even, odd = (basis.mT @ part.double().mean(0).flatten(1).mT for part in (features[::2], features[1::2]))
+    return float((even * odd).sum() / (h * w))
+
+
+def shuffled(images: Tensor, size: Size, grid: Size, seed: int = 0) -> Tensor:
+    """Images [B, C, h, w] of `size` whose patches, those of the images at this size, are shuffled over places and images."""
+    h, w = (-(-n // m) for n, m in zip(size, grid, strict=True))  # rounded up
+    whole = resized(images, (h * grid[0], w * grid[1]))
+    patches = whole.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5)  # [B, h, w, C, side, side]
+    order = torch.randperm(len(images) * grid[0] * grid[1], generator=torch.Generator().manual_seed(seed))
+    mixed = patches.flatten(0, 2)[order.to(images.device)].view(patches.shape)
+    return mixed.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)[:, :, : size[0], : size[1]]
 
 
 def agreement(a: Tensor, b: Tensor) -> float:

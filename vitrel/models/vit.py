@@ -179,6 +179,7 @@ class ViT(Backbone):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = classifier()
         self.head_dist = classifier() if dist_token else None
+        self.distilled_training = False
         self.init_weights(needs_reset=False)
 
     def init_weights(self, needs_reset: bool = True) -> None:
@@ -192,6 +193,10 @@ class ViT(Backbone):
             nn.init.normal_(token, std=1e-6)
         if self.attn_pool is not None:
             self.attn_pool.init_weights()
+
+    def set_distilled_training(self, enable: bool = True) -> None:
+        """Let the logits in training be a pair, of the class token and of the distillation token, as in timm's DeiT."""
+        self.distilled_training = enable
 
     def forward_features(self, image: Tensor) -> Tensor:
         """Return the tokens after the last norm, [B, in_chans, height, width] -> [B, N, C], prefix tokens first."""
@@ -230,12 +235,18 @@ class ViT(Backbone):
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits [B, num_classes] of tokens [B, N, C]; with pre_logits the pooled features [B, C]."""
+        """Return logits [B, num_classes] of tokens [B, N, C]; with pre_logits the pooled features [B, C].
+
+        In training a pair of logits after `set_distilled_training`.
+        """
         if self.head_dist is not None and self.global_pool:
             pooled = self.head_drop(self.fc_norm(x[:, :2]))  # class and distillation token
             if pre_logits:
                 return pooled.mean(1)
-            return (self.head(pooled[:, 0]) + self.head_dist(pooled[:, 1])) / 2
+            logits, distilled = self.head(pooled[:, 0]), self.head_dist(pooled[:, 1])
+            if self.training and self.distilled_training:
+                return logits, distilled  # type: ignore[return-value]
+            return (logits + distilled) / 2
         if self.attn_pool is not None:
             x = self.attn_pool(x if self.pool_include_prefix else x[:, self.num_prefix_tokens :])
         else:

@@ -2,11 +2,21 @@
 
 The images need no labels of the teacher's classes: with `labels: false` the teacher alone says what the student learns. A model
 that is given another position encoding is trained in this way to do what it did before (docs/how_to/convert.md).
+
+Logits, tokens of blocks (`Features`) and the head of a distillation token are learned by one loss, `Teacher.loss`.
+
+A teacher's tokens hold what an image shows and where (arXiv 2603.16840), and a student that follows them learns both. With
+`Features.views` the teacher therefore sees every image moved by random whole patches, cyclically: what leaves on one side comes
+in on the other. Its tokens are moved back, so that each lies on the patch that it saw, and averaged. Every patch is then seen
+at every place of the grid equally often, those of the border too, so that a pattern of place alone is expected to be one
+constant vector in all targets, and what remains of its variance is that of a mean of `views` draws. With crops of a larger
+picture this would not be so: what is near the border of the picture is near a border in many of them. The price is a seam in
+every view.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -15,12 +25,49 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrel.common.modules import evaluating
+from vitrel.common.sizes import Size, format_size
 from vitrel.models.config import stored_arguments
 from vitrel.models.create import create_sized
 from vitrel.train.tuning import check_registered
 from vitrel.weights import load_pretrained
 from vitrel.weights.read import read_file, unwrap
 from vitrel.weights.record import state_hash
+
+
+@dataclass(frozen=True)
+class Features:
+    """Tokens of the teacher that the student's tokens follow, beside the logits where the teacher has any.
+
+    The student's patch tokens after a block follow those of the teacher after the same block, and its class token that of the
+    teacher, if both have one. The tokens of both are normalized by a layer norm without parameters (as the targets of data2vec,
+    arXiv 2202.03555) first.
+
+    Args:
+        blocks: indices of blocks, negative ones from the end.
+        loss: "smooth_l1", the mean over channels, or "cosine", 1 - cosine.
+        weight: of the mean of this loss over blocks, and over patches and class token, where that of the logits counts once.
+        views: number of views of an image, moved by random whole patches, whose patch tokens are averaged to the target (see
+            the head of vitrel/train/distill.py); 0: the tokens of the image as it is.
+    """
+
+    blocks: tuple[int, ...] = (-1,)
+    loss: Literal["smooth_l1", "cosine"] = "smooth_l1"
+    weight: float = 10.0
+    views: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.blocks or not self.weight > 0 or self.views < 0:
+            raise ValueError(
+                f"distillation.features takes one block or more, a positive weight and 0 views or more, not blocks "
+                f"{[*self.blocks]}, weight {self.weight}, views {self.views}"
+            )
+
+    def distance(self, student: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss over normalized tokens [..., C]."""
+        if self.loss == "cosine":
+            return 1 - F.cosine_similarity(student, target, dim=-1).mean()
+        return F.smooth_l1_loss(student, target)
 
 
 @dataclass(frozen=True)
@@ -45,6 +92,10 @@ class Distillation:
             often student and teacher agree. The student has the teacher's classes.
         sizes: sides or [H, W] in pixels at which the student sees training images, one batch after another; the teacher sees
             them as they are loaded. Null: the student sees them as they are loaded, too.
+        features: tokens of the teacher that the student's tokens follow besides; null for none. A teacher without a classifier
+            (DINO) has no logits and is followed in features alone, and labels are then those of the data.
+        tokens: the student has a distillation token, whose head learns from the teacher, and the other head from the labels
+            (DeiT).
     """
 
     teacher: str | None = None
@@ -57,6 +108,8 @@ class Distillation:
     teacher_args: dict[str, Any] | None = None
     labels: bool = True
     sizes: list[int | tuple[int, int]] | None = None
+    features: Features | None = None
+    tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.teacher is None and (self.checkpoint is not None or self.pretrained or self.teacher_args):
@@ -70,6 +123,13 @@ class Distillation:
             raise ValueError(f"distillation.alpha ({self.alpha}) is within 0..1, distillation.tau ({self.tau}) positive")
         if self.sizes is not None and (not self.sizes or any(side < 1 for size in self.sizes for side in to_2tuple(size))):
             raise ValueError(f"distillation.sizes takes sides or [H, W] in pixels, e.g. [128, [160, 288]], not {self.sizes}")
+        if self.sizes is not None and self.features is not None:
+            raise ValueError("distillation.sizes gives the student other patches than the teacher: leave out sizes or features")
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Indices of the blocks whose tokens are compared."""
+        return () if self.features is None else self.features.blocks
 
     def student_view(self, images: Tensor, batch: int) -> Tensor:
         """Return the images [B, 3, h, w] as the student sees them in training batch number `batch`, at its size of `sizes`."""
@@ -78,20 +138,67 @@ class Distillation:
         return _resized(images, to_2tuple(self.sizes[batch % len(self.sizes)]))
 
 
+class Outputs(NamedTuple):
+    """What a model says of a batch, which student and teacher compare.
+
+    Attributes:
+        logits: [B, classes]; None of a teacher without a classifier.
+        distilled: of the head that learns from the teacher, which is another than that of `logits` with a distillation token.
+        patches: normalized tokens [B, h, w, C] of each block.
+        class_tokens: normalized class token [B, C] of each block; () without one.
+    """
+
+    logits: Tensor | None
+    distilled: Tensor | None
+    patches: tuple[Tensor, ...] = ()
+    class_tokens: tuple[Tensor, ...] = ()
+
+
+def outputs(model: nn.Module, images: Tensor, blocks: Sequence[int] = ()) -> Outputs:
+    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`; ValueError if there are none."""
+    patches, class_tokens = [], []
+    if not blocks:
+        logits: Any = model(images)
+    else:
+        if not hasattr(model, "forward_intermediates"):
+            raise ValueError(f"distillation.features: {type(model).__name__} has no forward_intermediates")
+        prefix = {"return_prefix_tokens": True} if getattr(model, "num_prefix_tokens", 0) else {}
+        last, found = model.forward_intermediates(images, **prefix)
+        if wrong := [block for block in blocks if not -len(found) <= block < len(found)]:
+            raise ValueError(
+                f"distillation.features.blocks: there is no block {wrong[0]}: {type(model).__name__} has blocks 0 to "
+                f"{len(found) - 1}"
+            )
+        for of_block in (found[block] for block in blocks):
+            maps, before = of_block if prefix else (of_block, None)
+            patches.append(_normalized(maps.movedim(1, -1)))
+            if getattr(model, "cls_token", None) is not None:
+                class_tokens.append(_normalized(before[:, 0]))
+        logits = model.forward_head(last)
+    logits, distilled = logits if isinstance(logits, tuple) else (logits, logits)
+    return Outputs(logits.float(), distilled.float(), tuple(patches), tuple(class_tokens))
+
+
+def _normalized(tokens: Tensor) -> Tensor:
+    return F.layer_norm(tokens.float(), tokens.shape[-1:])
+
+
 class Teacher:
-    """A frozen teacher that returns logits for the student's batches.
+    """A frozen teacher that returns logits and tokens for the student's batches.
 
     It is no nn.Module, so that a module that holds it does not train, save or copy its weights.
 
     Args:
         settings: which teacher, and how it is distilled.
-        num_classes: number of classes of the data, which must be the teacher's unless labels are ignored.
+        num_classes: number of classes of the data, which must be the teacher's, if it has any, unless labels are ignored.
         initial: (the student with its initial weights, before an encoding is added; names of its classes or None), which is the
-            teacher where `settings` names none.
+            the teacher where `settings` names none.
+        img_size: (H, W) of the student's images in pixels, at which its tokens are compared with those of `initial`.
 
     Attributes:
         classes: the class names stored in its checkpoint, or None.
-        num_classes: number of its classes.
+        answers: whether it has a classifier.
+        num_classes: number of its classes, or else of the data's.
         digest: SHA-256 of its weights.
 
     Raises:
@@ -99,7 +206,11 @@ class Teacher:
     """
 
     def __init__(
-        self, settings: Distillation, num_classes: int, initial: tuple[nn.Module, list[str] | None] | None = None
+        self,
+        settings: Distillation,
+        num_classes: int,
+        initial: tuple[nn.Module, list[str] | None] | None = None,
+        img_size: Size | None = None,
     ) -> None:
         self.settings = settings
         self.name = settings.teacher or "of the initial weights"
@@ -112,7 +223,7 @@ class Teacher:
                     "model.tuning.init_from or pretrained, or name a teacher"
                 )
             model, self.classes = initial
-            size = settings.img_size or model.img_size
+            size = settings.img_size or (img_size if settings.features else None) or model.img_size
         else:
             loaded = {} if settings.checkpoint is None else read_file(settings.checkpoint)
             stored = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
@@ -122,7 +233,10 @@ class Teacher:
             model = _build(settings, expected, size, stored.get("model_args") or {})
             if settings.checkpoint is not None:
                 _load(model, settings, loaded)
-        self.num_classes: int = model.num_classes
+        self.answers = model.num_classes > 0
+        if not self.answers and settings.features is None:
+            raise ValueError(f"distillation teacher {self.name} has no classifier, so no logits: set distillation.features")
+        self.num_classes: int = model.num_classes or num_classes
         if settings.labels and self.num_classes != num_classes:
             raise ValueError(
                 f"distillation teacher {self.name} has {model.num_classes} classes, the student {num_classes}: use a "
@@ -139,13 +253,68 @@ class Teacher:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # averaged copies of the student share it
 
-    @torch.no_grad()
+    def check(self, student: nn.Module, size: Size) -> None:
+        """Prepare a student of images of `size` (h, w) pixels to learn what the settings name, ValueError if it cannot."""
+        if self.settings.tokens:
+            if getattr(student, "head_dist", None) is None:  # as timm's DeiT and our ViT name it
+                raise ValueError(
+                    "distillation.tokens needs a student with a distillation token (deit_tiny_distilled_patch16_224, or "
+                    f"dist_token: true in model.model_args), which {type(student).__name__} has not"
+                )
+            student.set_distilled_training(True)  # type: ignore[operator]
+        if not (blocks := self.settings.blocks):
+            return
+        images = torch.zeros(1, self.mean.shape[1], *size)
+        with torch.no_grad(), evaluating(student):
+            ours, theirs = outputs(student, images, blocks).patches, self._outputs(self._seen(images), blocks).patches
+        if any(n % m for tokens in theirs for n, m in zip(self.size, tokens.shape[1:3], strict=True)):
+            raise ValueError(
+                f"distillation.features moves the teacher's images by whole patches, but {format_size(self.size)} pixels are "
+                f"no whole number of its {format_size(theirs[0].shape[1:3])} patches"
+            )
+        for block, a, b in zip(blocks, ours, theirs, strict=True):
+            if a.shape != b.shape:
+                of_student, of_teacher = (f"{format_size(x.shape[1:3])} patches of {x.shape[3]} channels" for x in (a, b))
+                raise ValueError(
+                    f"distillation.features: the student has {of_student} after block {block}, the teacher {self.name} "
+                    f"{of_teacher}: take a teacher of the same width, and by distillation.img_size of the same grid"
+                )
+
     def __call__(self, images: Tensor) -> Tensor:
         """Logits [B, classes] for the student's normalized images [B, 3, h, w]."""
+        return self._outputs(self._seen(images), ()).logits  # type: ignore[return-value]
+
+    def targets(self, images: Tensor) -> Outputs:
+        """What the student learns for its normalized images [B, 3, h, w].
+
+        With `Features.views`, `patches` are means over views of each image that are moved by whole patches, drawn from torch's
+        generator of the CPU; everything else is of the images as they are.
+        """
+        images, blocks = self._seen(images), self.settings.blocks
+        found = self._outputs(images, blocks)
+        views = 0 if self.settings.features is None else self.settings.features.views
+        if not views:
+            return found
+        h, w = (min(tokens.shape[dim] for tokens in found.patches) for dim in (1, 2))
+        sums = [torch.zeros_like(tokens) for tokens in found.patches]
+        for _ in range(views):
+            steps = torch.stack([torch.randint(n, (len(images),)) for n in (h, w)], 1)  # patches (down, right) of each image
+            moved = self._outputs(_moved(images.movedim(1, -1), steps, (h, w)).movedim(-1, 1), blocks)
+            for total, tokens in zip(sums, moved.patches, strict=True):
+                total += _moved(tokens, -steps, (h, w))
+        return found._replace(patches=tuple(total / views for total in sums))
+
+    def _seen(self, images: Tensor) -> Tensor:
+        """The student's images as the teacher sees them."""
         if self.mean.device != images.device:
             self.model.to(images.device)
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        return self.model(_resized(self.model.normalize_input(images.float(), self.mean, self.std), self.size))
+        return _resized(self.model.normalize_input(images.float(), self.mean, self.std), self.size)
+
+    @torch.no_grad()
+    def _outputs(self, images: Tensor, blocks: Sequence[int]) -> Outputs:
+        found = outputs(self.model.model, images, blocks)
+        return found if self.answers else found._replace(logits=None, distilled=None)
 
     def class_names(self) -> list[str]:
         """Return the names of its classes: those of its checkpoint, WordNet IDs for ImageNet, or else their numbers."""
@@ -154,20 +323,32 @@ class Teacher:
         subset = infer_imagenet_subset({"num_classes": self.num_classes})
         return ImageNetInfo(subset).label_names() if subset else [*map(str, range(self.num_classes))]
 
-    def loss(self, student: Tensor, teacher: Tensor, label_loss: Tensor) -> Tensor:
+    def loss(self, student: Outputs, teacher: Outputs, label_loss: Tensor) -> Tensor:
         """Return the total loss: (1 - alpha) * `label_loss` + alpha * the distillation loss.
 
         Args:
-            student, teacher: logits [B, classes] of both for the same images.
+            student, teacher: outputs of both for the same images.
             label_loss: the student's loss against the labels, a scalar.
         """
-        teacher, tau, alpha = teacher.float(), self.settings.tau, self.settings.alpha
-        if self.settings.kind == "hard":
-            distilled = F.cross_entropy(student, teacher.argmax(-1))
-        else:
-            logs = F.log_softmax(student / tau, -1), F.log_softmax(teacher / tau, -1)
+        tau, alpha, features = self.settings.tau, self.settings.alpha, self.settings.features
+        distilled = torch.zeros_like(label_loss)
+        if teacher.distilled is not None and self.settings.kind == "hard":
+            distilled = F.cross_entropy(student.distilled, teacher.distilled.argmax(-1))
+        elif teacher.distilled is not None:
+            logs = F.log_softmax(student.distilled / tau, -1), F.log_softmax(teacher.distilled / tau, -1)
             distilled = F.kl_div(*logs, reduction="batchmean", log_target=True) * tau**2
+        if features is not None:
+            both = [(student.patches, teacher.patches), (student.class_tokens, teacher.class_tokens)]
+            pairs = [pair for ours, theirs in both if ours and theirs for pair in zip(ours, theirs, strict=True)]
+            distilled = distilled + features.weight * torch.stack([features.distance(*pair) for pair in pairs]).mean()
         return (1 - alpha) * label_loss + alpha * distilled
+
+
+def _moved(maps: Tensor, steps: Tensor, grid: Size) -> Tensor:
+    """The maps [B, H, W, C], each moved cyclically by its steps [B, 2] (down, right) of `grid` (h, w), by which H, W divide."""
+    units = [n // m for n, m in zip(maps.shape[1:3], grid, strict=True)]
+    moves = [[step * unit for step, unit in zip(pair, units, strict=True)] for pair in steps.tolist()]
+    return torch.stack([image.roll(move, (0, 1)) for image, move in zip(maps, moves, strict=True)])
 
 
 def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:

@@ -44,7 +44,7 @@ from vitrel.data.readers.classes import order_note
 from vitrel.models.config import preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.tasks import task_named
-from vitrel.train.distill import Teacher
+from vitrel.train.distill import Teacher, outputs
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.objective import Erasing, Mixing, Objective
 from vitrel.train.optim import Optimization, create_optimizer
@@ -116,6 +116,7 @@ class Classifier(LightningModule):
         self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing, self.task.several)
         if self.teacher is not None:
             self.teacher.set_normalization(self.preprocessing["mean"], self.preprocessing["std"])
+            self.teacher.check(self.model, self.img_size)
         self.mean, self.std = (torch.tensor(self.preprocessing[name]) for name in ("mean", "std"))
         self.erasing: Erasing | None = None  # `setup` knows the augmentation
         self.resumed = self.compiled = False
@@ -131,7 +132,7 @@ class Classifier(LightningModule):
         if settings is None:
             return None
         of_itself = settings.teacher is None and self.tuning.has_weights(self.name)
-        return Teacher(settings, num_classes, self.tuning.initial(self.name) if of_itself else None)
+        return Teacher(settings, num_classes, self.tuning.initial(self.name) if of_itself else None, self.img_size)
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode as `nn.Module.train` does, but keep frozen parts in evaluation mode."""
@@ -156,7 +157,7 @@ class Classifier(LightningModule):
     @property
     def ignores_labels(self) -> bool:
         """Whether the teacher's most probable class takes the place of an image's label."""
-        return self.teacher is not None and not self.teacher.settings.labels
+        return self.teacher is not None and self.teacher.answers and not self.teacher.settings.labels
 
     def setup(self, stage: str) -> None:
         """Check that model, data and trainer fit each other, ValueError if not; reset the head for other class names."""
@@ -181,13 +182,19 @@ class Classifier(LightningModule):
             self.tuning.reset(self.model, self.num_classes, why)
             self.tuning.freeze(self.model)
             self.start_classes = None
+        if self.teacher is not None and self.teacher.settings.features and [*self.train_sizes] != [self.img_size]:
+            raise ValueError(
+                f"distillation.features compares tokens of images of {format_size(self.img_size)} pixels: leave out "
+                "data.train_sizes and data.protocol: native"
+            )
         teacher = None if self.teacher is None else self.teacher.classes
         if teacher is not None and list(teacher) != self.classes:
             raise ValueError(
                 f"distillation.checkpoint was trained on classes other than those of {data.data}, or in another order: "
                 "use a teacher of the same classes, or distillation.labels: false, which needs no labels"
             )
-        if self.teacher is not None and teacher is None and not self.ignores_labels and (note := order_note(self.classes)):
+        learns_outputs = self.teacher is not None and self.teacher.answers and not self.ignores_labels
+        if learns_outputs and teacher is None and (note := order_note(self.classes)):
             warn_once(
                 f"the teacher {self.teacher.name} has no class names, so its outputs are taken in the order of the classes of "
                 f"{data.data}, {note}; if it was trained in that order, use distillation.labels: false, which needs no labels"
@@ -204,9 +211,10 @@ class Classifier(LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, num_classes], or [B, num_classes, H, W], of normalized images [B, 3, H, W]."""
-        if self.execution.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return self.model(images)
+        return self.model(self._laid_out(images))
+
+    def _laid_out(self, images: Tensor) -> Tensor:
+        return images.contiguous(memory_format=torch.channels_last) if self.execution.channels_last else images
 
     def eager(self) -> AbstractContextManager:
         """Context in which compiled blocks run without their graphs, which other batch sizes and modes would compile anew."""
@@ -288,13 +296,14 @@ class Classifier(LightningModule):
         if self.mixup is not None and self.mixing.active(self.current_epoch):
             images, labels = self.mixup(images, torch.zeros_like(labels) if self.ignores_labels else labels)
         if self.teacher is None:
-            logits = self(images).float()
+            logits: Tensor = self(images).float()
             loss = self.learning.loss(logits, labels)
         else:
-            answers = self.teacher(images)
-            labels = answers.argmax(-1) if self.ignores_labels else labels
-            logits = self(self.teacher.settings.student_view(images, batch_idx)).float()
-            loss = self.teacher.loss(logits, answers, self.learning.loss(logits, labels))
+            settings, targets = self.teacher.settings, self.teacher.targets(images)
+            labels = targets.logits.argmax(-1) if self.ignores_labels else labels  # type: ignore[union-attr]
+            seen = outputs(self.model, self._laid_out(settings.student_view(images, batch_idx)), settings.blocks)
+            logits = seen.logits  # type: ignore[assignment]
+            loss = self.teacher.loss(seen, targets, self.learning.loss(logits, labels))
         right = self.learning.right(logits.detach(), labels).mean()
         values = {"train/loss": loss.detach(), f"train/{self.task.learned}": right}
         self.log_dict({f"{name}_step": value for name, value in values.items()}, prog_bar=True)
