@@ -226,12 +226,12 @@ class RelativeAttention(nn.Module):
         trained = Grid(*grid) if window is None else Grid(*window)
         self.position = create_position(position, trained, num_heads, dim // num_heads, **factory, **(position_args or {}))
 
-    def forward(self, x: Tensor, grid: tuple[int, int] | Grid, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid | tuple[int, int] | tuple[int, int, int], mask: Tensor | None = None) -> Tensor:
         """Return attention of x, [B, N, C] -> [B, N, C].
 
         Args:
             x: tokens [B, N, C], in row-major order after the prefix tokens.
-            grid: (h, w) or Grid(h, w, prefix) of the tokens; windowed layers take no prefix tokens.
+            grid: of the tokens, (h, w) or (h, w, prefix); windowed layers take no prefix tokens.
             mask: as in `Attention.forward`.
 
         Raises:

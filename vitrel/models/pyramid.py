@@ -45,7 +45,7 @@ class Pyramid(nn.Module):
             raise ValueError(f"{type(model).__name__} has no forward_intermediates: a pyramid takes a ViT or a Swin")
         if min(strides, default=0) < 1 or [*strides] != sorted({*strides}):
             raise ValueError(f"strides must be given from fine to coarse, each once, not {tuple(strides)}")
-        last = {info["reduction"]: i for i, info in enumerate(model.feature_info)}
+        last = {info["reduction"]: i for i, info in enumerate(model.feature_info)}  # {stride: last block or stage with it}
         sources, steps = [], []
         for stride in strides:
             source = min(last, key=lambda own: abs(math.log2(own / stride)))

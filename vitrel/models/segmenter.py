@@ -19,6 +19,7 @@ from vitrel.models.pyramid import Pyramid
 
 HEADS = ("linear", "fpn", "upernet")
 STRIDES = (4, 8, 16, 32)  # pixels, of the maps that decoders take
+BODY = "features.body."  # what the names of the backbone's parameters begin with in a Segmenter
 _UNUSED = ("fc_norm", "attn_pool", "head_dist")  # parts of classifiers, which segmentation does not run
 
 
@@ -124,9 +125,6 @@ class Segmenter(nn.Module):
 
     def _of_backbone(self, method: str, default: Any) -> Any:
         return getattr(self.backbone, method)() if hasattr(self.backbone, method) else default
-
-
-BODY = "features.body."  # what the names of the backbone's parameters begin with in a Segmenter
 
 
 class Tokens(nn.Module):

@@ -32,7 +32,7 @@ from vitrel.position.terms import Terms
 
 HALF = (torch.float16, torch.bfloat16)
 SCALED_KEYS = "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
-_HIDDEN = -1e30  # of a pair, where a bias may not be -inf
+_HIDDEN = -1e30  # in place of -inf in a learned bias: the softmax of a row without a visible key stays finite
 
 
 def refuses(call: Call) -> str:
@@ -198,8 +198,10 @@ def _is_learned(bias: Tensor, q: Tensor) -> bool:
 
 
 def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:
-    """Compute what SDPA's math kernel does in fewer passes over the weights: it scales both q and k, and its softmax looks for
-    fully masked rows in all images. Here a bias is finite in every row (`prepare`), and the output of masked rows is set to 0.
+    """Compute what SDPA's math kernel does, in fewer passes over the weights.
+
+    The kernel scales both q and k, and its softmax looks for fully masked rows in all images. Here only q is scaled, a bias is
+    finite in every row (`prepare`), and the output of fully masked rows is set to 0.
     """
     logits = (q * scale) @ k.mT + bias
     seen = bias.detach().amax(-1, keepdim=True) > _HIDDEN / 2

@@ -39,7 +39,7 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     """
     calls: Counter[str] = Counter()
     function = getattr(function, "_orig_mod", function)
-    with recording(lambda *chosen: calls.update([_text(*chosen)])):
+    with recording(lambda *choice: calls.update([_text(*choice)])):
         function(*args, **kwargs)
     return "\n".join(f"{count} x {text}" for text, count in calls.items()) or "no attention of vitrel was called"
 

@@ -111,7 +111,8 @@ def _windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], st
         y, x = down * window[0] + y, across * window[1] + x
     source = rows.source[y] * w + columns.source[x]
     padded = (rows.label[y] == _PADDING) | (columns.label[x] == _PADDING)
-    label = torch.where(padded, 3 * 3, rows.label[y] * 3 + columns.label[x])  # [L*N]; equal labels see each other
+    # [L*N]; slots of equal labels see each other. Labels of tokens are 0, 1, 3 and 4, that of padding is 9.
+    label = torch.where(padded, 9, rows.label[y] * 3 + columns.label[x])
     keys = (number * n)[:, None] + torch.arange(n, device=device)  # [L*N, N]
     visible = label[:, None] == label[keys]
     y, x = _divide(torch.arange(h * w, device=device), w)

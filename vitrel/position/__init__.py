@@ -27,7 +27,7 @@ from vitrel.position.log_decay import LogDecay
 from vitrel.position.lookhere import LookHere
 from vitrel.position.none import NoPosition
 from vitrel.position.pape import PaPE
-from vitrel.position.perturb import STRENGTHS
+from vitrel.position.perturb import SMALLEST_STRENGTHS
 from vitrel.position.rope import RopeAxial, RopeMixed
 from vitrel.position.rope_normalized import RopeNormalized
 from vitrel.position.shaw import Shaw
@@ -99,7 +99,7 @@ def split_position(position: str) -> tuple[str, str]:
 
 def create_position(
     position: str,
-    grid: Grid | tuple[int, int],
+    grid: Grid | tuple[int, int] | tuple[int, int, int],
     num_heads: int,
     head_dim: int,
     *,
@@ -112,7 +112,7 @@ def create_position(
 
     Args:
         position: a key of POSITIONS, or several joined by '+'.
-        grid: the training grid, (h, w) in tokens, or Grid(h, w, prefix) with class and register tokens.
+        grid: the training grid in tokens, (h, w) or (h, w, prefix) with class and register tokens.
         num_heads: number of heads H of the attention layer.
         head_dim: width D of a head; token embeddings are num_heads * head_dim wide.
         temperature: of the logits on other grids: "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
@@ -175,8 +175,8 @@ def check_options(position: str, options: dict) -> None:
             raise TypeError(f"position {position!r} has no option {name!r}; it takes {', '.join(sorted(taken))}")
         if name in positive and any(n is not None and not n > 0 for n in _numbers(value)):
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
-        if name in STRENGTHS and value is not None and not STRENGTHS[name] <= value < float("inf"):
-            raise ValueError(f"{position} needs {name} of at least {STRENGTHS[name]}, or None for none, not {value}")
+        if name in SMALLEST_STRENGTHS and value is not None and not SMALLEST_STRENGTHS[name] <= value < float("inf"):
+            raise ValueError(f"{position} needs {name} of at least {SMALLEST_STRENGTHS[name]}, or None for none, not {value}")
         if name == "policy" and not {*value.split("+")} <= {*policies}:
             raise ValueError(f"policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
 

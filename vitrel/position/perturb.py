@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-STRENGTHS = {"shift_coords": 0, "jitter_coords": 1, "rescale_coords": 1}  # option: smallest valid value
+SMALLEST_STRENGTHS = {"shift_coords": 0, "jitter_coords": 1, "rescale_coords": 1}  # option: smallest valid value
 
 
 def perturb(

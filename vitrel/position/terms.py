@@ -136,7 +136,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     policies: tuple[str, ...] = ()
     grid: Grid | None = None
     policy: str = ""
-    radius: tuple[int, int] | None = None  # (rows, columns) in patches to which offsets are clipped
+    radius: tuple[int, int] | None = None
     init_std: float = 0.02
     temperature: str | float = "none"
     temperature_grid: Grid | None = None

@@ -16,11 +16,11 @@ from torch import nn
 from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
 from vitrel.position import POSITIONS, PositionEncoding, key_of
-from vitrel.position.perturb import STRENGTHS
+from vitrel.position.perturb import SMALLEST_STRENGTHS
 from vitrel.position.terms import Composition
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
-_FREE = {"training", "grid", "init_std", "policies", "temperature", "temperature_grid", *STRENGTHS}
+_FREE = {"training", "grid", "init_std", "policies", "temperature", "temperature_grid", *SMALLEST_STRENGTHS}
 
 
 def state_hash(model: nn.Module) -> str:
