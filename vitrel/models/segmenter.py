@@ -85,7 +85,8 @@ class Segmenter(nn.Module):
     @property
     def img_size(self) -> tuple[int, int]:
         """(h, w) in pixels of the backbone's input size."""
-        return getattr(self.backbone, "img_size", None) or self.backbone.patch_embed.img_size  # type: ignore[union-attr]
+        backbone: Any = self.backbone
+        return getattr(backbone, "img_size", None) or backbone.patch_embed.img_size
 
     @property
     def set_input_size(self) -> Callable[..., None]:
