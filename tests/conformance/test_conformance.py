@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import timm
@@ -16,6 +17,7 @@ from vitrel.conformance import measure
 from vitrel.conformance.run import CHECKS
 from vitrel.conformance.subject import Subject
 from vitrel.conformance.survey import survey
+from vitrel.conformance.vectors import pseudo_random
 
 QUICK = [name for name in CHECKS if name not in ("compile", "export")]
 tool = command("check")
@@ -82,7 +84,11 @@ def test_every_fault_is_named(fault):
     found = vitrel.check(fault.build(), like=fault.right and fault.right(), expect=fault.expect, checks=names)
     assert fault.check in {f.check for f in found.findings}
     assert {f.check for f in found.findings} <= {fault.check, *fault.also}
-    assert all(next(f for f in found.findings if f.check == fault.check))
+    [finding, *_] = [f for f in found.findings if f.check == fault.check]
+    numbers = finding.vectors
+    assert all(finding._replace(vectors=True)) and (numbers or fault.check in ("expect", "device"))
+    if numbers and numbers.expected is not None and numbers.seen is not None:
+        assert not torch.equal(numbers.expected, numbers.seen)
 
 
 def test_faults_have_reports():
@@ -272,6 +278,30 @@ def test_the_command_prints_a_table_writes_json_and_returns_1_for_findings(tmp_p
     assert [f["check"] for f in found["findings"]] == ["half_pixel"] and found["versions"]["timm"] == timm.__version__
     tool.main(["conformance.faults:Tiny", "--checks", "half_pixel"])
     assert "no finding in 1 checks" in capsys.readouterr().out
+
+
+@each(
+    ("model", "lines"),  # the check, whether it is a finding, whether plain Python expects the same, whether the model has it
+    [
+        ("Corners", ["half_pixel True True False"]),
+        ("Bilinear", ["resampling False True True", "half_pixel False True True"]),
+        ("Rope", ["order False True True"]),
+        ("RopeExchanged", ["order True True False"]),
+        ("Table", ["order False True True"]),
+    ],
+)
+def test_the_numbers_of_a_report_are_recomputed_in_plain_python(model, lines, tmp_path):
+    path = tmp_path / "check.json"
+    with suppress(SystemExit):
+        tool.main([f"conformance.faults:{model}", "--checks", "order", "resampling", "half_pixel", "batch", "--json", path])
+    script = ROOT / "tests" / "conformance" / "plain_check.py"
+    done = subprocess.run([sys.executable, "-I", "-S", script, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *found, images = done.stdout.splitlines()
+    assert found == lines
+    about = json.loads(path.read_text())["passed"]["batch"]["vectors"]["inputs"]["images"]
+    assert about == {"shape": [2, 3, 48, 64], "seed": 1}
+    torch.testing.assert_close(pseudo_random(tuple(about["shape"]), 1).flatten()[:4].tolist(), json.loads(images))
 
 
 def test_models_on_the_meta_device_are_refused():

@@ -4,7 +4,8 @@
     vitrel check my_package.models:build_model --model-args '{depth: 4}' --size 96x128 128x96 --json check.json
     vitrel check my_package.models:port --like vit_small_patch16_dinov3 --expect rope_normalized
 
-Random weights serve, and no data is needed. Exit status: 0 no finding, 1 findings, 2 bad usage.
+Random weights serve, and no data is needed. The JSON holds inputs, expected and seen values, against which a port in another
+language can be tested. Exit status: 0 no finding, 1 findings, 2 bad usage.
 """
 
 import argparse
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--like", metavar="MODEL", help="reference whose position must be the same, with the same arguments")
     add("--expect", metavar="KIND", help="encoding that must be identified, e.g. rope_axial")
     add("--checks", nargs="+", metavar="NAME", help="checks to run; default all")
-    add_json(parser, "write the report")
+    add_json(parser, "write the report, with the numbers of findings and of passed checks for tests of a port,")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrel.common.sizes import Size, format_size
+from vitrel.conformance import vectors
 from vitrel.conformance.embedding import Derived, derived, difference, single_axis
 from vitrel.conformance.measure import (
     SAME,
@@ -89,21 +90,30 @@ def order(examined: Examined) -> Iterator[Finding]:
     """
     for size, found, turn, rows in examined.measured():
         if by_columns(found):
-            yield Finding("order", found.where, "tokens row by row", "tokens come column by column", _input(found, size))
-        if turn is not None and turn.pairs and (worst := float(turn.spread.max())) > ANGLE:
-            right = [name for name, how in transposed_order(found).items() if _constant(rotation(found, how))]
-            text = f"it differs by up to {worst:.2g} radians over the grid"
-            text += f"; it is constant with {right[0]}" if right else ""
-            yield Finding("order", found.where, "one rotation angle between neighbors per axis", text, _input(found, size))
-        if rows is not None and rows.spread > SAME:
-            others = {name: bias(found, how) for name, how in transposed_order(found).items()}
-            right = [name for name, one in others.items() if one is not None and one.spread <= SAME]
-            text = f"pairs of one offset differ by {100 * rows.spread:.0f}% of the range of biases"
-            text += f"; they agree with {right[0]}" if right else ""
-            yield Finding("order", found.where, "one bias per offset (query minus key)", text, _input(found, size))
-        elif rows is not None and rows.content <= SAME and (wrap := _wraps(rows.by_offset)):
-            text = f"offsets (dy, dx) and (dy + 1, dx - {wrap}) share a bias, so rows of the table overlap"
-            yield Finding("order", found.where, "a bias for each offset", text, _input(found, size))
+            numbers = vectors.given(torch.arange(len(found.tokens[0])), found.tokens[0], grid=list(found.grid))
+            yield Finding(
+                "order", found.where, "tokens row by row", "tokens come column by column", _input(found, size), numbers
+            )
+        if turn is not None and turn.pairs:
+            text = ""
+            if (worst := float(turn.spread.max())) > ANGLE:
+                right = [name for name, how in transposed_order(found).items() if _constant(rotation(found, how))]
+                text = f"it differs by up to {worst:.2g} radians over the grid"
+                text += f"; it is constant with {right[0]}" if right else ""
+            expected, numbers = "one rotation angle between neighbors per axis", functools.partial(vectors.angles, found, turn)
+            yield Finding("order", found.where, expected, text, _input(found, size), numbers)
+        if rows is not None:
+            text, numbers = "", functools.partial(vectors.biases, found, rows)
+            if rows.spread > SAME:
+                others = {name: bias(found, how) for name, how in transposed_order(found).items()}
+                right = [name for name, one in others.items() if one is not None and one.spread <= SAME]
+                text = f"pairs of one offset differ by {100 * rows.spread:.0f}% of the range of biases"
+                text += f"; they agree with {right[0]}" if right else ""
+            yield Finding("order", found.where, "one bias per offset (query minus key)", text, _input(found, size), numbers)
+            if not text and rows.content <= SAME and (wrap := _wraps(rows.by_offset)):
+                text = f"offsets (dy, dx) and (dy + 1, dx - {wrap}) share a bias, so rows of the table overlap"
+                numbers = vectors.given(None, rows.by_offset)
+                yield Finding("order", found.where, "a bias for each offset", text, _input(found, size), numbers)
     yield from _order_of_waves(examined)
     position = any(rows or (turn and turn.pairs) for *_, turn, rows in examined.measured())
     if not position and not any(one.embeddings for one in examined.surveys.values()):
@@ -137,16 +147,17 @@ def _order_of_waves(examined: Examined) -> Iterator[Finding]:
             text = "channels vary along both axes"
             text += "; they have one axis with height and width exchanged" if single_axis(exchanged) else ""
             where = f"image of {format_size(size)} px, {format_size(one.grid)} tokens"
-            yield Finding("order", one.where, "each channel varies along rows or along columns", text, where)
+            numbers = vectors.given(None, one.patches[..., : vectors.CHANNELS])
+            yield Finding("order", one.where, "each channel varies along rows or along columns", text, where, numbers)
 
 
 def rotates(examined: Examined) -> Iterator[Finding]:
     """Rotations preserve the norm of pairs: |(a, b)| is the same at all positions."""
     turns = [(size, found, turn) for size, found, turn, _ in examined.measured() if turn is not None]
     for size, found, turn in turns:
-        if not turn.pairs:
-            text = f"the norm changes by {100 * turn.norms:.0f}% with the position, in the best pairing of channels"
-            yield Finding("rotation", found.where, "queries and keys are rotated, norms stay", text, _input(found, size))
+        text = f"the norm changes by {100 * turn.norms:.0f}% with the position, in the best pairing of channels"
+        expected, numbers = "queries and keys are rotated, norms stay", functools.partial(vectors.norms, found, turn)
+        yield Finding("rotation", found.where, expected, "" if turn.pairs else text, _input(found, size), numbers)
     if not turns:
         raise examined.not_applicable("queries and keys are not rotated")
 
@@ -156,10 +167,11 @@ def sign(examined: Examined) -> Iterator[Finding]:
     turns = [(size, found, turn) for size, found, turn, _ in examined.measured() if turn is not None and turn.pairs]
     for size, found, turn in turns:
         query, key = turn.steps
+        text, expected = "", "queries and keys have the same angles"
         if (worst := apart(query, key)) > ANGLE:
             opposite = apart(query, -key) <= ANGLE
             text = "keys are rotated in the opposite direction" if opposite else f"angles differ by {worst:.2g} radians"
-            yield Finding("sign", found.where, "queries and keys have the same angles", text, _input(found, size))
+        yield Finding("sign", found.where, expected, text, _input(found, size), vectors.given(query, key, pairs=turn.pairs))
     if not turns:
         raise examined.not_applicable("queries and keys are not rotated; the sign of a table needs a reference (like)")
 
@@ -169,19 +181,22 @@ def prefix(examined: Examined) -> Iterator[Finding]:
     seen = False
     for size, found, turn, rows in examined.measured():
         seen |= bool(found.prefix)
-        if found.prefix and turn is not None and turn.pairs and turn.prefix > ANGLE:
-            text = f"a prefix token is changed by {100 * turn.prefix:.0f}% of its norm"
-            yield Finding("prefix", found.where, "prefix tokens are not rotated", text, _input(found, size))
-        if found.prefix and rows is not None and rows.prefix > SAME:
-            text = f"their bias differs between patches by {100 * rows.prefix:.0f}% of the range"
-            yield Finding("prefix", found.where, "one bias between a prefix token and all patches", text, _input(found, size))
+        if found.prefix and turn is not None and turn.pairs:
+            text = f"a prefix token is changed by {100 * turn.prefix:.0f}% of its norm" if turn.prefix > ANGLE else ""
+            numbers = functools.partial(vectors.rotated_prefix, found)
+            yield Finding("prefix", found.where, "prefix tokens are not rotated", text, _input(found, size), numbers)
+        if found.prefix and rows is not None:
+            wrong, expected = rows.prefix > SAME, "one bias between a prefix token and all patches"
+            text = f"their bias differs between patches by {100 * rows.prefix:.0f}% of the range" if wrong else ""
+            numbers = functools.partial(vectors.prefix_biases, found)
+            yield Finding("prefix", found.where, expected, text, _input(found, size), numbers)
     firsts: dict[str, Tensor] = {}  # {module: rows of its prefix tokens at the first size}
     for size, one in ((size, e) for size, each in examined.surveys.items() for e in each.embeddings if len(e.prefix)):
         seen |= one.where in firsts
-        if difference(one.prefix, firsts.setdefault(one.where, one.prefix)) > SAME:
-            where = f"image of {format_size(size)} px"
-            expected = "the embedding of prefix tokens is the same at all sizes"
-            yield Finding("prefix", one.where, expected, "it changes with the grid", where)
+        first = firsts.setdefault(one.where, one.prefix)
+        text = "it changes with the grid" if difference(one.prefix, first) > SAME else ""
+        expected = "the embedding of prefix tokens is the same at all sizes"
+        yield Finding("prefix", one.where, expected, text, f"image of {format_size(size)} px", vectors.given(first, one.prefix))
     if not seen:
         raise examined.not_applicable("the model has no prefix tokens")
 
@@ -197,14 +212,14 @@ def axes(examined: Examined) -> Iterator[Finding]:
         seen = True
         has = [turn is not None and (not turn.pairs or bool((turn.steps[0][:, a].abs() > 1e-3).any())) for a in (0, 1)]
         has = [a or (rows is not None and _depends(rows.by_offset, axis)) for axis, a in enumerate(has, 1)]
-        if any(has) and not all(has):
-            text = f"position depends on {'rows' if has[0] else 'columns'} only"
-            yield Finding("axes", found.where, "position depends on rows and columns", text, _input(found, size))
+        numbers = functools.partial(vectors.position, turn, rows)
+        text = f"position depends on {'rows' if has[0] else 'columns'} only" if any(has) and not all(has) else ""
+        yield Finding("axes", found.where, "position depends on rows and columns", text, _input(found, size), numbers)
         if turn is not None and turn.pairs and all(has):
             down, right = turn.steps[0][:, 0], turn.steps[0][:, 1]
             if float((down - turn.grid[1] * right).sin().abs().max()) < SAME < float(right.abs().max()):
                 text = "the angle is that of the token's number, row by row"
-                yield Finding("axes", found.where, "angles of rows and columns", text, _input(found, size))
+                yield Finding("axes", found.where, "angles of rows and columns", text, _input(found, size), numbers)
     if not seen:
         raise examined.not_applicable("the model has no position in attention")
 
@@ -232,18 +247,18 @@ def exchange(examined: Examined) -> Iterator[Finding]:
             if not bool(((steps[0] > 1e-3).sum(1) > 1).any()):  # one axis per pair, so frequencies are fixed
                 seen = True
                 here, there = (s.sort(-1)[0] for s in (steps[0], steps[1].flip(1)))
-                if (worst := float((here - there).abs().max())) > ANGLE:
-                    expected = "steps down at h x w are the steps right at w x h"
-                    yield Finding("exchange", one.where, expected, f"they differ by up to {worst:.2g} radians", where)
+                worst, expected = float((here - there).abs().max()), "steps down at h x w are the steps right at w x h"
+                text = f"they differ by up to {worst:.2g} radians" if worst > ANGLE else ""
+                yield Finding("exchange", one.where, expected, text, where, vectors.given(here, there))
         slots = [window_slots(found) for found in (one, other)]
         fixed = rows and other_rows and max(rows.content, other_rows.content) <= SAME
         if fixed and min(one.windows, other.windows) > 1 and all(slots) and slots[0][0] == slots[1][0]:
             seen = True
             tables = shared_offsets(rows.by_offset[..., None], other_rows.by_offset[..., None])
             worst = float((tables[0] - tables[1]).abs().nan_to_num(0).max()) / rows.range
-            if worst > SAME:
-                text = f"the bias at one offset differs by {100 * worst:.0f}% of the range"
-                yield Finding("exchange", one.where, "a window of one size has the same bias on both grids", text, where)
+            text = f"the bias at one offset differs by {100 * worst:.0f}% of the range" if worst > SAME else ""
+            expected, numbers = "a window of one size has the same bias on both grids", vectors.given(tables[0], tables[1])
+            yield Finding("exchange", one.where, expected, text, where, numbers)
     if not seen:
         raise examined.not_applicable("no fixed frequencies, and no window of the same size on both grids")
 
@@ -272,11 +287,17 @@ def resampling(examined: Examined) -> Iterator[Finding]:
     if any(one.how.rule == "cropped" for one in learned):
         learned += _beyond(examined)
     for one in learned:
+        text, expected = "", "the native embedding resampled to h x w"
         if one.how.kind not in ("right", "centers") and (one.how.kind or one.held):
             text = one.how.rule or f"no rule that is known: it is {one.how.nearest:.2g} standard deviations from the nearest"
-            yield Finding("resampling", one.found.where, "the native embedding resampled to h x w", text, _grids(one))
+        yield Finding("resampling", one.found.where, expected, text, _grids(one), _resampled(one, text))
     if not all(one.how.kind or one.held for one in learned):
         raise NotApplicableError("no single parameter holds the embedding, so its rule is not known")
+
+
+def _resampled(one: Derived, text: str) -> vectors.Later | None:
+    """The numbers of a comparison; none where other centers than the right rules' are no error of this check."""
+    return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 
 def _beyond(examined: Examined) -> list[Derived]:
@@ -297,8 +318,8 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
     learned = _learned(examined)
     trained = {one.found.where for one in learned if one.size == examined.native and one.how.kind == "centers"}
     for one in learned:
-        if one.how.kind == "centers" and one.found.where not in trained:
-            yield Finding("half_pixel", one.found.where, "patch centers at (i + 1/2) / n", one.how.rule, _grids(one))
+        text = one.how.rule if one.how.kind == "centers" and one.found.where not in trained else ""
+        yield Finding("half_pixel", one.found.where, "patch centers at (i + 1/2) / n", text, _grids(one), _resampled(one, text))
     if not all(one.how.kind for one in learned):
         raise NotApplicableError("the embedding follows no rule of F.interpolate that the check knows")
 
@@ -326,10 +347,16 @@ def window(examined: Examined) -> Iterator[Finding]:
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
         across = found.visible & real[:, :, None] & real[:, None] & ~aligned(found, slots)
+        text = ""
         if bool(across.any()):
             text = f"tokens {_pair(found, across)} see each other; "
             text += f"{int(across.any(2).sum())} of {int(real.sum())} tokens see such a token"
-            yield Finding("window", found.where, f"windows of {format_size(shape)} hold neighbors", text, _input(found, size))
+        expected, numbers = f"windows of {format_size(shape)} hold neighbors", _visible(found, slots, found.visible & ~across)
+        yield Finding("window", found.where, expected, text, _input(found, size), numbers)
+
+
+def _visible(found: Located, slots: Tensor, expected: Tensor) -> vectors.Later:
+    return functools.partial(vectors.window, found, slots, expected)
 
 
 def _pair(found: Located, pairs: Tensor) -> str:
@@ -339,25 +366,27 @@ def _pair(found: Located, pairs: Tensor) -> str:
 
 def padding(examined: Examined) -> Iterator[Finding]:
     """No token i of the image attends to padding j: not visible[i, j]."""
-    for size, found, shape, _ in _windowed(examined):
+    for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
-        sees = (found.visible & real[:, :, None] & ~real[:, None]).any(2)
-        if bool(sees.any()):
-            text = f"{int(sees.sum())} of {int(real.sum())} tokens attend to padding"
-            yield Finding("padding", found.where, f"windows of {format_size(shape)}, padding masked", text, _input(found, size))
+        wrong = found.visible & real[:, :, None] & ~real[:, None]
+        sees = wrong.any(2)
+        text = f"{int(sees.sum())} of {int(real.sum())} tokens attend to padding" if bool(sees.any()) else ""
+        expected, numbers = f"windows of {format_size(shape)}, padding masked", _visible(found, slots, found.visible & ~wrong)
+        yield Finding("padding", found.where, expected, text, _input(found, size), numbers)
 
 
 def mask(examined: Examined) -> Iterator[Finding]:
     """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets."""
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)
-        expected, pairs = f"windows of {format_size(shape)}, whole inside", real[:, :, None] & real[:, None]
+        expected, pairs, text = f"windows of {format_size(shape)}, whole inside", real[:, :, None] & real[:, None], ""
         if bool((hidden := neighbors & ~found.visible).any()):
             text = f"a mask hides tokens {_pair(found, hidden)} from each other, which are in one window"
-            yield Finding("mask", found.where, expected, text, _input(found, size))
         elif bool((pairs & ~neighbors).any()) and bool(found.visible[pairs].all()):
             text = f"there is no mask, and a window holds tokens {_pair(found, pairs & ~neighbors)}"
-            yield Finding("mask", found.where, "a mask in shifted windows", text, _input(found, size))
+            expected = "a mask in shifted windows"
+        right = (found.visible | neighbors) & ~(pairs & ~neighbors)
+        yield Finding("mask", found.where, expected, text, _input(found, size), _visible(found, slots, right))
 
 
 def shift(examined: Examined) -> Iterator[Finding]:
@@ -374,10 +403,11 @@ def shift(examined: Examined) -> Iterator[Finding]:
                 at = (tokens >= 0).nonzero().flatten()
                 sees[tokens[at][:, None], tokens[at]] |= visible[at][:, at]
             first, last = (torch.arange(h * w).view(h, w).select(axis, n).flatten() for n in (0, -1))
-            if not bool(sees[first, last].all()):
-                text = f"the first and last of {found.grid[axis]} {name} do not see each other"
-                expected = f"windows of {format_size(shape)} are not shifted along {name}"
-                yield Finding("shift", found.where, expected, text, _input(found, size))
+            ends = sees[first, last]
+            text = "" if bool(ends.all()) else f"the first and last of {found.grid[axis]} {name} do not see each other"
+            expected = f"windows of {format_size(shape)} are not shifted along {name}"
+            numbers = vectors.given(torch.ones_like(ends), ends, first=first, last=last, grid=list(found.grid))
+            yield Finding("shift", found.where, expected, text, _input(found, size), numbers)
     if not seen:
         raise NotApplicableError("no window holds an axis of the grid")
 

@@ -88,7 +88,7 @@ def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list
 def resampled(master: Embedding, found: Embedding) -> Resampled:
     """Name the rule by which `found` follows from `master`: a right one, one that moves centers, or a common error."""
     nearest = math.inf
-    for kind, rules in (("right", _right), ("centers", _off_center), ("error", _errors)):
+    for kind, rules in (("right", right_rules), ("centers", _off_center), ("error", _errors)):
         for rule, expected in rules(master, found.grid):
             apart = difference(expected.to(found.patches), found.patches)
             if apart < SAME_ROWS:
@@ -117,7 +117,8 @@ def _of_square(master: Embedding, grid: Size, **how: object) -> Tensor:
     return interpolated(master.patches, (max(grid), max(grid)), **how)[: grid[0], : grid[1]]
 
 
-def _right(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
+def right_rules(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
+    """Every right rule with the embedding [h, w, C] that it makes of the master."""
     if grid == master.grid:
         yield "unchanged", master.patches
         return

@@ -97,19 +97,29 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
     query, key = (maps(found, part, order) for part in (found.query, found.key))  # [B, H, h, w, D]
     if max(_varies(query), _varies(key)) < 1e-4:
         return None
-    width = query.shape[-1]
-    scores = {name: max(_norm_change(as_pairs(part, name)) for part in (query, key)) for name in _patterns(width)}
+    width, scores = query.shape[-1], _scores(query, key)
     pairs = min(scores, key=lambda name: scores[name])
     turns = [as_pairs(part, pairs) for part in (query, key)]  # complex [B, H, h, w, P]
     found_steps = [[phase_step(turn, axis) for axis in (2, 3)] for turn in turns]
     steps, spread = (torch.stack([torch.stack([s[which] for s in side], 1) for side in found_steps]) for which in (0, 1))
     origin = torch.full((query.shape[1], width // 2), math.nan)
-    plain = _plain(found, 0)
+    plain = plain_content(found, 0)
     if plain is not None:
         content = as_pairs(plain, pairs)
         origin = (turns[0][:, :, 0, 0] * content.conj()).sum(0).angle()
     pure = scores[pairs] < SAME
     return Rotation(pairs if pure else "", scores[pairs], tuple(query.shape[2:4]), steps, spread, origin, _prefix(found))
+
+
+def pairing(found: Located) -> str:
+    """The key of PAIRS by which queries and keys are nearest to rotated ones."""
+    scores = _scores(maps(found, found.query), maps(found, found.key))
+    return min(scores, key=lambda name: scores[name])
+
+
+def _scores(query: Tensor, key: Tensor) -> dict[str, float]:
+    """{pairing: largest change of the norm of a pair} of maps [B, H, h, w, D]."""
+    return {name: max(_norm_change(as_pairs(part, name)) for part in (query, key)) for name in _patterns(query.shape[-1])}
 
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
@@ -235,14 +245,14 @@ def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return mean.angle(), deviation
 
 
-def _plain(found: Located, side: int) -> Tensor | None:
+def plain_content(found: Located, side: int) -> Tensor | None:
     """Content [B, H, D] of queries (side 0) or keys before they are rotated; None if that is not known."""
     unrotated = found.unrotated[side]
     return None if unrotated is None else unrotated[:, 0, :, -1]
 
 
 def _prefix(found: Located) -> float:
-    plains = [_plain(found, side) for side in (0, 1)]
+    plains = [plain_content(found, side) for side in (0, 1)]
     if not found.prefix or any(plain is None for plain in plains):
         return math.nan
     worst = 0.0

@@ -11,6 +11,7 @@ from vitrel.conformance.embedding import SAME_ROWS, difference
 from vitrel.conformance.identify import frequency_base, named_bias
 from vitrel.conformance.measure import SAME, Bias, Located, Rotation, apart
 from vitrel.conformance.report import Finding
+from vitrel.conformance.vectors import CHANNELS, given
 
 
 def like(examined: Examined) -> Iterator[Finding]:
@@ -27,9 +28,13 @@ def like(examined: Examined) -> Iterator[Finding]:
         return
     for (_, one, turn, rows), (_, reference, other_turn, other_rows) in zip(ours, theirs, strict=True):
         models = examined.subject.model, other.subject.model
-        texts = _rotation(turn, other_turn), _bias(rows, other_rows, models), _window(one, reference)
         about = f"{where}, {format_size(one.grid)} tokens"
-        yield from (Finding("like", one.where, "as in the reference", text, about) for text in texts if text)
+        for text, expected, seen in (
+            (_rotation(turn, other_turn), other_turn and other_turn.steps, turn and turn.steps),
+            (_bias(rows, other_rows, models), other_rows and other_rows.by_offset, rows and rows.by_offset),
+            (_window(one, reference), reference.visible, one.visible),
+        ):
+            yield Finding("like", one.where, "as in the reference", text, about, given(expected, seen))
     yield from _embeddings(examined, other)
 
 
@@ -100,10 +105,12 @@ def _embeddings(examined: Examined, other: Examined) -> Iterator[Finding]:
     both = (sorted(each.embeddings, key=lambda one: examined.sizes.index(one.size)) for each in (examined, other))
     for one, reference in zip(*both, strict=True):
         worst = difference(one.found.patches, reference.found.patches)
+        text = ""
         if worst > SAME_ROWS:
             rules = [(each.how.rule if each.how else "") or "unknown" for each in (one, reference)]
             differ = rules[0] != rules[1]
             text = f"embedding: it differs by {worst:.2g} standard deviations"
             text = f"resampling: {rules[0]}, not {rules[1]}" if differ else text
-            where = f"image of {format_size(one.size)} px"
-            yield Finding("like", one.found.where, "as in the reference", text, where)
+        numbers = given(*(each.found.patches[..., :CHANNELS] for each in (reference, one)))
+        where = f"image of {format_size(one.size)} px"
+        yield Finding("like", one.found.where, "as in the reference", text, where, numbers)

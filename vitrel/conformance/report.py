@@ -11,14 +11,20 @@ from vitrel.common.tables import aligned
 
 
 class Finding(NamedTuple):
-    """A deviation from the definition of one check."""
+    """A place where a check compared a model with its definition: a deviation, or with an empty `found` none."""
 
     check: str
     where: str  # module, and layers with the same finding
     expected: str
     found: str
     input: str = ""  # the smallest input that shows it
+    # The numbers that were compared. A check gives a function that makes them, `check` calls it for what a report holds.
+    vectors: Any = None
     definition: str = ""  # the formula that the check tests
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; `vectors` with tensors as {"dtype", "shape", "data"}."""
+        return self._asdict() | {"vectors": self.vectors and self.vectors.to_dict()}
 
 
 @dataclass
@@ -30,6 +36,7 @@ class Report:
     encodings: list[str]
     findings: list[Finding] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)  # {check: "FINDING", "passed", or why it is not applicable}
+    held: dict[str, Finding] = field(default_factory=dict)  # of each check that passed one comparison, of those with numbers
     seconds: float = 0.0
 
     @property
@@ -50,9 +57,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """All fields as numbers, strings, lists and dictionaries, with the versions of torch and timm."""
         about = {"model": self.model, "sizes": [list(size) for size in self.sizes], "encodings": self.encodings}
-        findings = [finding._asdict() for finding in self.findings]
+        findings = [finding.to_dict() for finding in self.findings]
+        passed = {name: self.held[name].to_dict() if name in self.held else {} for name in self.passed}
         versions = {"timm": timm.__version__, "torch": torch.__version__}
-        results = {"findings": findings, "passed": self.passed, "not_applicable": self.skipped}
+        results = {"findings": findings, "passed": passed, "not_applicable": self.skipped}
         return about | results | {"seconds": round(self.seconds, 1), "versions": versions}
 
     def __str__(self) -> str:

@@ -67,15 +67,19 @@ def check(
         if name == "like" and like is None:
             continue
         say(name)
-        findings, reason = _results(name, examined)
+        findings, held, reason = _results(name, examined)
         if findings and name in OF_SURVEYS:
             findings = _smallest(name, findings, examined)
-        report.findings += findings
+        report.findings += [_resolved(finding) for finding in findings]
         report.results[name] = "FINDING" if findings else reason or "passed"
+        if report.results[name] == "passed" and held:
+            size = format_size(examined.sizes[0])
+            report.held[name] = _resolved(next((one for one in held if size in one.input), held[0]))
     kinds = {one.kind for one in found}
     if expect is not None and expect not in kinds:
         text, about = f"identified: {', '.join(sorted(kinds)) or 'none'}", f"image of {format_size(examined.sizes[0])} px"
-        report.findings.append(Finding("expect", subject.name, expect, text, about, "The encoding is the expected one."))
+        definition = "The encoding is the expected one."
+        report.findings.append(Finding("expect", subject.name, expect, text, about, definition=definition))
     if expect is not None:
         report.results["expect"] = "passed" if expect in kinds else "FINDING"
     report.seconds = time.monotonic() - start
@@ -120,29 +124,41 @@ def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], Non
     return Examined(subject, sizes, surveys, native if native in surveys else None)
 
 
-def _results(name: str, examined: Examined) -> tuple[list[Finding], str]:
-    """The findings of a check, and why it is not applicable, or ""; an error is no reason where the check runs no model."""
-    found: list[Finding] = []
-    reason = ""
+def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding], str]:
+    """The findings of a check, the comparisons with numbers that hold, and why it is not applicable, or "".
+
+    An error is no reason where the check runs no model.
+    """
+    found, held, reason = list[Finding](), list[Finding](), ""
     try:
-        for finding in CHECKS[name](examined):
-            found.append(finding)  # what was found before a reason stays
+        for one in CHECKS[name](examined):
+            (found if one.found else held).append(one)  # what was found before a reason stays
     except NotApplicableError as error:
         reason = str(error)
     except REFUSALS as error:
         if name in OF_SURVEYS:
             raise
         reason = f"the model refuses it: {one_line(error)}"
-    return _merged(found, examined.subject.name), reason
+    held = [_named(one, examined.subject.name) for one in held if one.vectors is not None]
+    return _merged(found, examined.subject.name), held, reason
+
+
+def _resolved(finding: Finding) -> Finding:
+    """The finding with its numbers."""
+    return finding._replace(vectors=finding.vectors and finding.vectors())
+
+
+def _named(finding: Finding, model: str) -> Finding:
+    """The finding with a place and the definition of its check."""
+    definition = (CHECKS[finding.check].__doc__ or "").partition("\n\n")[0]
+    return finding._replace(where=finding.where or model, definition=definition)
 
 
 def _merged(findings: Any, model: str) -> list[Finding]:
     """One finding for each text of a check, of its first layer and size, with the number of others."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        definition = (CHECKS[finding.check].__doc__ or "").partition("\n\n")[0]
-        named = finding._replace(where=finding.where or model, definition=definition)
-        found.setdefault((finding.check, finding.expected), []).append(named)
+        found.setdefault((finding.check, finding.expected), []).append(_named(finding, model))
     merged = []
     for same in found.values():
         layers = dict.fromkeys(finding.where for finding in same)
@@ -164,9 +180,10 @@ def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Fi
             if examined.native is not None:
                 pair[examined.native] = examined.surveys[examined.native]
             again = [f for f in CHECKS[name](Examined(subject, (size, size), pair, examined.native))
-                     if format_size(size) in f.input]  # fmt: skip
+                     if f.found and format_size(size) in f.input]  # fmt: skip
         except (NotApplicableError, *REFUSALS):
             continue
         if again:
-            return [findings[0]._replace(input=again[0].input, found=again[0].found), *findings[1:]]
+            smallest = {name: getattr(again[0], name) for name in ("input", "found", "vectors")}
+            return [findings[0]._replace(**smallest), *findings[1:]]
     return findings

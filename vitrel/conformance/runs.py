@@ -13,6 +13,7 @@ from vitrel.conformance.measure import SAME, apart, in_pairs
 from vitrel.conformance.report import Finding
 from vitrel.conformance.subject import REFUSALS, Subject, one_line
 from vitrel.conformance.survey import Survey, survey
+from vitrel.conformance.vectors import given, outputs
 from vitrel.inspect.any_model import on_images
 from vitrel.inspect.recorder import first_tensor
 
@@ -43,15 +44,17 @@ def cache(examined: Examined) -> Iterator[Finding]:
         used, fresh = copy.deepcopy(subject.model), copy.deepcopy(subject.model)
         images = subject.images(second)
         subject.output(used, subject.images(first))
-        expected = subject.output(fresh, images)
+        expected, seen, text = subject.output(fresh, images), None, ""
         try:
-            change = _same(expected, subject.output(used, images))
-            text = f"the output changes by {change:.2g} of its standard deviation after an image of {format_size(first)} px"
+            seen = subject.output(used, images)
+            if (change := _same(expected, seen)) > OUTPUT:
+                text = f"the output changes by {change:.2g} of its standard deviation after an image of {format_size(first)} px"
         except REFUSALS as error:
-            change, text = math.inf, f"the model fails after an image of {format_size(first)} px: {one_line(error)}"
-        if change > OUTPUT:
-            sizes = f"an image of {format_size(first)} px, then one of {format_size(second)} px"
-            yield Finding("cache", subject.name, "the output of a model that ran nothing before", text, sizes)
+            text = f"the model fails after an image of {format_size(first)} px: {one_line(error)}"
+        sizes = f"an image of {format_size(first)} px, then one of {format_size(second)} px"
+        numbers = outputs(expected, seen, images)
+        yield Finding("cache", subject.name, "the output of a model that ran nothing before", text, sizes, numbers)
+        if text:
             return
 
 
@@ -80,18 +83,20 @@ def state(examined: Examined) -> Iterator[Finding]:
             for name, value in model.named_parameters():
                 if name in parameters and value.shape != parameters[name].shape:
                     text = f"it is of {tuple(value.shape)}, not {tuple(parameters[name].shape)}"
-                    yield Finding("state", name, "the same shape again", text, run)
+                    yield Finding("state", name, "the same shape again", text, run, given(parameters[name], value))
                     return
             model.load_state_dict(parameters, strict=False)  # resampled there and back, they are others
-        change = _same(before, subject.output(model, images))
+        after = subject.output(model, images)
     except REFUSALS as error:
         text = f"it fails: {one_line(error)}"
         yield Finding("state", subject.name, "sizes that the model takes, one after another", text, run)
         return
     changed = [n for n, v in model.state_dict().items() if n in weights and not torch.equal(v, weights[n])]
+    change, text = _same(before, after), ""
     if change > OUTPUT or changed:
         text = f"{changed[0]} was changed" if changed else f"the output changes by {change:.2g} of its standard deviation"
-        yield Finding("state", changed[0] if changed else subject.name, "the same output again", text, run)
+    where, numbers = changed[0] if changed else subject.name, outputs(before, after, images)
+    yield Finding("state", where, "the same output again", text, run, numbers)
 
 
 def batch(examined: Examined) -> Iterator[Finding]:
@@ -100,11 +105,11 @@ def batch(examined: Examined) -> Iterator[Finding]:
     model, images = subject.at(size), subject.images(size, 2, seed=1)
     alone = torch.cat([subject.output(model, image[None]) for image in images])
     together = subject.output(model, images)
-    change = _same(alone, together)
+    change, text = _same(alone, together), ""
     if change > OUTPUT:
         text = f"outputs differ by {change:.2g} of their standard deviation" if change < math.inf else "shapes differ"
-        where = f"a batch of 2 images of {format_size(size)} px"
-        yield Finding("batch", subject.name, "each image as it is alone", text, where)
+    where, numbers = f"a batch of 2 images of {format_size(size)} px", outputs(alone, together, images, seed=1)
+    yield Finding("batch", subject.name, "each image as it is alone", text, where, numbers)
 
 
 def dtype(examined: Examined) -> Iterator[Finding]:
@@ -113,14 +118,13 @@ def dtype(examined: Examined) -> Iterator[Finding]:
     model, images = subject.at(size), subject.images(size)
     expected, where = subject.output(model, images), f"image of {format_size(size)} px"
     try:
-        change = _same(expected, subject.output(copy.deepcopy(model).double(), images.double()))
+        exact = subject.output(copy.deepcopy(model).double(), images.double())
+        change = _same(expected, exact)
+        text = f"the output changes by {change:.2g} of its standard deviation in float64" if change > OUTPUT * 10 else ""
+        yield Finding("dtype", subject.name, "the same output in float64", text, where, outputs(expected, exact, images))
     except REFUSALS as error:
-        change = 0.0
         if any(word in str(error) for word in ("dtype", "same type", "Double")):
             yield Finding("dtype", subject.name, "the model runs in float64", one_line(error), where)
-    if change > OUTPUT * 10:
-        text = f"the output changes by {change:.2g} of its standard deviation in float64"
-        yield Finding("dtype", subject.name, "the same output in float64", text, where)
 
     def low(images: Tensor) -> object:
         with torch.autocast("cpu", torch.bfloat16):
@@ -136,17 +140,19 @@ def dtype(examined: Examined) -> Iterator[Finding]:
 def _low_precision(examined: Examined, low: Survey, where: str) -> Iterator[Finding]:
     for (_, one, turn, rows), other in zip(examined.measured(low.size), low.attentions, strict=False):
         if turn is not None and turn.pairs:
-            lost = other.rotation is None
-            change = math.inf if lost else apart(turn.steps[0], in_pairs(other, turn.pairs))  # norms are not exact
+            lost, steps = other.rotation is None, in_pairs(other, turn.pairs)
+            change = math.inf if lost else apart(turn.steps[0], steps)  # norms are not exact
             if change > LOW_PRECISION:
-                what = "the rotation disappears" if lost else f"angles change by {change:.2g} radians"
-                yield Finding("dtype", one.where, "angles in float32", f"{what} under autocast to bfloat16", where)
+                text = "the rotation disappears" if lost else f"angles change by {change:.2g} radians"
+                text, numbers = f"{text} under autocast to bfloat16", given(turn.steps[0], None if lost else steps)
+                yield Finding("dtype", one.where, "angles in float32", text, where, numbers)
         if rows is not None and other.bias is not None and rows.content <= SAME:
             change = float((rows.by_offset - other.bias.by_offset).abs().nan_to_num(0).max())
             rounding = 2**-7 * float(rows.by_offset.nan_to_num(0).abs().max())  # of bfloat16, twice
             if change > max(LOW_PRECISION * rows.range, rounding):
                 text = f"biases change by {100 * change / rows.range:.0f}% of their range under autocast to bfloat16"
-                yield Finding("dtype", one.where, "biases in float32", text, where)
+                numbers = given(rows.by_offset, other.bias.by_offset)
+                yield Finding("dtype", one.where, "biases in float32", text, where, numbers)
 
 
 def device(examined: Examined) -> Iterator[Finding]:
@@ -182,13 +188,13 @@ def compiled(examined: Examined) -> Iterator[Finding]:
     for size in sizes:
         images = subject.images(size)
         try:
-            change = _same(subject.output(model, images), subject.output(fast, images))
+            expected, seen = subject.output(model, images), subject.output(fast, images)
         except Exception as error:  # of the compiler, of many classes
             raise NotApplicableError(f"the model does not compile: {one_line(error)}") from error
-        if change > OUTPUT:
-            text = f"the output differs by {change:.2g} of its standard deviation"
-            before = "" if size == sizes[0] else f" after one of {format_size(sizes[0])} px"
-            yield Finding("compile", subject.name, "the eager output", text, f"image of {format_size(size)} px{before}")
+        change = _same(expected, seen)
+        text = f"the output differs by {change:.2g} of its standard deviation" if change > OUTPUT else ""
+        where = f"image of {format_size(size)} px" + ("" if size == sizes[0] else f" after one of {format_size(sizes[0])} px")
+        yield Finding("compile", subject.name, "the eager output", text, where, outputs(expected, seen, images))
 
 
 def exported(examined: Examined) -> Iterator[Finding]:
@@ -199,12 +205,14 @@ def exported(examined: Examined) -> Iterator[Finding]:
     try:
         with torch.no_grad():
             program = torch.export.export(_Plain(model), (images,), strict=False).module()
-            change = _same(expected, program(images))
+            seen = program(images)
     except Exception as error:  # of the exporter, of many classes
         raise NotApplicableError(f"the model does not export: {one_line(error)}") from error
+    change = _same(expected, seen)
+    text, where = "", f"image of {format_size(size)} px"
     if change > OUTPUT:
         text = f"the output differs by {change:.2g} of its standard deviation"
-        yield Finding("export", subject.name, "the output of the model", text, f"image of {format_size(size)} px")
+    yield Finding("export", subject.name, "the output of the model", text, where, outputs(expected, seen, images))
 
 
 class _Plain(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size, format_size
+from vitrel.conformance.vectors import pseudo_random
 from vitrel.inspect.any_model import REFUSALS as OF_SIZES
 from vitrel.inspect.any_model import channels_of, examinable, model_at_size, model_name, on_images, reason
 from vitrel.inspect.recorder import first_tensor
@@ -38,8 +39,8 @@ class Subject:
             return first_tensor(on_images(model)(images))
 
     def images(self, size: Size, batch: int = 1, seed: int = 0) -> Tensor:
-        """Random images [batch, channels, height, width]."""
-        return torch.randn(batch, channels_of(self.model), *size, generator=torch.Generator().manual_seed(seed))
+        """Images [batch, channels, height, width] that are no tensors of a generator of torch: `pseudo_random`."""
+        return pseudo_random((batch, channels_of(self.model), *size), seed)
 
     def refusal(self, size: Size) -> str:
         """An empty text if the model takes images of `size`, or else the first line of its error."""

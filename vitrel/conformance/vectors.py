@@ -1,0 +1,140 @@
+"""The numbers behind a result of a check: inputs, what its definition makes of them, and what was seen in the model.
+
+They are few and plain, so that a port in another language can test against them: one head, one window, a few channels.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrel.conformance.embedding import Derived, difference, right_rules
+from vitrel.conformance.measure import Bias, Located, Rotation, as_pairs, maps, pairing, plain_content
+
+CHANNELS = 8  # of embeddings; all follow the same rule
+
+
+Later = Callable[[], "Vectors"]  # makes the numbers when a report takes them, since most comparisons hold and are many
+
+
+class Vectors(NamedTuple):
+    """What a definition is about, at one place of a model."""
+
+    expected: Tensor | None  # by the definition from the inputs; None where it names no values
+    seen: Tensor | None  # in the model; None where it fails
+    inputs: dict[str, Any]  # {name: Tensor, number, text or list}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: tensors as {"dtype", "shape", "data": row-major values}, with null for infinity and NaN."""
+        return {"inputs": {name: _plain(value) for name, value in self.inputs.items()}} | {
+            name: _plain(getattr(self, name)) for name in ("expected", "seen")
+        }
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    kind = str(value.dtype).removeprefix("torch.")
+    data = value.detach().flatten().tolist()
+    if value.is_floating_point():
+        data = [float(f"{number:.9g}") if math.isfinite(number) else None for number in data]  # float32 to the bit
+    return {"dtype": kind, "shape": list(value.shape), "data": data}
+
+
+def values(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Vectors:
+    """Vectors of what a check has at hand."""
+    return Vectors(expected, seen, inputs)
+
+
+def given(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Later | None:
+    """The same for a Finding; None without any values."""
+    return None if expected is None and seen is None else partial(values, expected, seen, **inputs)
+
+
+def outputs(expected: Tensor, seen: Tensor | None, images: Tensor, seed: int = 0) -> Later | None:
+    """Outputs of a model for images of `pseudo_random`, which are told by their shape and seed."""
+    return given(expected, seen, images={"shape": list(images.shape), "seed": seed})
+
+
+def pseudo_random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Values between -1 and 1 that any language can compute: x = hash(index + seed * 1,000,003) / 2^31 - 1, in row-major order.
+
+    The hash is n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16, in unsigned 32 bits.
+    """
+    n = torch.arange(math.prod(shape)) + seed * 1_000_003
+    for _ in range(2):
+        n = ((n ^ (n >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return ((n ^ (n >> 16)) / 2.0**31 - 1).float().view(shape)
+
+
+def angles(found: Located, turn: Rotation) -> Vectors:
+    """Angle of the queries at every place of one head [h, w, P]: that of the first, plus y steps down and x to the right."""
+    seen = as_pairs(maps(found, found.query), turn.pairs)[0].angle()  # [H, h, w, P]
+    steps = turn.steps[0].nan_to_num(0.0)  # [H, 2, P]
+    y, x = torch.meshgrid(*(torch.arange(n) for n in turn.grid), indexing="ij")
+    expected = seen[:, :1, :1] + y[..., None] * steps[:, None, None, 0] + x[..., None] * steps[:, None, None, 1]
+    apart = torch.atan2((expected - seen).sin(), (expected - seen).cos()).abs()
+    head = int(apart.flatten(1).amax(1).argmax())
+    about = {"first": seen[head, 0, 0], "down": steps[head, 0], "right": steps[head, 1], "grid": list(turn.grid)}
+    return values(torch.atan2(expected.sin(), expected.cos())[head], seen[head], pairs=turn.pairs, **about)
+
+
+def norms(found: Located, turn: Rotation) -> Vectors:
+    """Norms of pairs of channels of one head's queries [h, w, P], by the best pairing; all are those of the first patch."""
+    pairs = turn.pairs or pairing(found)
+    seen = as_pairs(maps(found, found.query), pairs)[0].abs()
+    head = int((seen - seen[:, :1, :1]).abs().flatten(1).amax(1).argmax())
+    return values(seen[head, :1, :1].expand_as(seen[head]), seen[head], pairs=pairs)
+
+
+def biases(found: Located, rows: Bias) -> Vectors:
+    """Logits of the first window's patches in one head [N, N]: by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1]."""
+    real = found.tokens[0] >= 0
+    places = found.places[0][real]
+    offset = places[:, None] - places
+    h, w = rows.window
+    inside = ((offset[..., 0].abs() < h) & (offset[..., 1].abs() < w))[None]
+    y, x = (offset[..., axis].clamp(1 - n, n - 1) + n - 1 for axis, n in ((0, h), (1, w)))
+    shown = inside & found.visible[0][real][:, real]
+    expected, seen = (part.double().masked_fill(~shown, math.nan)
+                      for part in (rows.by_offset[:, y, x], found.logits[0, 0][:, real][:, :, real]))  # fmt: skip
+    head = int((expected - seen).abs().nan_to_num(0).flatten(1).amax(1).argmax())
+    return values(expected[head], seen[head], by_offset=rows.by_offset[head], places=places)
+
+
+def rotated_prefix(found: Located) -> Vectors:
+    """Queries of prefix tokens of all heads [H, P, D], of which the content before rotation is expected."""
+    plain, rows = plain_content(found, 0), found.query[0, 0][:, found.tokens[0] < 0]
+    return values(None if plain is None else plain[0][:, None].expand_as(rows), rows)
+
+
+def prefix_biases(found: Located) -> Vectors:
+    """Logits of prefix tokens to patches [H, P, N], all those of the first patch."""
+    rows = found.logits[0, 0][:, found.tokens[0] < 0][..., found.tokens[0] >= 0]
+    return values(rows[..., :1].expand_as(rows), rows)
+
+
+def position(turn: Rotation | None, rows: Bias | None) -> Vectors:
+    """What an attention has of position, without values that would be right: steps of the queries [H, 2, P], else biases."""
+    return values(None, turn.steps[0] if turn is not None and turn.pairs else rows and rows.by_offset)
+
+
+def embedding(one: Derived) -> Vectors:
+    """The first channels of an embedding [h, w, C]: its master resampled by the nearest rule that is right."""
+    found, master = one.found, one.master
+    rules = [
+        (difference(value.to(found.patches), found.patches), name, value) for name, value in right_rules(master, found.grid)
+    ]
+    _, rule, expected = min(rules, key=lambda each: each[0])
+    about = {"master": master.patches[..., :CHANNELS], "grid": list(found.grid), "rule": rule}
+    return values(expected[..., :CHANNELS], found.patches[..., :CHANNELS], **about)
+
+
+def window(found: Located, slots: Tensor, expected: Tensor) -> Vectors:
+    """Which slots of one window see each other [N, N], of `expected` [W, N, N] that of the window with the most errors."""
+    which = int((expected != found.visible).flatten(1).sum(1).argmax())
+    about = {"slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
+    return values(expected[which], found.visible[which], grid=list(found.grid), **about)
