@@ -85,9 +85,12 @@ def test_labels_that_cannot_be_learned_are_named(tmp_path, lines, text):
         create_dataset(path, "train", (32, 32), task="multilabel", **PIXELS)
 
 
-def test_data_of_one_label_an_image_are_refused(folder):
+def test_data_of_another_task_are_refused_or_told(folder, tmp_path):
+    several_as_one = write(tmp_path / "one.csv", [("path", "label"), ("1.png", "blue; green"), ("2.png", "a"), ("3.png", "a")])
     with pytest.raises(ValueError, match="has one label an image: the task multilabel reads a CSV"):
         class_names(str(folder), "multilabel")
+    with pytest.warns(UserWarning, match=r"'blue; green' is taken for one class; several labels .* are --task multilabel"):
+        class_names(several_as_one)
     with pytest.raises(ValueError, match="use the task classification"):
         class_names("shapes", "multilabel")
 

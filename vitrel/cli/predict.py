@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> None:
     size = args.size or (trained.train_sizes[0] if trained.is_native else trained.img_size)
     view = PROTOCOLS[protocol](trained, size, trained.crop_pct)
     images = Images(reader, view, batch_size=args.batch_size, workers=args.workers, reading=Reading(on_bad="leave_out"))
-
     policy = policies_at(trained.model, view.size)[0]
     with progress(len(images), "images") as advance, AtSizes(trained.model, policy, device) as at:
         kept = predict(

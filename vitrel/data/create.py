@@ -1,6 +1,7 @@
 """`create_dataset` builds a data set from the name or path that `--data` takes."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from vitrel.data.dense_shapes import DenseShapes
 from vitrel.data.prepare import Prepare
 from vitrel.data.readers.base import ImageSet, Reader
 from vitrel.data.readers.decode import Reading
-from vitrel.data.readers.files import LabelSet, csv_reader, labels_reader
+from vitrel.data.readers.files import LabelSet, csv_reader
 from vitrel.data.readers.folder import folder_classes, folder_reader
 from vitrel.data.readers.hub import data_files, is_saved, rows_reader
 from vitrel.data.readers.masks import MaskSet, are_named, mask_classes, mask_reader, mask_rows_reader
@@ -32,7 +33,7 @@ READERS: dict[str, dict[str, Callable[[str, Split, Reading], Reader]]] = {  # by
         "torch": torchvision_reader,
     },
     "segmentation": {"folder": mask_reader, "hfds": mask_rows_reader},
-    "multilabel": {"csv": labels_reader},
+    "multilabel": {"csv": partial(csv_reader, several=True)},
 }
 READS = {
     "segmentation": "has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>",
@@ -81,7 +82,7 @@ def create_dataset(
         task: "classification", "segmentation" or "multilabel". Data for segmentation are a folder that holds `images/<split>/`,
             `masks/<split>/` and `classes.txt`, or a Hugging Face data set with a column of images and one of masks. The whole
             image is resized to (H, W), in the canvas protocol to `base_size`. Data for several labels an image are a CSV
-            (`vitrel.data.readers.files.labels_reader`).
+            with ; between them.
         augment: augmentation of training images; None prepares them as for evaluation. It needs `std` None, and leaves erasing
             to the training. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrel.common.files import shown
+from vitrel.common.warn import warn_once
 from vitrel.data.readers.base import READERS, ImageSet, Reader
 from vitrel.data.readers.classes import class_order
 from vitrel.data.readers.decode import Reading
@@ -76,14 +77,6 @@ class LabelSet(ImageSet):
         return np.bincount(found, minlength=len(self.classes)).tolist()
 
 
-def labels_reader(path: str, split: Split, reading: Reading) -> Files:
-    """Return the images of a split of a CSV as of `csv_reader`, but with ; between the labels of an image, which may have none.
-
-    `reading.val_fraction` is of the images with the same rarest label. ValueError also where no training image has a label.
-    """
-    return csv_reader(path, split, reading, several=True)
-
-
 def csv_reader(path: str, split: Split, reading: Reading, several: bool = False) -> Files:
     """Return the images of a split of a CSV with a header, with the classes in `class_order`.
 
@@ -92,9 +85,15 @@ def csv_reader(path: str, split: Split, reading: Reading, several: bool = False)
     evaluation split, `reading.val_fraction` of each class is taken from the training images, or from all images if no split is
     named.
 
+    Args:
+        path, split, reading: as of every reader.
+        several: images have any number of classes, with ; between them. `val_fraction` is then of the images whose rarest class
+            is the same.
+
     Raises:
         ValueError: a file that is no CSV in UTF-8, columns are missing or twice, rows without a path, class or known split, an
-            image with several rows, or there is neither an evaluation split nor `val_fraction`.
+            image with several rows, or there is neither an evaluation split nor `val_fraction`; with `several`, a class that no
+            training image has.
     """
     folder = os.path.normpath(Path(path).parent)
     found: dict[str, tuple[list[str], str]] = {}  # {path of an image: classes, split}
@@ -131,6 +130,10 @@ def csv_reader(path: str, split: Split, reading: Reading, several: bool = False)
     rarest = [numbers[min(names, key=counts.__getitem__)] if names else len(classes) for names, _ in found.values()]
     own = of_split([*zip(found, rarest, strict=True)], words, split, reading.val_fraction, path)
     if not several:
+        if mixed := next((name for name in classes if ";" in name), None):
+            warn_once(
+                f"{path}: {mixed!r} is taken for one class; several labels an image, with ; between, are --task multilabel"
+            )
         return Files(classes, own, path, folder)
     if not classes:
         raise ValueError(f"{path} has no label for any image")
