@@ -11,7 +11,7 @@ language can be tested. Exit status: 0 no finding, 1 findings, 2 bad usage.
 import argparse
 import sys
 
-from vitrel.cli.options import add_json, add_sizes, check_folders, mapping, write_json
+from vitrel.cli.options import add_json, add_model_args, add_sizes, check_folders, print_step, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a name of timm.create_model, or an import path package.module:function")
     add_sizes(parser, "image sizes; first two with height and width exchanged; default 6 x 8 and 8 x 6 patches, and its own")
-    add(
-        "--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{dynamic_img_size: true}'"
-    )
+    add_model_args(add, "{dynamic_img_size: true}")
     add("--like", metavar="MODEL", help="reference whose position must be the same, with the same arguments")
     add("--expect", metavar="KIND", help="encoding that must be identified, e.g. rope_axial")
     add("--checks", nargs="+", metavar="NAME", help="checks to run; default all")
@@ -35,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from vitrel.conformance import check
 
     try:
-        report = check(args.model, args.size, args.like, args.expect, args.checks, _print_step, **args.model_args)
+        report = check(args.model, args.size, args.like, args.expect, args.checks, print_step, **args.model_args)
     except (TypeError, ValueError) as error:
         given = f"--model-args {args.model_args}: " if isinstance(error, TypeError) and args.model_args else ""
         args.usage_error(f"{given}{error}")
@@ -45,7 +43,3 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.json, report.to_dict())
     if not report.ok:
         sys.exit(1)
-
-
-def _print_step(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.cli.options import add_margin, count, packaged
+from vitrel.cli.options import add_report, count, packaged
 from vitrel.common.extras import TRAINING, require
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=count, help="models trained at a time, and processes of the evaluation; default 1, on a CPU its cores")
     add("--data", help="folder or name of the data; of several data sets in the file, only that of the same name is used")
     add("--overwrite", action="store_true", help="evaluate anew where the folder holds another evaluation; runs are kept")
-    add_margin(parser)
-    add("--no-report", dest="report", action="store_false", help="report.html without pictures")
-    add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
+    add_report(parser)
     parser.set_defaults(margin=None, report=None, photographs=None)  # else those in the file are replaced by defaults
 
 

@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.cli.options import arguments_given, is_name, mapping, size
+from vitrel.cli.options import add_model_args, arguments_given, is_name, mapping, size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pretrained", action="store_true", help="timm's weights for the name, from its cache or the network")
     add("--out", "-o", type=Path, metavar="FILE", help="output file, .safetensors; vitrel.load reads it")
     add("--overwrite", action="store_true", help="replace an existing output")
-    add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{drop_path_rate: 0.1}'")
+    add_model_args(add, "{drop_path_rate: 0.1}")
     hub = parser.add_argument_group("Hugging Face hub")
     hub.add_argument("--push", metavar="OWNER/NAME", help="repository to upload the model to, created if it does not exist")
     hub.add_argument("--evaluation", type=Path, metavar="FOLDER",

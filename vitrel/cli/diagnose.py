@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from vitrel.cli.options import add_json, add_sizes, arguments_given, check_folders, mapping, write_json
+from vitrel.cli.options import add_json, add_model_args, add_sizes, arguments_given, check_folders, print_step, write_json
 from vitrel.common.extras import require
 
 
@@ -22,13 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's included, or package.module:function")
     add_sizes(parser, "image sizes")
-    add(
-        "--model-args",
-        type=mapping,
-        default={},
-        metavar="YAML",
-        help="arguments of all models, e.g. '{dynamic_img_size: true}'",
-    )
+    add_model_args(add, "{dynamic_img_size: true}")
     add_json(parser, "write the results, a list with one entry per model,")
     add("--plot", type=Path, metavar="FILE", help="plot the tokens that see the opposite border, as PNG")
 
@@ -47,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     diagnoses = []
     for name in args.models:
         with arguments_given("--model-args", args.model_args):
-            diagnoses.append(diagnose(name, args.size, _print_step, **args.model_args))
+            diagnoses.append(diagnose(name, args.size, print_step, **args.model_args))
         if args.json != "-":
             print(diagnoses[-1], end="\n\n", flush=True)
     if args.json:
@@ -57,7 +51,3 @@ def run(args: argparse.Namespace) -> None:
 
         plot.leak(diagnoses).savefig(args.plot, dpi=110)
         print(f"written to {args.plot}", file=sys.stderr)
-
-
-def _print_step(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)

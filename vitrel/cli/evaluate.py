@@ -25,7 +25,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import add_margin, add_models, add_sizes, check_data, check_files, check_models, open_models
+from vitrel.cli.options import add_models, add_report, add_sizes, check_data, check_files, check_models, open_models
 from vitrel.common.extras import require
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
     add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")
     add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
-    add_margin(parser)
-    add("--no-report", dest="report", action="store_false", help="report.html without pictures")
-    add("--no-images", dest="photographs", action="store_false", help="no photographs of the data in report.html")
+    add_report(parser)
     add("--mean", type=float, nargs=3, help="mean of the pixels, 0 to 1; this and the next three are for all models")
     add("--std", type=float, nargs=3, help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")

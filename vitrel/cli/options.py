@@ -68,10 +68,13 @@ def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool
     add_weights(parser, many, random)
 
 
-def add_margin(parser: argparse.ArgumentParser) -> None:
-    """Add --margin, the loss up to which a size is called safe (`vitrel.evaluate.verdicts`)."""
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add --margin, the loss up to which a size is called safe (`vitrel.evaluate.verdicts`), and what a report leaves out."""
     text = "points of accuracy that may be lost: a size is called safe where less is shown to be; default 2"
     parser.add_argument("--margin", type=points, default=2.0, metavar="POINTS", help=text)
+    parser.add_argument("--no-report", dest="report", action="store_false", help="report.html without pictures")
+    text = "no photographs of the data in report.html"
+    parser.add_argument("--no-images", dest="photographs", action="store_false", help=text)
 
 
 def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
@@ -87,7 +90,7 @@ def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: boo
     add("--weights", type=Path, nargs="+" if many else 1, default=[], metavar="FILE",
         help=f"{files}: .safetensors, .pth, .bin, .npz, or a checkpoint of timm's train.py{otherwise}")  # fmt: skip
     add("--pretrained", action="store_true", help="timm's weights for the name, from its cache or the network")
-    add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{reg_tokens: 4}'")
+    add_model_args(add, "{reg_tokens: 4}")
     add("--img-size", type=size, metavar="SIZE", help="training size of the model; default that of its pretrained_cfg")
 
 
@@ -227,6 +230,11 @@ def mapping(text: str) -> dict[str, Any]:
     return checked(read_mapping)(text)
 
 
+def add_model_args(add: Callable[..., object], example: str) -> None:
+    """Add --model-args, a mapping of arguments of the models, by the `add_argument` of a parser or group."""
+    add("--model-args", type=mapping, default={}, metavar="YAML", help=f"arguments of the model, e.g. '{example}'")
+
+
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json FILE, which `write_json` writes.
 
@@ -257,3 +265,8 @@ def write_json(path: str, content: Any) -> None:
         sys.stdout.write(text)
     else:
         Path(path).write_text(text, "utf-8")
+
+
+def print_step(step: str) -> None:
+    """Print what a command does next on standard error."""
+    print(step, file=sys.stderr, flush=True)
