@@ -119,7 +119,7 @@ def biased_forward(
         raise ValueError(reason)
     _check_shapes(q, k, v, (bias, row_scores, column_scores), grid)
     batch, heads, queries, _ = q.shape
-    out = _like_tokens(q)
+    out = like_tokens(q)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     block_m, block_n, *_ = tile = _tile_for("forward", q, aligned)
     with torch.cuda.device_of(q):
@@ -239,7 +239,7 @@ def _in_log2(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else (bias.float() * LOG2_E.value).contiguous()
 
 
-def _like_tokens(x: Tensor) -> Tensor:
+def like_tokens(x: Tensor) -> Tensor:
     """Return an uninitialized tensor like x [B, H, N, D], stored as [B, N, H, D], so that merging the heads needs no copy."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
@@ -540,7 +540,7 @@ def _query_gradients(
     of_queries = _sizes_for(Grid(down, grid.w), heads, queries, tile.rows, bias_grad)
     tiles = of_queries.groups * of_queries.chunks + (queries > down * grid.w)
     programs = batch * tiles  # of a head
-    dq, drow, parts = _like_tokens(q), None, None
+    dq, drow, parts = like_tokens(q), None, None
     if bias_grad:  # a program sums the gradient of a table over its tiles; all sums have no more elements than q
         programs = min(programs, ceil_div(TABLES, heads), max(1, batch * queries * width // grid.classes()))
         parts = torch.zeros((heads, programs, grid.classes()), dtype=torch.float32, device=q.device)
@@ -579,7 +579,7 @@ def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale
     aligned = tables[1] is not None or tables[2] is not None
     tile = _tile_for("keys", q, aligned)
     shape = _sizes_for(grid, heads, queries, tile.keys, aligned)
-    dk, dv = _like_tokens(k), _like_tokens(k)
+    dk, dv = like_tokens(k), like_tokens(k)
     tiles = shape.groups * shape.chunks + (grid.prefix > 0)
     gradients = (_strided(dk), _strided(dv))
     _keys[(tiles * batch * heads,)](

@@ -120,7 +120,7 @@ def biased_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _tokens_first(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return triton_global.like_tokens(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("vitrel::biased_attention_backward", mutates_args=())
@@ -142,7 +142,7 @@ def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
+    dq, dk, dv = (triton_global.like_tokens(x) for x in (q, k, v))
     return dq, dk, dv, _like(bias if bias_grad else None, q), _like(rows, q), _like(columns, q)
 
 
@@ -172,9 +172,3 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 def _like(x: Tensor | None, other: Tensor) -> Tensor:
     return _or_empty(None if x is None else other.new_empty(x.shape, dtype=torch.float32), other)
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """Return an uninitialized tensor [B, H, N, D] with the kernels' memory layout, [B, N, H, D]."""
-    b, h, n, d = x.shape
-    return x.new_empty(b, n, h, d).transpose(1, 2)
