@@ -76,8 +76,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --out DIR                       folder of the run
   --config FILE                   a YAML file, or a name in configs/train; of several, later ones override earlier ones
   --ckpt_path auto|FILE           resume the run in the folder of --out, or from a checkpoint
-  --import MODULE                 import a Python module first, which registers encodings of your own
-  --print_config                  print the complete configuration and stop
+  --import MODULE, --print_config  import a Python module first, which registers encodings of your own; print all keys and stop
 
 data
   --data.global_batch_size N      images per update, accumulated over batches, on any number of devices
