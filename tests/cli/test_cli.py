@@ -1,9 +1,7 @@
 """The `vitrel` command as a whole: help and usage errors at once, exit statuses, and subcommands without a file of tests."""
 
-import inspect
 import json
 import os
-import re
 import resource
 import shlex
 import subprocess
@@ -15,8 +13,6 @@ import pytest
 import vitrel
 from helpers import ROOT, each
 from vitrel import cli
-from vitrel.cli import train
-from vitrel.cli.options import check_data, is_name
 from vitrel.common import extras
 from vitrel.common.extras import EXTRAS, MissingExtra, absent, install_command, optional_import, require
 
@@ -136,41 +132,6 @@ def test_the_same_thing_has_the_same_option_everywhere():
     assert set(options["--size"]) >= {"diagnose", "evaluate", "export"}
 
 
-def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
-    from vitrel.train import Classifier, ImageData
-    from vitrel.train.running.command import Run
-
-    known = {"data": ImageData.__init__, "model": Classifier.__init__, "run": Run.__init__}
-    named = {(section, key) for section, key in re.findall(r"--(data|model|run)\.(\w+)", train.HELP)}
-    for section, key in named:
-        assert key in inspect.signature(known[section]).parameters, f"{section}.{key}"
-    decided = {"self", "seed", "num_classes", "img_size"}  # by the data and by seed_everything
-    assert {key for section, key in named if section == "model"} == set(inspect.signature(known["model"]).parameters) - decided
-    assert len(train.HELP.splitlines()) <= 50
-
-
-@each(
-    ("model", "named"),
-    [
-        ("vitrel_swin_t", True),
-        ("hf-hub:some/one", True),
-        ("local-dir:some/where", False),
-        ("runs/a", False),
-        ("a.ckpt", False),
-        ("a.safetensors", False),
-    ],
-)
-def test_what_is_a_name_and_what_a_path(model, named):
-    assert is_name(model) is named
-
-
-def test_data_that_needs_no_folder(tmp_path):
-    for place in ("shapes", "shapes-place", "torch/cifar10:/nowhere", "s3://bucket/images", str(tmp_path)):
-        check_data(place)
-    with pytest.raises(FileNotFoundError, match="no folder nowhere: give"):
-        check_data("nowhere")
-
-
 def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
     cli.main(["doctor", "--json", str(tmp_path / "found.json")])
     text, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
@@ -186,12 +147,6 @@ def test_short_commands_import_no_more_than_they_need():
     assert doctor.returncode == 0 and heavy == {"torch", "numpy"} and "attention:" in doctor.stdout
     listed, _, heavy = started("list", "vitrel_vit_n8_none")
     assert listed.returncode == 0 and heavy == {"torch", "timm", "numpy"} and "vitrel_vit_n8_none" in listed.stdout
-
-
-def test_doctor_names_the_extras_that_are_missing(monkeypatch, capsys):
-    monkeypatch.setitem(EXTRAS, "onnx", ("onnx_of_nobody",))
-    cli.main(["doctor"])
-    assert f"onnx: lacks onnx_of_nobody: {install_command('onnx')}" in capsys.readouterr().out
 
 
 def test_explain_an_encoding_and_a_model(capsys):

@@ -7,10 +7,8 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch.distributed.run import parse_args
 
 from helpers import command
-from vitrel.cli import evaluate
 from vitrel.data import class_names
 from vitrel.evaluate import run
 from vitrel.evaluate.folder import read_folder, read_rows
@@ -110,14 +108,6 @@ def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
     assert "'96by128' is not an image size: write pixels as 96, or height x width as 160x224" in capsys.readouterr().err
 
 
-def test_torchrun_leaves_the_options_of_the_command_that_its_help_shows_alone():
-    """Without -- torchrun takes --n for an abbreviation of its own options."""
-    [line] = [line.strip() for line in evaluate.__doc__.splitlines() if line.strip().startswith("torchrun ")]
-    found = parse_args([*line.split()[1:], "--n", "4"])
-    assert found.module and [found.training_script, *found.training_script_args][:2] == ["vitrel", "evaluate"]
-    assert found.training_script_args[-2:] == ["--n", "4"]
-
-
 def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
     arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
@@ -213,22 +203,6 @@ def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint,
 
 
 @pytest.mark.parametrize(
-    ("given", "data", "message"),
-    [
-        (["--img-size", "32"], "photographs", "--img-size is for models by name: .* has its own training size"),
-        (["--model-args", "{depth: 1}"], "photographs", "--model-args is for models by name: .* has its own arguments"),
-        (["--pretrained"], "photographs", "--pretrained is for models by name: .* has its own weights"),
-    ],
-)
-def test_options_without_effect_on_a_run_are_refused(checkpoint, photographs, tmp_path, given, data, message):
-    out, data = tmp_path / "out", photographs if data == "photographs" else data
-    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", data, "--device", "cpu", "--size", "64"]
-    with pytest.raises(SystemExit, match=f"error: {message}"):
-        tool.main([*arguments, *given, "--out", str(out)])
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
     ("name", "more"), [("export", ["--format", "exported"]), ("explain", []), ("features", ["--data", "shapes"])]
 )
 @pytest.mark.parametrize("given", [["--img-size", "32"], ["--model-args", "{depth: 1}"], ["--pretrained"]])
@@ -279,19 +253,6 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys, workers):
     out = tmp_path / "other"
     with pytest.raises(SystemExit, match=r"error: .*cannot decode .*with --on-bad-image count"):
         tool.main([*arguments, "--size", "48", "--out", str(out)])
-
-
-@pytest.mark.slow
-def test_rows_are_added_refused_or_begun_anew(checkpoint, tmp_path):
-    path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
-    requested = [path, "--data", "shapes", "--device", "cpu", "--attention-n", "0", "--no-report", "--out", str(out)]
-    tool.main([*requested, "--n", "4", "--size", "80", "96"])
-    tool.main([*requested, "--n", "4", "--size", "48"])
-    assert len(pd.read_csv(out / "results.csv")) == 4
-    with pytest.raises(SystemExit, match=r"error: another evaluation is in .*number of images: 4 there, 6 now.*--overwrite"):
-        tool.main([*requested, "--n", "6", "--size", "48"])
-    tool.main([*requested, "--n", "6", "--size", "48", "--overwrite"])
-    assert len(pd.read_csv(out / "results.csv")) == 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

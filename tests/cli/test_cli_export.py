@@ -9,7 +9,7 @@ import torch
 import vitrel
 from helpers import command
 from vitrel.common.extras import EXTRAS
-from vitrel.export import check_sizes, export_model, write
+from vitrel.export import export_model, write
 from vitrel.weights.read import read_file
 
 tool = command("export")
@@ -124,27 +124,6 @@ def test_a_folder_for_timm(checkpoint):
     assert grids["blocks.0.position"]["grid"] == [4, 6, 2]  # which timm's own file would not tell
 
 
-def test_a_bare_weights_file(tmp_path):
-    """The number of classes is the file's."""
-    model = small("vitrel_vit_n8_rope_mixed")
-    vitrel.save(model, tmp_path / "weights.safetensors")
-    arguments = ["vitrel_vit_n8_rope_mixed", "--model-args", json.dumps(SMALL | {"img_size": [32, 48]})]
-    tool.main(
-        [
-            *arguments,
-            "--weights",
-            str(tmp_path / "weights.safetensors"),
-            "--format",
-            "safetensors",
-            "--out",
-            str(tmp_path / "folder"),
-        ]
-    )
-    again = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
-    image = torch.randn(2, 3, 40, 72)
-    assert torch.equal(again(image), model(image)) and again.img_size == (32, 48)
-
-
 def test_an_output_is_replaced_only_when_asked(checkpoint, tmp_path):
     path, model = checkpoint
     command = [str(path), "--format", "safetensors", "--out"]
@@ -182,20 +161,6 @@ def test_what_differs_is_not_written(tmp_path, monkeypatch):
     assert [item.name for item in tmp_path.iterdir()] == ["kept.pt2"] and (tmp_path / "kept.pt2").read_bytes() == b"precious"
 
 
-@pytest.mark.slow
-def test_what_onnx_cannot_express_is_refused(tmp_path, monkeypatch):
-    """With the reason at the bottom of the exporter's, which tells of many others first."""
-    pytest.importorskip("onnxscript")
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("a page of advice") from ValueError("no operator aten.frobnicate\nand more")
-
-    monkeypatch.setattr(torch.onnx, "export", fail)
-    with pytest.raises(RuntimeError, match=r"this model cannot be exported to ONNX: ValueError: no operator aten.frobnicate$"):
-        export_model(small(), tmp_path / "x.onnx", "onnx")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     path, model = checkpoint
 
@@ -225,9 +190,3 @@ def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
             export_model(given, tmp_path / "x.pt2", "exported", size=32)
     with pytest.raises(ValueError, match="unknown format 'tflite'; choose exported, onnx, safetensors"):
         export_model(model, tmp_path / "x.tflite", "tflite")
-
-
-def test_checks_reach_both_orientations():
-    sizes = {size for _, size in check_sizes(timm.create_model("vitrel_swin_n", device="meta"), (224, 160), True)}
-    assert any(h < w for h, w in sizes) and any(h > w for h, w in sizes) and any(h % 7 and w % 7 for h, w in sizes)
-    assert {batch for batch, _ in check_sizes(small(), (64, 64), False)} == {1, 2, 3}

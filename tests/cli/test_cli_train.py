@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -112,15 +111,6 @@ def test_shapes_from_the_command_line(tmp_path, capfd):
     assert args.models == [str(tmp_path)]
 
 
-@pytest.mark.slow
-def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
-    for split in ("train", "val"):
-        write_classes(tmp_path / split, "ab", [f"{i}.png" for i in range(8)], (32, 32))
-    folder = [f"--data.data={tmp_path}", "--data.augment={}", "--data.size=32", "--data.n_train=16", "--data.n_val=8"]
-    assert offline(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}") == 0
-    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
-
-
 LONGER = ["--trainer.max_epochs=4", "--run.save_every=1"]
 
 
@@ -139,21 +129,6 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path, capfd):
     assert words[-1] == "--ckpt_path=auto" and sum("ckpt_path" in word for word in words) == 1
     assert offline(*words[2:]) == 0
     assert read(tmp_path / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 8
-
-
-def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "vitrel.train", Interrupting("vitrel.train"))
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["train", *SHORT, f"--trainer.default_root_dir={tmp_path}"])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 130 and len(error.splitlines()) == 1 and "ctrl-c" in error
-
-
-class Interrupting(ModuleType):
-    """A module during whose import ctrl-c is pressed."""
-
-    def __getattr__(self, name):
-        raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -323,27 +298,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
 
 
 SMALL = ["--size=32", "--epochs=1", "--data.workers=0", "--trainer.accelerator=cpu"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "mixup", "cutmix"),
-    [("={}", 0.8, 1.0), ("={mixup: 0.2}", 0.2, 0.0), (".cutmix=0.5", 0.0, 0.5), ("={mixup: 0, cutmix: 0}", 0.0, 0.0)],
-)
-def test_an_empty_mapping_means_the_defaults(tmp_path, monkeypatch, option, mixup, cutmix):
-    """As of augmentation and averaging; null turns each of them off."""
-    monkeypatch.setattr(command.TrainCLI, "fit", lambda self, **_: None)
-    arguments = ["fit", *SHORT, f"--trainer.default_root_dir={tmp_path}"]
-    trained = run([*arguments, f"--model.mixing{option}"]).model
-    assert (trained.mixing.mixup, trained.mixing.cutmix) == (mixup, cutmix) and (trained.mixup is None) == (mixup == cutmix)
-    assert run([*arguments, f"--model.mixing{option}", "--model.mixing=null"]).model.mixup is None
-
-
-def test_abbreviated_options_are_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(["fit", *SHORT, "--trainer.max_epoch=3"])
-    assert stopped.value.code == 2
-    assert "unknown key trainer.max_epoch: did you mean trainer.max_epochs?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -69,18 +69,12 @@ def test_windows_of_a_shifted_block():
                 assert bool(found.visible[which, i, j]) == inside
 
 
-@pytest.mark.slow
-@each("fault", [f for f in FAULTS if f.name in ("align_corners", "rotary: class token rotated", "windows: one window shifted")])
-def test_some_faults_are_named(fault):
-    names = {"half_pixel", "prefix", "shift", "order", "window", "mask", "resampling"}
-    found = {finding.check for finding in vitrel.check(fault.build(), checks=sorted(names)).findings}
-    assert found == {fault.check}
-
-
 @pytest.mark.slow(seconds=10)
 @each("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_every_fault_is_named(fault):
-    names = [*QUICK, *({fault.check} & {"compile", "export"})]
+    # every fourth by all checks, of which the others find nothing; by all a right model passes below
+    every = FAULTS.index(fault) % 4 == 0
+    names = sorted({fault.check, *fault.also, *(QUICK if every else ())})
     found = vitrel.check(fault.build(), like=fault.right and fault.right(), expect=fault.expect, checks=names)
     assert fault.check in {f.check for f in found.findings}
     assert {f.check for f in found.findings} <= {fault.check, *fault.also}
@@ -89,10 +83,6 @@ def test_every_fault_is_named(fault):
     assert all(finding._replace(vectors=True)) and (numbers or fault.check in ("expect", "device"))
     if numbers and numbers.expected is not None and numbers.seen is not None:
         assert not torch.equal(numbers.expected, numbers.seen)
-
-
-def test_faults_have_reports():
-    assert len([fault for fault in FAULTS if fault.reference]) >= 15
 
 
 @pytest.mark.slow(seconds=5)
@@ -128,35 +118,6 @@ def test_models_of_timm_and_vitrel_raise_no_alarm(name, options, kind):
     found = vitrel.check(name, checks=[n for n in QUICK if n not in ("dtype", "device", "state")], **options)
     assert found.ok, found
     assert any(text.startswith(kind) for text in found.encodings), found.encodings
-
-
-@pytest.mark.slow(seconds=9)
-def test_the_check_fails_with_timm_1_0_26_and_passes_with_1_0_27(tmp_path):
-    """NaFlexVit with DINOv3's rotation: the older one refuses it, and its nearest rotation gives other positions."""
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import timm, torch
-from vitrel.conformance import check
-def build(**options):
-    torch.manual_seed(0)
-    return timm.create_model("vit_small_patch16_dinov3", embed_dim=64, depth=2, num_heads=2, dynamic_img_size=True, **options)
-try:
-    model = build(use_naflex=True)
-except ValueError as error:
-    model = build(use_naflex=True, rope_type="axial")
-report = check(model, [(96, 128), (128, 96)], like=build(), checks=["order", "rotation", "like"])
-print(timm.__version__, *(finding.found for finding in report.findings))
-"""
-    printed = []
-    for version in ("1.0.26", "1.0.27"):
-        folder = tmp_path / version
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"timm=={version}"]
-        if subprocess.run(pip, capture_output=True).returncode:
-            pytest.skip(f"timm {version} cannot be installed: the package index cannot be reached")
-        run = [sys.executable, "-c", code, str(folder)]
-        printed.append(subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip())
-    assert printed == ["1.0.26 interleaving: pairs are interleaved, not half", "1.0.27"]
 
 
 def test_the_function_for_tests_of_others():

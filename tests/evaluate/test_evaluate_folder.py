@@ -261,21 +261,21 @@ def test_missing_numbers_are_empty_and_others_come_back_exactly(tmp_path):
     assert read_folder(tmp_path).scores["a"].tolist() == [0, 1, 0]
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=8)
 def test_killed_at_any_moment_the_same_command_gives_the_same_table(tmp_path):
-    """At twenty random moments, the last of them often while the table is written."""
+    """At six random moments, the last of them often while the table is written."""
     torch.manual_seed(0)
     model = trained_model(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=32, depth=1).eval())
 
     def evaluate(out):
         how = {"device": "cpu", "attention_n": 0, "batch_size": 4, "report": False}
-        at_sizes(model, "shapes", (24, 40, 48), out=out, n=8, protocols=("scale", "canvas"), policies="all", **how)
+        at_sizes(model, "shapes", (24, 48), out=out, n=8, protocols=("scale", "canvas"), policies="all", **how)
 
     start = time.monotonic()
     assert status(in_child(tmp_path / "whole", main=evaluate)) == 0
     seconds, expected = time.monotonic() - start, table(tmp_path / "whole")
     moments, cut, outs = random.Random(0), set(), [tmp_path / "out0"]
-    for _ in range(20):
+    for _ in range(6):
         process = in_child(outs[-1], main=evaluate)
         time.sleep(moments.uniform(0, seconds / 2))
         os.kill(process, signal.SIGKILL)
@@ -284,7 +284,7 @@ def test_killed_at_any_moment_the_same_command_gives_the_same_table(tmp_path):
         cut.add(len(rows))
         if len(rows) == len(expected):  # it was killed as it ended: the next begins anew
             outs.append(tmp_path / f"out{len(outs)}")
-    assert len(cut) > 3
+    assert len(cut) > 1
     for out in outs:
         assert status(in_child(out, main=evaluate)) == 0
         pd.testing.assert_frame_equal(table(out), expected)

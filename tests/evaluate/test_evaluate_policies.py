@@ -16,7 +16,7 @@ from vitrel.evaluate.policies import (
     with_policy,
 )
 from vitrel.grid import Grid
-from vitrel.position import POSITIONS, PositionEncoding
+from vitrel.position import PositionEncoding
 from vitrel.position.resample import resample_table
 
 THREE = ("geometric", "clip", "bicubic")
@@ -96,10 +96,6 @@ def test_a_policy_of_windows_and_encodings_is_that_of_a_copy_with_the_same_param
     assert with_policy(model, (96, 128), "fixed") is model
     for tensors in ("parameters", "buffers"):
         assert [*map(id, getattr(changed, tensors)())] == [*map(id, getattr(model, tensors)())]
-
-
-def test_policies_of_windows_and_of_encodings_have_names_of_their_own():
-    assert not {*WINDOW_POLICIES} & {policy for encoding in POSITIONS.values() for policy in encoding.policies}
 
 
 def test_of_several_only_those_wanted(vit):

@@ -1,8 +1,6 @@
 """The tables and the page of a report, made of rows; what a browser makes of it is in tests/browser."""
 
 import re
-from itertools import pairwise
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -10,8 +8,7 @@ import pytest
 from helpers.rows import row, rows_of
 from vitrel.common.tables import markdown
 from vitrel.evaluate.pictures import Picture, Section
-from vitrel.evaluate.plots import against_cost, against_size, svg_of
-from vitrel.evaluate.report import class_tables, costs, first_screen, main_grid, other_grids, resampled_text, write
+from vitrel.evaluate.report import class_tables, costs, first_screen, other_grids, resampled_text, write
 from vitrel.evaluate.statistics import wilson
 from vitrel.evaluate.verdicts import MARGIN, judge
 
@@ -36,15 +33,6 @@ def test_the_first_screen_is_one_table_and_a_sentence_a_model():
 
 def test_nothing_is_bold_within_the_noise():
     assert "**" not in first_screen(judge(rows_of(FOUR, n=20)))
-
-
-def test_the_longer_list_runs_downwards():
-    sizes = [f"{side}x{side}" for side in (64, 96, 128, 160)]
-    tall = main_grid(judge(rows_of({"a": (90, 90, 90, 90), "b": (80, 80, 80, 80)}, sizes)))
-    assert tall.corner == "size" and tall.columns == ["a", "b"] and [name for name, _ in tall.lines][:2] == ["64 px", "96 px"]
-    rows = [*rows_of(FOUR, ("64x64", "64x96")), row("128x64", label="swin")]
-    wide = main_grid(judge(rows))
-    assert wide.columns == ["64 px", "64x96 px", "128x64 px"] and wide.lines[1][1][2] is None  # not evaluated
 
 
 def test_other_protocols_policies_and_moved_content_have_a_table_each():
@@ -98,34 +86,6 @@ def test_pixels_of_a_class_vary_over_images():
     assert ends[0][0] == ends[1][0] == 80 and ends[1][2] - ends[1][1] > 1.3 * (ends[0][2] - ends[0][1]) > 5
 
 
-@pytest.mark.parametrize("sizes", [("64x64", "96x96", "128x128"), ("48x64", "64x48", "96x128", "128x96", "64x128", "192x256")])
-def test_every_size_has_a_label_whatever_its_shape(sizes):
-    rows = rows_of({"a": (90, 80, 70, 60, 50, 40), "b": (80, 80, 80, 80, 80, 80)}, sizes, train_size=sizes[0])
-    figure = against_size(judge(rows), "scale")
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    names = [text.get_text() for text in axes.get_xticklabels()]
-    assert sorted(names) == sorted(size if size.split("x")[0] != size.split("x")[1] else size.split("x")[0] for size in sizes)
-    boxes = [text.get_window_extent() for text in axes.get_xticklabels()]
-    if not axes.get_xticklabels()[0].get_rotation():
-        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
-    hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
-    assert bool(hollow) == (len(sizes) == 6)  # other shapes than that of training
-
-
-def test_charts_are_left_out_where_there_is_nothing_to_compare():
-    one = judge([row()])
-    assert against_size(one, "scale") is None and against_cost(one) is None
-    assert against_cost(judge(rows_of({"a": (90, 80)}, gflops=None))) is None
-
-
-def test_a_chart_is_svg_with_text_that_fits_its_box():
-    svg = svg_of(against_size(judge(rows_of(FOUR)), "scale"), "accuracy")
-    root = ElementTree.fromstring(svg)
-    assert root.get("viewBox") and root.get("width") is None and "max-width" in root.get("style")
-    assert "rope_mixed" in "".join(root.itertext()) and len(svg) < 60_000
-
-
 @pytest.mark.slow
 def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     rows = rows_of(FOUR) + rows_of(FOUR, protocol="canvas")
@@ -143,15 +103,6 @@ def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     table = (tmp_path / "table.md").read_text("utf-8")
     assert table.startswith("# Four <models>\n") and first_screen(judge(rows)).rstrip() in table
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"accuracy_scale.png", "accuracy_canvas.png", "cost.png"}
-
-
-@pytest.mark.slow
-def test_four_models_and_eight_sizes_fit_the_page(tmp_path):
-    sizes = [f"{side}x{side}" for side in (48, 64, 80, 96, 112, 128, 160, 192)]
-    rows = rows_of({label: (90, 90, 89, 88, 87, 80, 70, 60) for label in FOUR}, sizes)
-    by_class = {one["key"]: (np.full(100, 10), np.full(100, 7)) for one in rows}
-    page = written(tmp_path, rows, by_class=by_class, classes=[f"class {at}" for at in range(100)])
-    assert len(page) < 400_000  # pictures may take 1.2 MB, so that all stays below 2 MB
 
 
 def test_tables_align_numbers_and_escape():

@@ -88,28 +88,6 @@ def test_memory_for_images_that_are_kept_is_given_back_first(trained, noise, mon
     assert sizes == [5] + [2] * 6 + [2] * 6  # the second model's are loaded again
 
 
-def test_images_that_were_kept_are_dropped_before_smaller_batches_are_tried(trained, noise, monkeypatch, rows_of):
-    kept, held, loaded = [], [], images.Images._loaded
-
-    def batch(self, indices):
-        held.append(len(kept[0]))
-        if len(held) == 2:
-            raise MemoryError
-        return [self[index] for index in indices]
-
-    monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
-    monkeypatch.setattr(images.Images, "_loaded", lambda self, *given: (kept.append(given[-1]), loaded(self, *given))[1])
-    rows_of([trained("vitrel_vit_n8_none")], [32])
-    assert held[:3] == [0, 1, 0]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_one_image_that_does_not_fit_is_told(trained, noise, monkeypatch, rows_of, workers):
-    collated(monkeypatch, noise, 0, MemoryError())
-    with pytest.raises(MemoryError, match=r"vitrel_vit_n8_none at 32x32"):
-        rows_of([trained("vitrel_vit_n8_none")], [32], workers=workers)
-
-
 def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise, monkeypatch, rows_of):
     def batch(self, indices):
         if len(indices) > 2:

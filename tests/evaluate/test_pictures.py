@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitrel.evaluate import pictures as module
-from vitrel.evaluate import predict
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.pictures import MODELS, collect
+from vitrel.evaluate.pictures import collect
 from vitrel.evaluate.run import opened
 from vitrel.evaluate.sweep import Settings
 from vitrel.tasks import task_named
@@ -93,14 +92,6 @@ def test_predictions_of_every_model_at_every_size_with_all_classes():
     assert [*hidden] == ["truth", "table"]
 
 
-@pytest.mark.usefixtures("brief_figures")
-def test_models_that_predict_are_made_for_the_size_of_the_image(monkeypatch):
-    sizes, own = [], predict.with_policy
-    monkeypatch.setattr(predict, "with_policy", lambda model, size, policy: sizes.append(size) or own(model, size, policy))
-    made([segmenter()], "shapes-dense", sizes=("32x48",))
-    assert {*sizes} == {(32, 32), (32, 48)}  # and that of the training
-
-
 def test_a_picture_that_cannot_be_made_is_named_and_the_others_stay(noise, trained, monkeypatch):
     monkeypatch.setattr(module, "attention", lambda *given, **how: 1 / 0)
     with pytest.warns(
@@ -108,10 +99,3 @@ def test_a_picture_that_cannot_be_made_is_named_and_the_others_stay(noise, train
     ):
         found = made([trained("vitrel_vit_n8_table")])
     assert [section.title for section in found] == ["Inputs"]
-
-
-@pytest.mark.usefixtures("brief_figures")
-def test_pictures_are_of_a_few_models(noise, trained):
-    models = [trained("vitrel_vit_n8_table", label=f"m{at}") for at in range(MODELS + 1)]
-    _, attends, _ = made(models, sizes=(32,))
-    assert [*attends.tables] == [f"m{at}" for at in range(MODELS)]

@@ -1,9 +1,6 @@
 """Forward passes: batches that fit, what is kept of every image, speed, memory, attention."""
 
 import math
-import resource
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,13 +59,6 @@ def test_runner_names_the_way_out_when_one_image_does_not_fit():
         Runner(Limited(0, MemoryError()), CPU, batch_size=8)(torch.zeros(8, 3, 1, 1))
 
 
-def test_runner_passes_other_errors_on():
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        Runner(Limited(0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), CPU, batch_size=8)(
-            torch.zeros(8, 3, 1, 1)
-        )
-
-
 def test_a_real_failed_allocation_is_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**58, dtype=torch.float32)
@@ -81,12 +71,6 @@ def test_peak_memory_sees_what_was_allocated():
     before = peak_mb(CPU)
     held = torch.ones(64 * 2**18)
     assert peak_mb(CPU) - before > 32 < held.numel() / 2**18
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
-def test_peak_memory_is_not_that_of_the_process_that_started_this_one(monkeypatch):
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2**40))
-    assert 0 < peak_mb(CPU) < 2**29
 
 
 def test_what_is_kept_is_in_the_order_of_the_data_with_zeros_for_what_could_not_be_read():

@@ -17,10 +17,8 @@ from helpers.runs import in_child, on_two
 from helpers.runs import status as status_of
 from vitrel import cli
 from vitrel.common import processes
-from vitrel.data import Reading
 from vitrel.evaluate import run
 from vitrel.evaluate.folder import columns_of
-from vitrel.evaluate.sweep import Settings
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 MEASURED = {"infer_samples_per_sec", "peak_memory_mb"}  # what processes may change
@@ -64,22 +62,6 @@ def test_rows_are_those_of_one_process(trained, noise, pretend_world, world, n, 
     assert noise.decoded == len(rows) * (n + 2) and all(row["n"] == n for row in rows)
 
 
-def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, rows_of):
-    model, sizes = trained("vitrel_vit_n8_none"), []
-
-    def fail(module, inputs):
-        rank = processes.rank_and_world()[0]
-        if rank == 1 and len(inputs[0]) > 2:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        sizes.append((rank, len(inputs[0])))
-
-    model.model.register_forward_pre_hook(fail)
-    pretend_world(2)
-    [row] = rows_of([model], [32], batch_size=6)
-    assert (row["batch_size"], row["n"]) == (1, 12)  # 6, 3, 1
-    assert (0, 6) in sizes and max(size for rank, size in sizes if rank == 1) <= 2
-
-
 def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world, unreadable, rows_of):
     model, bad = trained("vitrel_vit_n8_rope_mixed"), {0, 2, 3, 11}
     with torch.no_grad():
@@ -100,67 +82,10 @@ def test_nothing_readable_is_an_error(trained, noise, unreadable, rows_of):
         rows_of([trained("vitrel_vit_n8_none")], [32], on_bad_image="count")
 
 
-def test_the_data_set_is_told_to_leave_them_out(trained, noise, rows_of):
-    [*_] = rows_of([trained("vitrel_vit_n8_none")], [32], on_bad_image="count")
-    assert all(requested["reading"] == Reading(on_bad="leave_out") for requested in noise.requested)
-    with pytest.raises(ValueError, match="on_bad_image is raise or count, got 'skip'"):
-        Settings(on_bad_image="skip")
-
-
 def test_processes_with_other_weights_are_refused(trained, monkeypatch, rows_of):
     monkeypatch.setattr(run, "on_all", lambda work: [work(), {"models": "other weights"}])
     with pytest.raises(ValueError, match="the processes hold different weights or images: give all of them the same models"):
         rows_of([trained("vitrel_vit_n8_none")], [32])
-
-
-def gathered(monkeypatch, text):
-    """As if this were process 0 of 2, whose other one reports `text`; None: it is gone."""
-
-    def gather(found, own):
-        if text is None:
-            raise RuntimeError("Connection closed by peer")
-        found[:] = [own, ("theirs", text)]
-
-    monkeypatch.setattr(processes, "rank_and_world", lambda: (0, 2))
-    monkeypatch.setattr(processes.dist, "all_gather_object", gather)
-
-
-def test_one_failure_ends_all(monkeypatch):
-    def fail():
-        raise OSError("no space left")
-
-    assert processes.on_all(lambda: 1) == [1]
-    gathered(monkeypatch, "")
-    assert processes.on_all(lambda: "ours") == ["ours", "theirs"]
-    gathered(monkeypatch, "ValueError: val/a.png is damaged")
-    with pytest.raises(processes.OtherProcessError, match=r"process 1 of 2: ValueError: val/a\.png is damaged"):
-        processes.on_all(lambda: 1)
-    with pytest.raises(OSError, match="no space left"):
-        processes.on_all(fail)
-    gathered(monkeypatch, None)
-    with pytest.raises(processes.OtherProcessError, match="another process ended before its work was done"):
-        processes.on_all(lambda: 1)
-    with pytest.raises(OSError, match="no space left"):
-        processes.on_all(fail)
-
-
-def test_more_processes_than_gpus_are_told(monkeypatch):
-    requested = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", requested.append)
-    for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        requested.clear()
-        with processes.joined():
-            assert requested == device
-    for device in ("auto", "cuda"):
-        with pytest.raises(ValueError, match=r"no device cuda:3 .*2 GPUs.*start at most 2 processes"):
-            Settings(device=device)
-    Settings(device="cpu")
 
 
 @pytest.fixture

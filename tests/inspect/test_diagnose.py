@@ -191,21 +191,6 @@ def test_sizes_by_default():
     assert all(not line.refusal for line in vitrel.diagnose(odd).sizes)  # whole patches
 
 
-def test_tables_of_zeros_are_no_tables_without_a_change():
-    """A built BEiT has tables of zeros, in which resampling would not show."""
-    model = timm.create_model("beit_base_patch16_224", depth=1, embed_dim=24, num_heads=2)
-    assert not model.blocks[0].attn.relative_position_bias_table.any()
-    assert {change.what for change in vitrel.diagnose(model, 288).sizes[0].changes} == {"bias"}
-    assert not model.blocks[0].attn.relative_position_bias_table.any()
-
-
-def test_offsets_that_a_rotation_was_not_trained_at():
-    model = timm.create_model("vit_small_patch16_rope_224", depth=1, embed_dim=48, num_heads=2)
-    found = vitrel.diagnose(model, [224, 320])
-    assert [line.unseen for line in found.sizes] == pytest.approx([0, 1 - (27 / 39) ** 2])
-    assert found.findings == {"unseen": "offsets that training did not have at 320x320: 52%"}
-
-
 SMALL_HF = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=16)
 SWIN_HF = dict(image_size=56, embed_dim=12, depths=[2, 2], num_heads=[1, 2])
 
@@ -263,12 +248,6 @@ def test_attention_on_an_unknown_grid_is_no_missing_attention(attend):
     mixed(torch.randn(1, 3, 32, 32))
     found = str(vitrel.diagnose(mixed, 32))
     assert ("not examined: attention on tokens whose grid is unknown" in found) == (attend is not None)
-
-
-def test_another_way_to_build_a_model_is_told_where_it_was_not_tried():
-    """Of a module, which has one way; of a name the other ways are in the diagnosis."""
-    model = timm.create_model("cait_xxs24_224", depth=1, depth_token_only=1, embed_dim=24, num_heads=2)
-    assert "try timm.create_model('cait_xxs24_224', img_size=(32, 32))" in str(vitrel.diagnose(model, 32))
 
 
 def test_plain_values(dynamic):

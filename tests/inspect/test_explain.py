@@ -5,7 +5,6 @@ import math
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -137,23 +136,6 @@ def test_the_four_terms_of_transformer_xl(prefix):
             torch.testing.assert_close(added[name][:, i, j], products.sum(-1).detach() * WIDTH**-0.5, atol=1e-5, rtol=0)
 
 
-def test_each_term_alone():
-    """A rotation, a query bias and two tables at once: each as if it were the only one, where that is defined."""
-    grid = Grid(2, 3)
-    q, k, v = inputs(grid)
-    bias = torch.randn(HEADS, grid.classes())
-    rows = torch.randn(1, grid.classes("w"), WIDTH)
-    terms = Terms(tables=(Table("hw", bias=bias), Table("w", key=rows)), scale=0.5)
-    seen = explain(q, k, v, terms, grid)
-    index = grid.index("w")
-    close(seen.added["bias[dy, dx]"], bias[:, grid.index()])
-    close(seen.added["position-content"], 0.5 * WIDTH**-0.5 * (k[:, None] * rows.double()[0, index]).sum(-1))
-    rope = create_position("rope_axial", grid, HEADS, WIDTH)
-    rope_steps = explain(q, k, v, rope, grid)
-    close(rope_steps.scaled + rope_steps.added["rotation"], masked_logits(q, k, rope(grid), grid))
-    assert rope_steps.added["rotation"].diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6  # offset 0 rotates nothing
-
-
 def test_five_tokens_as_golden():
     seen = five_tokens()
     for name in ("weights", "output"):
@@ -191,15 +173,6 @@ def test_the_docstring_is_true():
     test = doctest.DocTestParser().get_doctest(explain.__doc__, names, "explain", None, 0)
     assert len(test.examples) == 5
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
-
-
-def test_columns_are_aligned_and_zero_has_no_sign():
-    q = torch.tensor([[0.0, 0.0], [1.0, 2.0], [-1e-9, 0.0]])
-    text = str(explain(q, -q, 100 * q, "log_decay", decay=0.5, mask=torch.ones(3, 3).tril().bool()))
-    assert "-0.0000" not in text and "hidden" in text and "nan" not in text
-    for block in text.split("\n\n")[1:]:
-        assert len({len(line) for line in block.split("\n")[1:5]}) == 1
-    assert not any(line.endswith(" ") for line in text.split("\n"))
 
 
 def test_offsets_are_query_minus_key():
@@ -289,33 +262,11 @@ def test_errors(options, error):
         explain(**given)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"position": torch.nn.Identity()}, "position is a key, an encoding .* not Identity"),
-        ({"position": None}, "position is a key, .* not NoneType"),
-    ],
-)
-def test_what_is_of_another_kind(options, error):
-    given = {name: FIVE["inputs"][name] for name in "qkv"} | options
-    with pytest.raises(TypeError, match=error):
-        explain(**given)
-
-
 def test_an_encoding_in_training_is_explained_as_it_evaluates():
     encoding = create_position("rope_axial", (1, 5), 1, 4, rescale_coords=4.0)  # which training draws
     given = {name: FIVE["inputs"][name] for name in "qkv"} | {"position": encoding}
     torch.testing.assert_close(explain(**given).weights, explain(**given).weights, rtol=0, atol=0)
     assert encoding.training
-
-
-def test_nan_is_no_mask():
-    given = {name: FIVE["inputs"][name] for name in "qkv"}
-    assert "masked" not in str(explain(**given | {"q": torch.full((5, 4), torch.nan)}))
-
-
-def test_a_query_of_numpy():
-    assert five_tokens(query=np.int64(1)).queries == (1,)
 
 
 def test_options_need_a_key():

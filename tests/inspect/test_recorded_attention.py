@@ -15,7 +15,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer import WindowAttention as SwinAttention
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.swin_transformer_v2 import WindowAttention as SwinV2Attention
-from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -28,7 +28,6 @@ from vitrel.inspect.attention import (
     NEGLIGIBLE,
     Layer,
     attention_statistics_of,
-    for_each_layer,
     layer_position_share,
     layer_statistics,
     offset_mean,
@@ -199,14 +198,6 @@ def test_position_of_ours_is_the_table():
             same_as_table(layer, table)
 
 
-def test_a_constant_scale_is_no_position():
-    """DeBERTa's 3**-0.5 stays."""
-    model, x = perturbed(Alone("deberta"), 0.3), torch.randn(1, 4, 3, 16)
-    layer = record(model, x)[0]
-    q, k, _ = model.layer.attn.qkv(x.flatten(1, 2)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-    torch.testing.assert_close(layer.content[:, 0], (q @ k.mT * (3 * 8) ** -0.5).softmax(-1))
-
-
 class Alone(nn.Module):
     """Our drop-in layer in someone else's model, [B, h, w, C] in place of images."""
 
@@ -243,13 +234,6 @@ def test_half_precision():
     for layer in record(model, images(64, 64).bfloat16()):
         assert {layer.weights.dtype, layer.content.dtype, layer.position.dtype} == {torch.float32}
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(layer.weights.shape[:-1]))
-
-
-def test_a_backend_that_refuses_still_does():
-    model = vit("shaw")
-    model.blocks[0].attn.backend = "sdpa"
-    with pytest.raises(ValueError, match="backend 'sdpa' refuses"):
-        record(model, images(32, 32))
 
 
 @pytest.mark.slow
@@ -407,12 +391,6 @@ def test_position_of_timm_is_the_table():
         same_as_table(layer, model.get_submodule(layer.name).relative_position_bias_table.detach().T)
 
 
-def test_parallel_blocks():
-    model = VisionTransformer(block_fn=ParallelScalingBlock, **TIMM).eval()
-    layers = record(model, torch.randn(1, 3, 32, 32))
-    assert [layer.name for layer in layers] == ["blocks.0", "blocks.1"] and layers[0].weights.shape == (1, 1, 2, 17, 17)
-
-
 def test_any_size_that_timm_takes():
     layers = record(build("dynamic"), torch.randn(1, 3, 24, 56))
     assert {layer.grid for layer in layers} == {Grid(3, 7, 1)} and {layer.stride for layer in layers} == {(8.0, 8.0)}
@@ -420,32 +398,6 @@ def test_any_size_that_timm_takes():
         record(build("vit"), torch.randn(1, 3, 24, 56))
     found = attention_statistics_of(build("swin_dynamic"), torch.randn(1, 3, 52, 36))
     assert 0 < found["attention_distance_share"] < 1
-
-
-def test_registered_models_of_timm():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1)
-    layer = record(model, torch.randn(1, 3, 64, 64))[0]
-    assert (layer.grid, layer.stride, layer.image) == (Grid(4, 4, 1), (16.0, 16.0), (64, 64))
-    features = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, out_indices=[0], features_only=True)
-    assert record(features, torch.randn(1, 3, 64, 64))[0].grid == Grid(4, 4, 1)  # a wrapper without patch_embed
-
-
-def test_tokens_are_placed_by_what_they_hold():
-    """Not by an attribute of the model: one that counts prefix tokens wrongly changes nothing."""
-    model = build("vit")
-    model.num_prefix_tokens = 3
-    layer = record(model, torch.randn(1, 3, 32, 32))[0]
-    assert layer.grid == Grid(4, 4, 1) and layer.tokens.tolist() == [list(range(17))]
-
-
-def test_a_rotated_layer_does_not_answer_twice():
-    """Its logits without rotation are computed beside it."""
-    model, calls = build("mixed"), []
-    for block in model.blocks:
-        for module in (block.attn, block.attn.proj):
-            module.register_forward_hook(lambda *_: calls.append(1))
-    record(model, images_for(model))
-    assert len(calls) == 2 * len(model.blocks)
 
 
 def state(model):
@@ -585,14 +537,6 @@ def test_known_values():
     assert math.isnan(layer_statistics(unattending)["attention_distance"])  # no query attends to a patch
     unattending.weights[..., 3, :] = 0.25  # now the last one does
     assert layer_statistics(unattending)["attention_distance"] == pytest.approx(1)
-
-
-def test_layers_one_by_one():
-    model, x = small_model("vitrel_swin_n_alibi"), torch.randn(2, 3, 40, 24)
-    seen = []
-    for_each_layer(model, x, seen.append, position=False)
-    assert len(seen) == 6 and all(layer.content is None and layer.position is None for layer in seen)
-    assert all(torch.equal(layer.weights, other.weights) for layer, other in zip(seen, record(model, x), strict=True))
 
 
 @pytest.mark.parametrize("name", ["vitrel_swin_n_rope_mixed", "vitrel_vit_n8_shaw", "vitrel_vit_n8_lookhere"])

@@ -149,29 +149,3 @@ def test_initialized_after_the_meta_device(kind):
         elif b.numel() >= 500:
             torch.testing.assert_close(a.std(), b.std(), rtol=0.25, atol=0, msg=name)
     assert model(torch.randn(1, 3, 40, 56)).isfinite().all()
-
-
-@EVERY
-def test_gradient_checkpointing_changes_nothing(kind):
-    model, image = build(kind).train(), torch.randn(2, 3, 40, 56)
-    expected = gradients(model, image)
-    model.set_grad_checkpointing()
-    out, grads = gradients(model, image)
-    assert model.grad_checkpointing and torch.equal(out, expected[0])
-    for name, gradient in grads.items():
-        torch.testing.assert_close(gradient, expected[1][name], msg=name)
-
-
-@EVERY
-def test_intermediates_end_in_the_features(kind):
-    model, image = build(kind), torch.randn(2, 3, 40, 56)
-    features = model.forward_features(image)
-    last, found = model.forward_intermediates(image, norm=True, output_fmt="NLC")
-    assert len(found) == 3 and torch.equal(last, features)
-    assert torch.equal(found[-1], features[:, model.num_prefix_tokens :])
-    (image_like,) = model.forward_intermediates(image, indices=[2], norm=True, intermediates_only=True)
-    assert torch.equal(image_like, found[-1].mT.unflatten(2, (5, 7)))
-    early = model.forward_intermediates(image, indices=[0], intermediates_only=True, stop_early=True, output_fmt="NLC")
-    assert torch.equal(early[0], model.forward_intermediates(image, output_fmt="NLC", intermediates_only=True)[0])
-    model.prune_intermediate_layers(1)
-    assert model(image).isfinite().all()

@@ -8,7 +8,6 @@ import timm.optim
 import torch
 import torch.fx.experimental._config as fx_config
 from timm.layers import get_notrace_modules
-from timm.models import FeatureListNet
 from timm.models.vision_transformer import VisionTransformer
 from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
@@ -219,24 +218,6 @@ def test_torchvision_feature_extraction(name):
         image = torch.randn(2, 3, *size)
         out = extractor(image)
         assert torch.equal(out["out"], model(image)) and out["middle"].shape[0] == 2
-
-
-def test_feature_classes():
-    image = torch.randn(1, 3, 64, 64)
-    for kind in ("fx", "hook"):
-        model = timm.create_model("vitrel_swin_n", features_only=True, feature_cls=kind, out_indices=(0, 1, 2)).eval()
-        assert not isinstance(model, FeatureListNet)
-        assert [f.shape[1:3] for f in model(image)] == [(32, 32), (16, 16), (8, 8)]
-
-
-@pytest.mark.slow
-@each("name", KINDS)
-def test_trace(name):
-    few = {"depth": 1} if "_vit_" in name else {"depths": (2,), "num_heads": (1,)}
-    model, image = build(name, **few), torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        traced = torch.jit.trace(model, image, check_trace=False)
-        torch.testing.assert_close(traced(image), model(image), atol=1e-5, rtol=1e-5)
 
 
 SIZES = [(64, 64), (56, 40), (24, 28)]  # down to one window

@@ -43,7 +43,7 @@ def check_onnx(model, folder, sizes):
 @pytest.mark.slow(seconds=10)
 def test_onnx_of_a_swin(tmp_path):
     """Shifted windows, patches that are merged and cosine attention; traced at 64x48, run at other batches and sizes."""
-    check_onnx(shallow("vitrel_swinv2_n"), tmp_path, SIZES)
+    check_onnx(shallow("vitrel_swinv2_n", depths=(2,), num_heads=(1,)), tmp_path, SIZES)
 
 
 TOGETHER = [  # several in one model, each of which moves the logits; a model rotates once
@@ -111,27 +111,6 @@ def test_what_is_made_on_the_cpu_is_found():
     assert made.found == {"aten.arange.default"}
 
 
-def constants_on_the_cpu(model, image):
-    """Nodes of the graph that torch.export captures with model and image on one device which are on another."""
-    program = torch.export.export(model, (image,), dynamic_shapes=({i: torch.export.Dim.DYNAMIC for i in (0, 2, 3)},))
-    values = [(node.name, leaf) for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
-    return [name for name, value in values if isinstance(value, torch.Tensor) and value.device != image.device]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("vitrel_vit_n8_none", {"position": "table+rope_mixed", "depth": 1}),
-        ("vitrel_swin_n", {"depths": (1,), "num_heads": (1,)}),
-    ],
-)
-def test_captured_graphs_are_of_one_device(name, options):
-    """Under compilation some code differs from the eager code."""
-    model = shallow(name, device="meta", **options)
-    assert constants_on_the_cpu(model, torch.empty(2, 3, 64, 48, device="meta")) == []
-
-
 HUB = {
     "absolute": ("vitrel_vit_n8_absolute", dict(img_size=(48, 64), reg_tokens=2)),
     "table": ("vitrel_vit_n8_table", dict(img_size=(48, 64), position_args=dict(policy="clip", temperature="log_n"))),
@@ -151,17 +130,6 @@ def hub(request, tmp_path):
         save_for_hf(model, folder, safe_serialization=folder.name == "safetensors")
     assert [(folder / "model.safetensors").exists() for folder in folders] == [True, False]
     return model, [f"local-dir:{folder}" for folder in folders]
-
-
-@pytest.mark.slow
-def test_hub_round_trip(hub):
-    model, sources = hub
-    image = torch.randn(2, 3, 72, 88)
-    for source in sources:
-        again = timm.create_model(source, pretrained=True).eval()
-        assert torch.equal(again(image), model(image))
-        untrained = timm.create_model(source)  # the same model, without the weights
-        assert {n: p.shape for n, p in untrained.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
 @pytest.mark.slow

@@ -92,18 +92,6 @@ def test_what_reads_back_is_found():
 KINDS = ["vit_n8_factorized", "vit_n8_deberta", "vit_n8_shaw", "swin_n_rope_mixed", "swinv2_n"]
 
 
-@pytest.mark.slow
-@each("name", [*KINDS, "vit_n8_absolute_rope_mixed"])
-def test_forward_on_a_device_that_holds_no_values(name):
-    """With whatever backend "auto" takes on a GPU. That no model makes a tensor on the CPU is in test_export_formats.py."""
-    name = f"vitrel_{name}"
-    model = vitrel.create_model(name, num_classes=2, device="meta", **few_blocks(name))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cuda")
-        out = model(torch.zeros(2, 3, 48, 80, device="cuda"))
-        assert out.shape == (2, 2) and out.device.type == "cuda"
-
-
 def on_every_backend(model, image, backward=False):
     """Names of the backends that serve the model."""
     served = []

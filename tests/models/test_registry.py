@@ -54,9 +54,6 @@ PUBLISHED = r"vitrel_(vit_\w+?_(absolute|table|rope_mixed)|swin_[a-z]|swinv2_[a-
 EVERY = [*dict.fromkeys([*SMALL, *(name for name in NAMES if re.fullmatch(PUBLISHED, name))])]
 
 
-EACH_SIZE = [name for name in NAMES if re.fullmatch(r"vitrel_(vit_[a-z0-9]+_table|swin_[a-z]|swinv2_[a-z])", name)]
-
-
 @pytest.mark.slow
 @each("name", EVERY)
 def test_config_and_construction_on_meta(name):
@@ -73,30 +70,6 @@ def test_config_and_construction_on_meta(name):
     key = {"absolute_rope_mixed": "absolute+rope_mixed", "rope_mixed_table": "rope_mixed+table"}.get(key, key)
     learned = any(True for _ in vitrel.create_position(key, (4, 4), 4, 8).parameters())
     assert bool(model.position_parameters()) == learned
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EACH_SIZE)
-def test_shapes_of_every_size(name):
-    """On the meta device, with few blocks, at another size: logits, features, intermediates, the pyramid and its channels."""
-    stages = 3 if re.match(r"vitrel_swin(v2)?_n", name) else 4
-    few = {"depth": 3} if "_vit_" in name else {"depths": (1,) * stages}
-    model = timm.create_model(name, device="meta", **few).eval()
-    image = torch.empty(2, 3, 96, 160, device="meta")
-    features, found = model.forward_intermediates(
-        image
-    )  # features are those of forward_features, in any model of test_contract
-    assert model.forward_head(features).shape == (2, 1000) and features.shape[-1] == model.num_features
-    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
-    sides = [(-(-96 // info["reduction"]), -(-160 // info["reduction"])) for info in model.feature_info]
-    assert [f.shape[1:] for f in found] == [(info["num_chs"], *s) for info, s in zip(model.feature_info, sides, strict=True)]
-    if model.pretrained_cfg["pool_size"] is not None:
-        native = model.forward_features(torch.empty(1, *model.pretrained_cfg["input_size"], device="meta"))
-        assert tuple(native.shape[1:3]) == tuple(model.pretrained_cfg["pool_size"])
-    pyramid = timm.create_model(name, device="meta", features_only=True, **few).eval()
-    assert len(pyramid.feature_info) >= 3
-    for feature, info in zip(pyramid(image), pyramid.feature_info.get_dicts(), strict=True):
-        assert feature.shape[1:] == (info["num_chs"], -(-96 // info["reduction"]), -(-160 // info["reduction"]))
 
 
 def test_positions_of_position_parameters():

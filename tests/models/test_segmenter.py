@@ -113,19 +113,3 @@ def test_what_cannot_be_segmented_is_refused():
         Segmenter(nn.Linear(3, 3), 3)
     with pytest.raises(ValueError, match="at least 1 class, not 0"):
         Segmenter(vit(), 0)
-
-
-@pytest.mark.slow
-def test_a_file_of_onnx_segments_images_of_any_size(tmp_path):
-    """The linear head, exported with dynamic height and width and run by onnxruntime."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model, path = Segmenter(vit("rope_axial"), 3).eval(), tmp_path / "model.onnx"
-    sides = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        program = torch.export.export(model, (torch.randn(2, 3, 64, 40),), dynamic_shapes=(sides,))
-    torch.onnx.export(program, (), str(path), dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(str(path))
-    for size in ((64, 40), (32, 72)):
-        image = torch.randn(2, 3, *size)
-        [logits] = session.run(None, {session.get_inputs()[0].name: image.numpy()})
-        torch.testing.assert_close(torch.from_numpy(logits), model(image).detach(), atol=1e-4, rtol=1e-4)

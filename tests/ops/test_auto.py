@@ -124,16 +124,6 @@ def test_a_shape_that_triton_does_not_compile_goes_to_the_next_row(monkeypatch, 
 
 
 @needs_triton
-def test_why_names_what_failed(monkeypatch, untried):
-    monkeypatch.setattr(triton_backend, "_try", broken(lambda kind: True))
-    with FakeTensorMode():
-        qkv = torch.zeros(1, 14, 14, 96, device="cuda", dtype=torch.float16)
-        with pytest.warns(RuntimeWarning, match="fails to run"):
-            text = why(window_attention, qkv, Terms(), Grid(14, 14), (7, 7), (0, 0), 2)
-    assert ": sdpa (auto)" in text and "\n    triton: Triton " in text and "RuntimeError: PassManager::run failed" in text
-
-
-@needs_triton
 def test_memory_that_runs_out_is_no_fault_of_tritons(monkeypatch, untried):
     def run(kind):
         raise torch.OutOfMemoryError
@@ -213,30 +203,6 @@ def test_eight_sizes_compile_in_two_graphs(name, training, first, any_size):
         assert calls and all(operator in str(node.target) for node in calls)
         if "decomposed" in name:
             assert all(node.kwargs["attn_mask"] is None for node in calls)
-
-
-@pytest.mark.slow
-@needs_triton
-def test_a_graph_has_no_kernel_that_fails(monkeypatch, untried):
-    monkeypatch.setattr(triton_backend, "_try", broken(lambda kind: True))
-    graphs = []
-    with fake_gpu("vitrel_swin_n", torch.bfloat16, depths=(1,), num_heads=(1,)) as model, torch.no_grad():
-        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
-        with pytest.warns(RuntimeWarning, match="fails to run"):
-            compiled(torch.zeros(2, 3, 64, 64, device="cuda", dtype=torch.bfloat16))
-    (graph,) = graphs
-    found = [str(node.target) for node in graph.nodes if SDPA in str(node.target) or WINDOWS in str(node.target)]
-    assert found and all(SDPA in target for target in found)
-
-
-@pytest.mark.slow
-@each("name", ["swin_n", "vit_n8_decomposed"])
-def test_exported_programs_do_not_depend_on_the_machine(name):
-    few = {"depth": 1} if "vit" in name else {"depths": (2,), "num_heads": (1,)}
-    with fake_gpu(f"vitrel_{name}", torch.bfloat16, **few) as model:
-        program = torch.export.export(model.eval(), (torch.zeros(2, 3, 256, 256, device="cuda", dtype=torch.bfloat16),))
-    operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert f"aten.{SDPA}.default" in operators and not any("vitrel" in operator for operator in operators)
 
 
 def test_traced_programs_do_not_either(monkeypatch):

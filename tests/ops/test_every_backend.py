@@ -218,7 +218,7 @@ def out_of_range(kind, size):
 
 @pytest.mark.slow
 @each(("dtype", "cast"), HALVES)
-@each("kind", RANGES)
+@each("kind", ["one bonus", "penalties and hidden"] if INTERPRETED else RANGES)
 @each("entry", ENTRIES)
 def test_finite_biases_out_of_range_stay_finite(entry, kind, dtype, cast):
     """Rounded to half precision they would be infinite: NaN for a bonus, and a penalty of all keys would hide them."""

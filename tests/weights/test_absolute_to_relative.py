@@ -154,16 +154,6 @@ def test_refitting_a_layer_is_weighted_ridge_regression(bias):
     torch.testing.assert_close(layer.weight, before, atol=1e-4, rtol=0)
 
 
-def test_what_a_block_computes_is_seen():
-    block, grid = trained(position="absolute+table").blocks[0], Grid(4, 6, 1)
-    x = torch.randn(3, 25, 32)
-    seen = observe(block, x, grid)
-    torch.testing.assert_close(seen.between, x + block.attn.proj(seen.attended))
-    torch.testing.assert_close(seen.out, seen.between + block.mlp.fc2(seen.hidden))
-    torch.testing.assert_close(seen.out, block(x, grid))
-    assert not block.norm2._forward_pre_hooks
-
-
 def test_an_embedding_that_needs_no_place_is_dropped_exactly():
     """Equal rows for all patches and one for the class token: the copy gives the same logits, at another size too."""
     model = trained(reg_tokens=2)
@@ -352,14 +342,14 @@ def test_refusals():
 
 @pytest.mark.slow(seconds=15)
 def test_imagenet_weights_survive_the_conversion():
-    """ViT-Tiny, fitted to 96 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
+    """ViT-Tiny, fitted to 48 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
     folder, images = shared("data/imagenette224"), shared("data/ilsvrc-val-nette224")
     path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
     model = load_pretrained(timm.create_model("vitrel_vit_ti16_absolute"), path).eval()
     how = {"size": (128, 128), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    fit, val = create_dataset(str(folder), "train", **how), create_dataset(str(images), "val", n=100, **how)
-    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::35][:96]  # the others are in `val`
-    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=4)
+    fit, val = create_dataset(str(folder), "train", **how), create_dataset(str(images), "val", n=60, **how)
+    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::70][:48]  # the others are in `val`
+    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=3)
     dropped = copy.deepcopy(model)
     dropped.pos_embed = None
     lines = (images / "imagenet_index.tsv").read_text().splitlines()[1:]

@@ -8,7 +8,6 @@ import torch
 from timm.layers import DropPath, LayerNorm, Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrel
 from helpers import each
@@ -305,64 +304,3 @@ def test_with_an_encoding_in_one_call():
     assert dropped.pos_embed is None and dropped.arguments["position"] == "cpb"
     with pytest.raises(ValueError, match="absolute needs an encoding to add in attention"):
         vitrel.from_timm(theirs, absolute="drop")
-
-
-def test_a_wrapped_model_is_to_be_unwrapped():
-    model = nn.DataParallel(timm.create_model("test_vit"))
-    with pytest.raises(ValueError, match=r"DataParallel has no vitrel model: .*pass the model itself"):
-        vitrel.from_timm(model)
-
-
-class RandomFills(TorchDispatchMode):
-    """How many random numbers are drawn."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.name().partition("::")[2].startswith(("uniform_", "normal_")):
-            self.count += args[0].numel()
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.slow
-@each("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
-def test_weights_that_are_replaced_are_not_drawn_first(name):
-    model = timm.create_model(name, **({"depth": 1} if name.startswith("vit") else {"depths": (1, 1), "num_heads": (1, 2)}))
-    with RandomFills() as drawn:
-        ours = vitrel.from_timm(model)
-    values = sum(parameter.numel() for parameter in ours.parameters())
-    assert drawn.count < 0.1 * values  # at most tables, tokens and embeddings
-    with RandomFills() as drawn:
-        type(ours)()
-    assert drawn.count > values
-
-
-BY_NAME = {
-    "vit_tiny_patch16_224": {"depth": 2},
-    "beit_base_patch16_224": {"depth": 2, "embed_dim": 64, "num_heads": 2},
-    "eva02_tiny_patch14_224": {"depth": 2},
-    "vit_relpos_small_patch16_224": {"depth": 2, "embed_dim": 64, "num_heads": 2},
-    "vit_small_patch16_rope_mixed_224": {"depth": 2, "embed_dim": 64, "num_heads": 2},
-    "swin_tiny_patch4_window7_224": {"depths": (1, 1), "num_heads": (1, 2)},
-    "swinv2_tiny_window8_256": {"depths": (1, 1), "num_heads": (1, 2)},
-}
-
-
-@pytest.mark.slow
-@each("name", BY_NAME)
-def test_a_name_gives_the_model_that_the_built_one_gives(name):
-    """Which keeps its own weights."""
-    torch.manual_seed(1)
-    theirs = timm.create_model(name, **BY_NAME[name])
-    converted = vitrel.from_timm(theirs)
-    torch.manual_seed(1)
-    by_name = vitrel.from_timm(name, **BY_NAME[name])
-    assert not storages(converted) & storages(theirs)
-    image = torch.randn(1, 3, *by_name.img_size)
-    assert torch.equal(by_name.eval()(image), converted.eval()(image))
-
-
-def storages(model):
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

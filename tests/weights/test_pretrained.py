@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import save_file
 from timm.data import create_transform
 from timm.layers import resample_abs_pos_embed
-from timm.models import load_state_dict
 from torchvision.datasets import ImageFolder
 
 import vitrel
-from helpers import each, shared
+from helpers import shared
 
 SHORT = dict(depths=(2, 2, 2, 2), embed_dim=48, num_classes=10)
 
@@ -53,20 +52,6 @@ def test_swin_equals_timm():
         same(ours, theirs, torch.randn(1, 3, *size), lambda n: n.replace("position.", "attn."))
 
 
-def test_swin_of_microsoft_is_read_by_timms_filter(tmp_path):
-    """Downsampling ends a stage, and buffers are kept."""
-    theirs, out = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT)), {}
-    for name, value in theirs.state_dict().items():
-        name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", name)
-        out[name.replace("head.fc.", "head.")] = value
-    out["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(49, 49, dtype=torch.int64)
-    out["layers.0.blocks.1.attn_mask"] = torch.zeros(64, 49, 49)
-    torch.save({"model": out}, path := tmp_path / "swin.pth")
-    ours = vitrel.from_timm("swin_tiny_patch4_window7_224", checkpoint_path=path, depths=(2, 2, 2, 2), embed_dim=48).eval()
-    image = torch.randn(1, 3, 224, 224)
-    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
-
-
 SHORT_V2 = dict(img_size=64, window_size=4, depths=(2, 2), num_heads=(2, 4), embed_dim=32, num_classes=10)
 
 
@@ -89,33 +74,6 @@ def test_swin_v2():
             torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
 
 
-def test_swin_v2_through_timm_from_a_file(tmp_path):
-    theirs = perturb(timm.create_model("swinv2_tiny_window8_256", **SHORT_V2))
-    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
-    overlay = dict(file=str(tmp_path / "weights.safetensors"), num_classes=10)
-    ours = timm.create_model("vitrel_swinv2_t", pretrained=True, pretrained_cfg_overlay=overlay, **SHORT_V2).eval()
-    image = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
-
-
-def test_versions_of_swin_do_not_load_into_each_other():
-    first = timm.create_model("vitrel_swin_n", num_classes=4)
-    second = timm.create_model("vitrel_swinv2_n", position="table", num_classes=4)
-    with pytest.raises(RuntimeError, match=r"not in the file: layers.0.blocks.0.attn.logit_scale"):
-        vitrel.load_pretrained(second, first.state_dict())
-    with pytest.raises(RuntimeError, match=r"not in the model: layers.0.blocks.0.attn.logit_scale"):
-        vitrel.load_pretrained(first, second.state_dict())
-
-
-@pytest.mark.slow
-@each("size", [(224, 224), (448, 448), (224, 320)])
-def test_vit_equals_timm(size):
-    theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, dynamic_img_size=True))
-    ours = timm.create_model("vitrel_vit_ti16_absolute", depth=2, num_classes=10).eval()
-    vitrel.load_pretrained(ours, theirs.state_dict())
-    same(ours, theirs, torch.randn(2, 3, *size), lambda n: n.replace("pos_embed.pos_embed", "pos_embed"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_through_timm_from_a_file(tmp_path, suffix):
@@ -131,15 +89,6 @@ def test_through_timm_from_a_file(tmp_path, suffix):
     torch.testing.assert_close(
         other.layers[0].blocks[0].attn.qkv.weight, theirs.layers[0].blocks[0].attn.qkv.weight, atol=0, rtol=0
     )
-
-
-def test_own_state_dict_round_trip(tmp_path):
-    model = perturb(timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed+table", num_classes=3))
-    save_file(model.state_dict(), tmp_path / "own.safetensors")
-    again = timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed+table", num_classes=3).eval()
-    vitrel.load_pretrained(again, tmp_path / "own.safetensors")
-    image = torch.randn(1, 3, 88, 56)
-    assert torch.equal(model(image), again(image))
 
 
 WRAPS = ["module.", "model.", "_orig_mod.", "module._orig_mod.", "model.module.", "_orig_mod.module.model.", "ema.module."]
@@ -194,18 +143,6 @@ def test_names_of_wrappers_are_taken_off(wrap, pair):
 def test_averaged_weights_go_before_others(layout, pair):
     state = pair[0].state_dict()
     takes(*pair, layout(state, other_than(state)))
-
-
-@pytest.mark.slow
-def test_what_timms_loader_takes_is_taken(tmp_path, pair):
-    """Of all keys it knows, with and without averaged weights."""
-    states = [{name: value + i for name, value in pair[0].state_dict().items()} for i in range(4)]
-    keys = ("model", "state_dict", "model_ema", "state_dict_ema")
-    for count in range(1, 5):
-        torch.save(dict(zip(keys[:count], states[:count], strict=True)), tmp_path / "both.pth")
-        theirs = load_state_dict(str(tmp_path / "both.pth"))
-        own = vitrel.load_pretrained(pair[1], tmp_path / "both.pth").state_dict()
-        assert all(torch.equal(own[name], theirs[name]) for name in own), count
 
 
 def test_averaged_weights_that_cannot_be_read_are_no_reason_to_take_others(pair):

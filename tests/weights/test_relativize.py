@@ -5,13 +5,9 @@ import copy
 import pytest
 import timm
 import torch
-from timm.models._features_fx import create_feature_extractor
-from timm.models._input import get_model_input_config
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.fx.experimental import _config as fx_config
 
 from helpers import each
 from helpers.relativize_models import MODELS, TINY, build, image, position_parameters, randomize
@@ -80,28 +76,6 @@ def test_table_is_a_mask_of_the_original(name):
     assert (model(x) - original(x)).abs().max() > 1e-4
 
 
-@each("name", ["reg", "vitrel"])
-def test_attention_against_a_double_loop(name):
-    model = randomize(relativize(build(name, img_size=(24, 40), qkv_bias=True)))
-    seen, attn = {}, model.blocks[1].attn
-    attn.register_forward_hook(lambda module, args, out: seen.update(x=args[0][0], out=out[0]))
-    with torch.no_grad():
-        model(image(24, 40))
-        bias = bias_matrix(model.blocks[1].position.relative_position_bias_table, 3, 5, model.num_prefix_tokens)
-        n, width = seen["x"].shape[0], 16
-        q, k, v = (t.view(n, 2, width) for t in attn.qkv(seen["x"]).chunk(3, -1))
-        if name == "reg":
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        rows = []
-        for i in range(n):
-            heads = []
-            for head in range(2):
-                logits = torch.stack([q[i, head] @ k[j, head] / width**0.5 + bias[head, i, j] for j in range(n)])
-                heads.append(logits.softmax(0) @ v[:, head])
-            rows.append(torch.cat(heads))
-        torch.testing.assert_close(seen["out"], attn.proj(torch.stack(rows)), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 @each("name", ROPE)
 def test_rope_is_kept_dropped_or_replaced(name):
@@ -157,34 +131,6 @@ def test_gradient_reaches_every_parameter(position):
     assert missing == []
 
 
-def test_timm_knows_that_any_size_goes():
-    model = relativize(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3).eval())
-    assert get_model_input_config(model)["fixed_input_size"] is False
-
-
-@each("name", ["deit", "map", "reg", "cat"])
-def test_interface_of_timm(name):
-    """Of the parts that the trunk has for timm's families; tests/models asks the same of every registered model."""
-    model, x = randomize(relativize(build(name))), image(40, 24)
-    features = model.forward_features(x)
-    assert torch.equal(model.forward_head(features), model(x))
-    last, found = model.forward_intermediates(x, indices=2, output_fmt="NCHW")
-    assert torch.equal(last, features) and [f.shape for f in found] == [(2, 32, 5, 3)] * 2
-    assert set(position_parameters(model)) <= model.no_weight_decay()
-    assert {n for n, _ in model.named_parameters() if n.endswith("_token")} <= model.no_weight_decay()
-    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
-    placed = {id(p): group for group in groups for p in group["params"]}
-    for key, parameter in position_parameters(model).items():
-        block = model.get_parameter(f"blocks.{key.split('.')[1]}.attn.proj.weight")
-        assert placed[id(parameter)]["lr_scale"] == placed[id(block)]["lr_scale"]
-        assert placed[id(parameter)]["weight_decay"] == 0
-    model.prune_intermediate_layers([0], prune_head=False)
-    model.reset_classifier(7)
-    assert model(x).shape == (2, 7)
-    model.reset_classifier(0, "")
-    assert model(x).shape == (2, 15 + model.num_prefix_tokens, 32)
-
-
 def test_pooling_that_a_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="global_pool='map' needs a model built with global_pool='map'"):
         relativize(build("vit")).reset_classifier(3, "map")
@@ -208,35 +154,6 @@ def test_mode_and_type_of_the_model_are_taken_over():
 
 
 @pytest.mark.slow
-@each("name", ["reg", "deit", "map", "mixed"])
-def test_graph_features(name):
-    """fx, traced at one size, run at others; the graph notes its own grids and counts its own steps."""
-    model = randomize(relativize(build(name), absolute="fade", fade_steps=4))
-    extractor = create_feature_extractor(model, ["norm"])
-    for size in [(32, 32), (24, 40), (40, 24)]:
-        torch.testing.assert_close(extractor(image(*size))["norm"], model.forward_features(image(*size)), atol=0, rtol=0)
-    assert absolute_scale(model) == 1
-    model.train(), extractor.train()(image())
-    assert absolute_scale(model) == 0.75
-
-
-def test_copies_are_independent():
-    model = randomize(relativize(build("reg"), absolute="fade", fade_steps=4)).train()
-    other = copy.deepcopy(model)
-    model(image(24, 40)), other(image(40, 8)), other(image())
-    assert (absolute_scale(model), absolute_scale(other)) == (0.75, 0.5)
-
-
-@each("name", ["reg", "deit", "map", "cat"])
-def test_half_precision(name):
-    model = randomize(relativize(build(name)), 0.1)
-    expected = model(image())
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(image()).float(), expected, atol=0.05, rtol=0.05)
-    torch.testing.assert_close(model.bfloat16()(image().bfloat16()).float(), expected, atol=0.1, rtol=0.1)
-
-
-@pytest.mark.slow
 def test_compile():
     model, counter = randomize(relativize(build("mixed", depth=1), absolute="fade", fade_steps=3)), CompileCounter()
     torch._dynamo.reset()
@@ -249,15 +166,6 @@ def test_compile():
     model.train().set_grad_checkpointing()
     torch.compile(model, backend="aot_eager", fullgraph=True)(image()).sum().backward()
     assert model.absolute_fade.steps == 1 and all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_export():
-    model, dynamic = randomize(relativize(build("map", depth=1))), torch.export.Dim.DYNAMIC
-    with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
-        program = torch.export.export(model, (image(40, 56),), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
-    for size in [(40, 56), (32, 32), (24, 61)]:
-        torch.testing.assert_close(program.module()(image(*size)), model(image(*size)), atol=1e-4, rtol=1e-4)
 
 
 REFUSED = [

@@ -3,13 +3,10 @@
 import re
 
 import pytest
-import timm
 import torch
 from timm.models.beit import Beit
-from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
-from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
 import vitrel
 from helpers import each
@@ -39,24 +36,6 @@ def refused(model, peer, error, *words, **options):
     for text in words:
         assert text in str(error_info.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_distilled_deit():
-    """The number of rows shows no grid with one token in front."""
-    peer = VisionTransformerDistilled(**SMALL)
-    words = "has 38 rows, which no square grid gives", "class_token, dist_token and reg_tokens"
-    refused(ours("absolute"), peer, ValueError, *words)
-
-
-def test_bias_mlp_of_timm():
-    peer = VisionTransformerRelPos(**SMALL, rel_pos_type="mlp", fc_norm=True, init_values=1.0)
-    words = ("not in the model: blocks.0.attn.rel_pos.mlp.fc1",)
-    refused(ours("table", SCALED, **NO_CLASS), peer, RuntimeError, *words)
-
-
-def test_other_families():
-    swin = timm.create_model("vitrel_swin_n", num_classes=5)
-    refused(ours("table", patch_size=2), swin, RuntimeError, "The first others are patch_embed.norm.weight")
 
 
 MIXED = ROPE_VIT | dict(rope_type="mixed")

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from vitrel import save
 from vitrel.weights.plan import load_pretrained, plan_weights
@@ -91,11 +91,3 @@ def test_policies_and_scaling_are_the_users_choice(saved):
     load_pretrained(build("vit_n8_rope_axial", img_size=96), path)  # the grid is no part of the function
     with pytest.raises(ValueError, match="refers to its training grid, 8x8, which is 12x12 in"):
         load_pretrained(build("vit_n8_rope_axial", img_size=96, position_args=dict(policy="ntk")), path)
-
-
-def test_saving(tmp_path):
-    with pytest.raises(ValueError, match=r"models are saved as \.safetensors, not as model\.pth"):
-        save(build("vit_n8_none"), tmp_path / "model.pth")
-    with pytest.raises((OSError, SafetensorError), match="No such file"):
-        save(build("vit_n8_none"), tmp_path / "missing" / "model.safetensors")
-    assert list(tmp_path.iterdir()) == []

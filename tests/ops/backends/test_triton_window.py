@@ -109,10 +109,9 @@ def test_every_combination_of_terms(bias, rotary):
 @each(("grid", "window", "shift"), [((5, 13), (12, 12), (6, 6))] + [((8, 12), (7, 11), (3, 5))] * (not INTERPRETED))
 def test_windows_of_more_than_one_tile(grid, window, shift):
     """Shifted along one axis, in an image that leaves most of a window empty, three tiles of keys; on a GPU also an odd
-    size shifted along both. Twice, with the same bits.
+    size shifted along both.
     """
-    given, first = check(grid, window, shift, width=16, heads=1, rotary=1)
-    assert all(torch.equal(a, b) for a, b in zip(first, ours(*given, window, shift, heads=1), strict=True))
+    check(grid, window, shift, width=16, heads=1, rotary=1)
 
 
 @runs
@@ -184,13 +183,6 @@ def test_variants_of_the_sweep(kernel, tile, window, monkeypatch):
 
 
 @runs
-def test_two_runs_agree_to_the_bit():
-    inputs, grad_out = make((5, 5), (4, 4), heads=1, rotary=1)
-    first, second = (ours(inputs, grad_out, (4, 4), (2, 2), heads=1) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@runs
 def test_any_strides(monkeypatch):
     (qkv, *rest), grad_out = make((5, 6), (4, 4))
     results = ours((qkv, *rest), grad_out, (4, 4), (2, 2), 2)
@@ -201,8 +193,7 @@ def test_any_strides(monkeypatch):
 
 
 @runs
-@each("window", [(4, 4), (9, 8)])
-@each("level", [-300, 300])
+@each(("window", "level"), [((4, 4), 300), ((9, 8), -300)])
 def test_large_logits_stay_finite(window, level):
     """Where exp would overflow, and a shift of the logits by the maximum does not; also in the rows of padding."""
     (qkv, table, *rest), grad_out = make((6, 5), window, heads=1)
