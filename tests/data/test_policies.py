@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from timm.data import auto_augment
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from helpers import each, shared
-from vitrel.cli.options import packaged
+from helpers import each
 from vitrel.common.resources import without_traceback
 from vitrel.data import create_dataset
 from vitrel.data.augment import POLICIES, Augmenter, _warping, operations_of, policy_transform
@@ -64,14 +62,6 @@ def test_policies_that_cannot_be(policy, text):
         Augmenter(Augmentation(policy=policy), (48, 64), HALF)
 
 
-@pytest.mark.parametrize(
-    "policy", ["rand-m9-mstd0.5-inc1", "rand-m9-tweights", "augmix-m3-w3", "original", "v0r", "3a", "trivial"]
-)
-def test_every_view_differs(policy):
-    drawn = views(policy, 24, interpolation="random")
-    assert len({view.numpy().tobytes() for view in drawn}) > (2 if policy == "3a" else 8)
-
-
 VARIANTS = {  # of every kind of policy, so that together they have all operations
     "rand": ("rand-inc0", "rand-inc1", "rand-tweights", "rand-t3a", "rand-t3aw", "rand-m99-mmax99", "rand-m99-mmax99-inc1"),
     "augmix": ("augmix", "augmix-b1-a0.5", "augmix-w9-d9-a100-m10-mstd9"),
@@ -100,17 +90,6 @@ def test_every_operation_takes_every_magnitude():
                 assert (np.asarray(view) == kept).all(), f"{name} at {magnitude}: {bits} bits"
 
 
-def test_trivial_augment_takes_every_magnitude():
-    image = Image.fromarray(as_array(picture()))
-    (policy,) = policy_transform("trivial").transforms
-    for name, (magnitudes, signed) in policy._AUGMENTATION_SPACE.items():
-        levels = magnitudes(policy.num_magnitude_bins, 48, 64)
-        levels = [0.0] if levels is None else levels.tolist()
-        for level in (*levels, *([-level for level in levels] if signed else [])):
-            options = {"interpolation": policy.interpolation, "fill": policy._fill}
-            assert policy._apply_image_or_video_transform(image, name, float(level), **options).size == image.size, name
-
-
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_geometry_is_pillows_to_a_level(interpolation):
     """OpenCV computes it: shifted by half a pixel, this image would differ by more than three levels."""
@@ -136,32 +115,6 @@ def test_weights_of_a_mixture_are_numbers(text):
         for seed in range(100):
             random.seed(seed), np.random.seed(seed)  # noqa: NPY002
             assert policy(image).size == (16, 12)
-
-
-def recipes():
-    """The augmentation of every packaged recipe."""
-    sections = [yaml.safe_load(path.read_text())["data"] for path in packaged("train").values()]
-    return [section["augment"] for section in sections if "policy" in (section.get("augment") or {})]
-
-
-DIFFERENT = POLICIES.keys() | {settings["policy"] for settings in recipes()}
-
-
-@pytest.fixture(scope="module")
-def photographs():
-    return create_dataset(str(shared("data/flowers256")), "train", (64, 64), mean=HALF, std=HALF, n=150)
-
-
-@pytest.mark.slow(7)
-@pytest.mark.parametrize("policy", sorted(DIFFERENT))
-def test_three_thousand_views_of_photographs(policy, photographs):
-    settings = next((settings for settings in recipes() if settings["policy"] == policy), {"policy": policy})
-    augment = Augmenter(Augmentation(**settings), (64, 64), HALF)
-    for index in range(len(photographs)):
-        image, _ = photographs.read(index)
-        for epoch in range(20):
-            view = augment(image, epoch, index)
-            assert view.shape == (3, 64, 64) and view.dtype == torch.uint8
 
 
 def fails(image, *args, **how):

@@ -63,12 +63,6 @@ def test_it_has_what_other_data_sets_have():
     assert dataset.name(17) == "shapes (seed 3): 17"
 
 
-def test_works_in_a_loader():
-    loader = torch.utils.data.DataLoader(Shapes(20), batch_size=8)
-    sizes = [(tuple(x.shape), y.dtype) for x, y in loader]
-    assert sizes == [((8, 3, 64, 64), torch.int64)] * 2 + [((4, 3, 64, 64), torch.int64)]
-
-
 def test_label_names_the_side_of_the_warm_object(scenes):
     cool, warm = scenes.center[:, -2], scenes.center[:, -1]
     dy, dx = (warm - cool).T
@@ -115,13 +109,6 @@ def test_phases_within_patches_are_uniform_for_every_label():
         expected = counts.sum() / 256
         chi2 = ((counts - expected) ** 2 / expected).sum()
         assert chi2 < 255 + 5 * (2 * 255) ** 0.5, (CLASSES[label], chi2)
-
-
-def test_phase_test_would_see_a_narrower_jitter(scenes):
-    translated = scenes._replace(center=np.concatenate([scenes.center[:, -2:-1], scenes.center[:, -2:-1] + 20.0], 1))
-    counts = phase_counts(translated, 0)
-    expected = counts.sum() / 256
-    assert ((counts - expected) ** 2 / expected).sum() > 255 + 5 * (2 * 255) ** 0.5
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +172,6 @@ def test_canvas_keeps_objects_as_large_as_at_the_base(size):
         assert drawn.center[:, -1, 0].min() < 20 and drawn.center[:, -1, 0].max() > h - 20
 
 
-def test_canvas_of_another_base_draws_larger_objects():
-    canvas = Shapes(4, size=(96, 128), protocol="canvas", base=(96, 128))
-    assert canvas.pixels == 1.5
-    assert torch.equal(images(Shapes(4, size=96, protocol="canvas", base=96)), images(Shapes(4, size=96)))
-
-
 def test_region_limits_every_object():
     region = (0.25, 0.0, 1.0, 0.75)
     scenes = Shapes(500, region=region).scenes(range(500))
@@ -227,12 +208,6 @@ def test_normalized_by_mean_and_std():
 def test_errors_name_the_way_out(kwargs, text):
     with pytest.raises(ValueError, match=text):
         Shapes(**{"n": 4, **kwargs})
-
-
-def test_indices_beyond_n_are_refused():
-    with pytest.raises(IndexError, match="index 4 of 4 images"):
-        Shapes(4)[4]
-    assert len(Shapes(4)) == 4 and sum(1 for _ in Shapes(4)) == 4
 
 
 def test_a_label_of_place_is_the_quarter_of_the_image_whatever_the_direction():

@@ -35,7 +35,7 @@ FLOWERS = ("flowers", "photographs", "folder", "path/to/folder")
 SWIN = {"depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 2, 2)}
 SMALL = {
     VIT: {"depth": 6, "embed_dim": 48},
-    "vit_small_patch16_dinov3": {"depth": 1},
+    "vit_small_patch16_dinov3": {"depth": 1, "embed_dim": 64, "num_heads": 1},
     "swin_tiny_patch4_window7_224": SWIN,
     "vitrel_swin_t": SWIN,
 }
@@ -110,13 +110,17 @@ def folder(tmp_path_factory, small_models):
 
 
 def short(argv):
-    """Return a command with sizes of a quarter (features: a half, since they are shifted by two patches) and few images."""
+    """Return a command with two sizes of a quarter (features: a half, since they are shifted by two patches) and few images."""
     less = 2 if argv[0] == "features" else 4 if argv[0] in ("evaluate", "train") else 1
     sizes = [bool(re.match(r"[\d\[x]|--data.train_sizes|--model.objective", word)) for word in argv]
     argv = [
         re.sub(r"\d{3}", lambda n: str(int(n[0]) // less), word) if size else word
         for word, size in zip(argv, sizes, strict=True)
     ]
+    if "--size" in argv:
+        first = argv.index("--size") + 1
+        rest = next((i for i in range(first, len(argv)) if argv[i].startswith("-")), len(argv))
+        argv[first + 2 : rest] = []
     how = next((text for start, text in SHORT.items() if shlex.join(argv).startswith(start)), "")
     return [*argv, *shlex.split(how)]
 

@@ -10,10 +10,8 @@ from torch import nn
 import oracles
 from helpers import each
 from helpers.variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, attend, make, perturbed, qkv, tensors
-from vitrel import POSITIONS, Grid, PositionEncoding, create_position
+from vitrel import POSITIONS, Grid, create_position
 from vitrel.ops import attention
-from vitrel.position.rope import RotaryEncoding
-from vitrel.position.terms import Composition
 
 double = torch.float64
 
@@ -252,22 +250,6 @@ def test_autocast_does_not_round_terms(key, options):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for a, b in zip(tensors(encoding(Grid(6, 9))), expected, strict=True):
             assert torch.equal(a, b)
-
-
-@each("key", KEYS)
-def test_is_final(key):
-    """An encoding derives from an abstract class alone, and nothing derives from it."""
-    (base,) = POSITIONS[key].__bases__
-    assert inspect.isabstract(base) and issubclass(base, PositionEncoding) and POSITIONS[key].__subclasses__() == []
-
-
-def test_the_interface_is_abstract():
-    with pytest.raises(TypeError, match="abstract"):
-        PositionEncoding()
-    with pytest.raises(TypeError, match="abstract"):
-        RotaryEncoding(Grid(2, 2), 1.0, (1.0, 32.0))
-    found = {*PositionEncoding.__subclasses__(), *RotaryEncoding.__subclasses__()} - {RotaryEncoding}
-    assert {c for c in found if c.__module__[:7] == "vitrel."} == {*POSITIONS.values(), Composition}
 
 
 @each("key", KEYS)

@@ -1,25 +1,21 @@
 """Two processes over gloo: the same training as one process at the same images per update, and every image evaluated once."""
 
-import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 import timm
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, on_two, read, resumed, rows, status
-from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.data import create_dataset
 from vitrel.models.config import PREPROCESSING
-from vitrel.train import Classifier, Optimization
-from vitrel.train.ema import Ema
+from vitrel.train import Classifier
 
 pytestmark = pytest.mark.slow
-PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ
+# Without drop path, whose draws per rank would differ.
+PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}", "--model.ema={decay: 0.9}")
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=8")
 
 
@@ -43,56 +39,10 @@ def test_the_same_as_one_process(command, whole, native_folder, tmp_path):
             assert (a[key] == "") == (b[key] == "")
             if a[key]:
                 assert float(a[key]) == pytest.approx(float(b[key]), abs=1e-4), key
-    a, b = (read(folder / "checkpoints" / "last.ckpt")["state_dict"] for folder in folders)
-    for key in a:
-        torch.testing.assert_close(a[key], b[key], atol=1e-4, rtol=0)  # sums in another order, 12 updates
-
-
-class Halves(Tensors):
-    """Each of two ranks has every second image; the second one ends with a filler in validation, where both have as many."""
-
-    def train_dataloader(self):
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        return Batches(self.images[rank::world], self.labels[rank::world], 4 // world)
-
-    def val_dataloader(self):
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        images, labels = torch.cat([self.images[:7], torch.zeros(1, 3, 32, 32)]), torch.tensor([0, 1, 2, 3, 0, 1, 2, -1])
-        return Batches(images[rank::world], labels[rank::world], 4 // world)
-
-
-def train_halves(path):
-    """Train on one process or on two, and write `path`, a checkpoint, and the metrics beside it."""
-    torch.manual_seed(0)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    how = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False} if world == 2 else {}
-    data = Halves()
-    data.batch_size = 4 // world
-    # not Adam, which would make steps of rounding errors where a gradient is zero, as a key's bias has it
-    recipe = small("vitrel_vit_n8_table", ema=Ema(0.9), optim=Optimization("sgd", lr=0.1, warmup_epochs=0.5))
-    save = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=11)
-    trainer = fit(recipe, data, callbacks=[save], enable_checkpointing=True, gradient_clip_val=1.0, **how)
-    if trainer.is_global_zero:
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        path.with_suffix(".json").write_text(json.dumps(values))
-
-
-def test_two_processes_train_as_one(tmp_path):
-    """Weights, their average and what is logged; a test above is of the command."""
-    paths = [tmp_path / f"{name}.ckpt" for name in ("one", "two")]
-    assert status(in_child(paths[0], main=train_halves)) == 0
-    assert on_two(paths[1], main=train_halves) == [0, 0]
-    one, two = map(read, paths)
-    alone, together = (json.loads(path.with_suffix(".json").read_text()) for path in paths)
-    for kind in ("state_dict", "current_model_state"):
-        for name, value in one[kind].items():
-            torch.testing.assert_close(two[kind][name], value, rtol=1e-4, atol=1e-5)
-    assert together["val/top1"] == alone["val/top1"]
-    assert together["val/loss"] == pytest.approx(alone["val/loss"], rel=1e-5)
-    assert two["vitrel"]["position"] == one["vitrel"]["position"]
-    assert two["vitrel"]["position"]["blocks.0.position"]["key"] == "table"
-    for name in ("train/loss", "train/top1"):
-        assert together[f"{name}_epoch"] == pytest.approx(alone[f"{name}_epoch"], rel=1e-5)
+    a, b = (read(folder / "checkpoints" / "last.ckpt") for folder in folders)
+    for kind in ("state_dict", "current_model_state"):  # the average, and the weights
+        for key, value in a[kind].items():
+            torch.testing.assert_close(b[kind][key], value, atol=1e-4, rtol=0)  # sums in another order, 12 updates
 
 
 def test_every_image_is_evaluated_once(command, folder, tmp_path):
@@ -173,16 +123,6 @@ def test_an_error_of_one_rank_is_told_by_it(command, capfd):
     assert "ValueError: a bad image" in said
 
 
-def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):
-    def fail():
-        torch.distributed.barrier()  # both are here, on a busy machine too
-        raise RuntimeError("shapes that do not fit")
-
-    assert on_two(command("run", *TWO), at(8, fail, "training_step")) == [1, 1]
-    said = capfd.readouterr().err
-    assert said.count("RuntimeError: shapes that do not fit") == 2
-
-
 def test_unreadable_images_of_both_are_counted(command, folder, tmp_path, capfd):
     shutil.copytree(folder, tmp_path / "images")
     bad = [tmp_path / "images" / "train" / "red" / f"{i}.png" for i in range(9)]
@@ -191,26 +131,6 @@ def test_unreadable_images_of_both_are_counted(command, folder, tmp_path, capfd)
     assert on_two(command("run", *TWO, f"--data.data={tmp_path / 'images'}")) == [1, 1]
     listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()[1:]
     assert sorted(listed) == sorted(map(str, bad)) and "9 of 96 training images" in capfd.readouterr().err
-
-
-def test_a_rank_may_be_done_before_the_other(command):
-    assert on_two(command("run", *TWO, epochs=1), on_rank(0, 1, lambda: time.sleep(2.5), "on_fit_end")) == [0, 0]
-
-
-def test_ctrl_c_stops_both(command, tmp_path, capfd):
-    def tell():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        at(8, lambda: os.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGINT))()
-
-    assert on_two(command("run", *TWO), tell) == [130, 130]
-    assert capfd.readouterr().out.count(f"ctrl-c: saved {tmp_path}/run/checkpoints/last.ckpt (update 8)") == 1
-
-
-def test_a_removed_folder_is_named_by_the_rank_that_writes(command, tmp_path, capfd):
-    remove = on_rank(0, 9, lambda: shutil.rmtree(tmp_path / "run"))
-    assert on_two(command("run", *TWO), remove) == [1, 1]
-    said = capfd.readouterr().err
-    assert "FileNotFoundError" in said and f"{tmp_path}/run/" in said and not (tmp_path / "run").exists()
 
 
 def test_resuming_on_another_number_of_processes(command, whole, tmp_path):

@@ -12,12 +12,10 @@ import vitrel.train.datamodule
 import vitrel.train.running.command
 from helpers.runs import run
 from helpers.small_runs import Tensors, fit
-from vitrel.cli import doctor
 from vitrel.evaluate.predict import Runner
 from vitrel.train import Classifier, Execution
 from vitrel.train.datamodule import default_workers
 from vitrel.train.running import execution
-from vitrel.train.running.faults import FiniteLoss
 
 GPU = torch.device("cuda", 0)
 
@@ -39,18 +37,6 @@ def test_an_evaluation_whose_batch_does_not_fit(monkeypatch):
         logits = runner(torch.zeros(5, 3, 4, 4))
     assert logits.shape == (5, 5) and logits.device.type == "cpu" and logits.dtype == torch.float32
     assert runner.batch_size == 2
-
-
-def test_a_loss_is_read_at_logging_steps_only(monkeypatch, tmp_path):
-    """On the meta device reading is an error."""
-    guard, checks = FiniteLoss(tmp_path), []
-    module = SimpleNamespace(device=torch.device("meta"))
-    trainer = SimpleNamespace(log_every_n_steps=3, is_last_batch=False)
-    monkeypatch.setattr(guard, "check", lambda trainer: checks.append(batch))
-    guard.on_train_start(trainer, module)
-    for batch in range(7):
-        guard.on_train_batch_end(trainer, module, {"loss": torch.zeros((), device="meta")}, None, batch)
-    assert checks == [2, 5]
 
 
 class WithGPU:
@@ -95,13 +81,3 @@ def test_every_block_has_a_graph_and_evaluation_none():
     module = Classifier("vitrel_vit_n8_table", 4, 32, args, execution=Execution(compile=True, backend=graphs))
     fit(module, Tensors(batches=2), max_epochs=2)
     assert graphs.frame_count == 9
-
-
-def test_doctor_names_the_gpu(monkeypatch):
-    gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(doctor, "_serves", lambda device, mode: [device])
-    found = doctor.examine()
-    assert found["devices"]["cuda:0"] == "H100, 80 GiB, compute 9.0"
-    assert found["attention"]["cuda:0, training"] == ["cuda:0"]

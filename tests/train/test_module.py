@@ -54,12 +54,6 @@ def test_non_square_sizes():
     assert classifier(torch.zeros(1, 3, 32, 48)).shape == (1, 4)
 
 
-def test_cfg_is_overlaid_from_the_arguments():
-    cfg = {"crop_pct": 0.75, "crop_mode": "squash"}
-    classifier = Classifier("vitrel_vit_n8_table", 4, 32, {"depth": 1, "pretrained_cfg_overlay": cfg})
-    assert classifier.preprocessing.items() >= cfg.items()
-
-
 def test_labels_of_minus_one_count_nowhere():
     def evaluated(labels, images):
         torch.manual_seed(0)

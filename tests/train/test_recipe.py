@@ -76,16 +76,6 @@ def test_less_memory_is_the_same_training(execution):
         torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-11)
 
 
-def test_images_are_channels_last_too():
-    module, seen = small(TABLE, execution=Execution(channels_last=True)), []
-    module.model.patch_embed.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    fit(module, max_epochs=1)
-    assert seen and all(seen)
-    assert module.model.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_grad_checkpointing_a_model_without_it_is_refused():
     with pytest.raises(ValueError, match=r"execution.grad_checkpointing: .* does not support it, leave it out"):
         Execution(grad_checkpointing=True).apply(torch.nn.Linear(2, 2))
@@ -97,13 +87,6 @@ def test_strategies_that_shard_weights_are_refused():
 
 
 COMPILED = Execution(compile=True, dynamic=True, backend="eager")
-
-
-def test_compiling_keeps_the_names_of_the_weights():
-    module = small(TABLE, ema=Ema(0.9), execution=COMPILED)
-    module.execution.compile_blocks(module.model)
-    assert all(block._compiled_call_impl is not None for block in module.model.blocks)
-    assert list(module.state_dict()) == list(small(TABLE).state_dict())
 
 
 @pytest.mark.slow

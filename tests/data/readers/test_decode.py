@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrel.data import BadImage, Reading, decode
+from vitrel.data import BadImage, decode
 from vitrel.data.readers.decode import image_size
 
 H, W = 24, 32
@@ -238,12 +238,3 @@ def test_small_files_that_grow_are_refused(bomb):
         decode(data, name="cat")
     assert tracemalloc.get_traced_memory()[1] < 10e6
     tracemalloc.stop()
-
-
-def test_more_pixels_in_the_stream_than_the_header_says_are_left():
-    assert decode(png(H, W, 8, 2, MEGABYTES)).size == (W, H)
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="unknown on_bad 'skip'; use one of raise, "):
-        Reading(on_bad="skip")

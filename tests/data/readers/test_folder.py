@@ -12,8 +12,7 @@ from torchvision.datasets import ImageFolder
 
 from helpers.pictures import identity, picture, tensor
 from vitrel.common.resources import out_of_memory
-from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
-from vitrel.data.readers.decode import SUFFIXES
+from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading
 from vitrel.data.readers.folder import folder_classes, folder_reader
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
@@ -249,17 +248,6 @@ def test_two_class_folders_that_are_one_are_refused(root):
         opened(root, "train", identity)
 
 
-def test_a_class_of_links_that_are_not_followed_says_how_they_are(root, tmp_path_factory):
-    store = tmp_path_factory.mktemp("store")
-    save(store / "7.png")
-    for split in ("train", "val"):
-        link(root / split / "emu" / "part", store)
-    with pytest.raises(ValueError, match=r"without images in .*: emu; .*links to folders: 1 \(.*emu/part\)"):
-        opened(root, "train", identity)
-    data = create_dataset(str(root), "train", (8, 8), **RAW, reading=Reading(follow_links=True))
-    assert names(data)[-1] == ("emu/part/7.png", 2) and len(data) == 7
-
-
 def test_loops_of_links_are_unreadable_images_or_left_out_or_refused(root):
     train = root / "train"
     link(train / "cat" / "a.png", "b.png")
@@ -347,29 +335,6 @@ def test_a_pipe_is_no_image(root):
     assert names(data) == ORDINARY
 
 
-def test_a_class_of_hidden_images_alone_is_refused(root):
-    for split in ("train", "val"):
-        save(root / split / "emu" / ".0.png", format="PNG")
-    with pytest.raises(ValueError, match=r"without images in .*: emu; .*hidden files and folders: 1 \(.*emu/.0.png\)"):
-        opened(root, "train", identity)
-
-
-@pytest.mark.filterwarnings("error")
-def test_of_several_processes_that_share_the_work_the_first_tells(root, monkeypatch):
-    (root / "train" / "dog" / "a.heic").write_bytes(b"?")
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    opened(root, "train", identity)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    with pytest.raises(UserWarning, match="not decoded"):
-        opened(root, "train", identity)
-
-
-def test_the_suffixes_are_those_of_the_kinds_that_are_decoded():
-    formats = sys.modules["vitrel.data.readers.decode"].FORMATS
-    assert set(SUFFIXES) == {suffix for suffix, kind in Image.registered_extensions().items() if kind in formats}
-
-
 NO_TEXT = os.fsdecode(b"caf\xe9")
 
 
@@ -400,10 +365,6 @@ def no_more(*args, **how):
     raise MemoryError("Unable to allocate 3.00 GiB for an array")
 
 
-def another_fault(*args, **how):
-    raise RuntimeError("stack expects each tensor to be equal size")
-
-
 @pytest.mark.parametrize("fail", [no_memory, no_more])
 @pytest.mark.parametrize("where", ["decode", "prepare", "augment"])
 def test_memory_that_runs_out_is_no_bad_image(root, monkeypatch, where, fail):
@@ -414,11 +375,6 @@ def test_memory_that_runs_out_is_no_bad_image(root, monkeypatch, where, fail):
     with pytest.raises((MemoryError, RuntimeError)) as caught:
         data[1]
     assert out_of_memory(caught.value) and data.bad_indices() == []
-
-
-def test_other_faults_of_preparation_stay_what_they_are(root):
-    with pytest.raises(RuntimeError, match="stack expects"):
-        opened(root, "train", another_fault)[1]
 
 
 @pytest.mark.parametrize("on_bad", ["raise", "leave_out"])

@@ -1,6 +1,5 @@
 """Images with masks: every source gives the same classes, a mask that does not fit is named, and view and mask stay aligned."""
 
-import pickle
 import shutil
 import struct
 import warnings
@@ -218,16 +217,6 @@ def test_masks_of_two_classes_as_0_and_255_are_refused(root):
             items(root, "val", **options)
 
 
-def test_numbered_classes_of_masks_as_0_and_255_are_refused_too(root, tmp_path):
-    two_classes(root, (0, 255))
-    write_rows(root, tmp_path / "rows")
-    with pytest.raises(ValueError, match="has a second class: give every"):
-        items(tmp_path / "rows")
-    shutil.copy(root / "classes.txt", tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"has the class house \(value 1\): give every"):
-        items(tmp_path / "rows")
-
-
 def test_a_class_without_a_pixel_in_training_is_named_also_if_some_are_chosen(root):
     (root / "classes.txt").write_text("field\nhouse\nlake\npond\n")
     with pytest.raises(ValueError, match=r"no pixel of the 6 masks of .*town has the class pond \(value 3\)"):
@@ -382,14 +371,6 @@ def test_views_are_the_same_for_any_number_of_workers_and_differ_by_epoch(root):
     assert len({image.numpy().tobytes() for image, _ in alone}) == 18
     others = list(views(root, workers=2, epochs=3, jitter=0.4, vflip=True))
     assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(alone, others, strict=True))
-
-
-def test_several_sizes_and_pickling(root):
-    data = create_dataset(str(root), "train", (36, 48), **HOW | {"std": None}, augment=Augmentation())
-    image, mask = data[Draw(2, (20, 28))]
-    assert image.shape == (3, 20, 28) and mask.shape == (20, 28)
-    again = pickle.loads(pickle.dumps(data))
-    assert torch.equal(again[Draw(2, (20, 28))][1], mask) and torch.equal(again[2][0], data[2][0])
 
 
 @pytest.mark.parametrize("settings", [{"policy": "rand-m9-mstd0.5"}, {"erase": 0.2}, {"crop": "simple"}])

@@ -239,25 +239,6 @@ def test_a_web_dataset(flowers, tmp_path):
     assert class_names(str(tmp_path)) == ["0", "1", "2"]
 
 
-def test_where_and_how_large_the_copy_of_a_set_becomes_is_told(flowers, tmp_path, monkeypatch):
-    """As far as the set's card tells it, as on the Hub."""
-    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    images = [{"bytes": path.read_bytes(), "path": None} for path in sorted((flowers / "train").glob("*/*"))]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
-    rows = datasets.Dataset.from_dict({"image": images, "label": [i % 2 for i in range(len(images))]}, features)
-    rows.to_parquet(str(tmp_path / "set" / "train.parquet"))
-    size = f"  - name: train\n    num_bytes: 123456789\n    num_examples: {len(images)}\n"
-    card = (
-        f"dataset_info:\n  features:\n  - name: image\n    dtype: image\n  - name: label\n    dtype: int64\n  splits:\n{size}"
-    )
-    (tmp_path / "set" / "README.md").write_text(f"---\n{card}  download_size: 45600000\n  dataset_size: 123456789\n---\n")
-    with pytest.warns(
-        UserWarning, match=rf"a copy of about 123 MB, which datasets writes in {tmp_path}/cache/.*; HF_DATASETS_C"
-    ):
-        class_names(f"hfds/{tmp_path}/set")
-
-
 def test_bad_images_in_tars_are_named_and_counted(flowers, tmp_path):
     pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
     folder = shutil.copytree(flowers, tmp_path / "flowers")

@@ -1,11 +1,9 @@
 """What stops a run: a loss or weight that is not a number, images that cannot be read. Nothing saved before is lost."""
 
-import json
 import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -23,7 +21,6 @@ from vitrel.common import lock
 from vitrel.common.exits import reported
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, datamodule, run
-from vitrel.train.running.command import _threads_in_a_line
 from vitrel.train.running.faults import FiniteLoss
 
 
@@ -279,29 +276,6 @@ def test_without_shared_memory_a_run_needs_no_loader_processes(command, monkeypa
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", none)
     run(command("run", epochs=1))
-
-
-def test_another_callback_may_save_where_nothing_is_yet(command, tmp_path):
-    own = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "far" / "away"), "filename": "mine"}}
-    run(command("run", f"--trainer.callbacks=[{json.dumps(own)}]", epochs=1))
-    assert (tmp_path / "far" / "away" / "mine.ckpt").is_file()
-
-
-def test_a_thread_that_cannot_write_is_a_line_and_another_error_is_not(tmp_path, monkeypatch, capsys):
-    """As TensorBoard's writer on a full disk."""
-    heard = []
-    monkeypatch.setattr(threading, "excepthook", lambda failed: heard.append(failed.exc_type))
-
-    def full():
-        raise OSError(28, "No space left on device", "events.out")
-
-    with _threads_in_a_line():
-        for work in (full, lambda: 1 / 0):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-    assert heard == [ZeroDivisionError]
-    assert capsys.readouterr().err == "warning: a log could not be written: events.out: No space left on device\n"
 
 
 def finite(folder, losses, device="cpu", every=3):

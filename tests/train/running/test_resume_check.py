@@ -73,13 +73,6 @@ def test_other_settings_are_named_with_both_values(command_in, whole, changes):
 
 
 @pytest.mark.slow
-def test_another_average_is_named(command_in, whole):
-    folder = whole("--model.ema={decay: 0.9}", epochs=1)
-    args = command_in(folder.parent)(folder.name, "--model.ema={decay: 0.8}", epochs=1)
-    assert "ema.decay: 0.9, now 0.8" in refused(args, folder)
-
-
-@pytest.mark.slow
 def test_a_teacher_is_known_by_its_weights(command, tmp_path):
     """Its file may be moved; another one of the same name is another teacher."""
     paths = [tmp_path / name / "teacher.pth" for name in ("a", "b", "c")]
