@@ -245,7 +245,7 @@ def test_refusals(tmp_path):
 
 @pytest.mark.slow(seconds=6)
 def test_imagenet_weights_predict_as_in_timm():
-    """ViT-Tiny on 100 ILSVRC validation images: timm's predictions, image by image; on all 500 they are right for 69.8 %."""
+    """ViT-Tiny on 25 ILSVRC validation images: timm's predictions, image by image; on all 500 they are right for 69.8 %."""
     images, index = shared("data/ilsvrc-val-nette224/val"), shared("data/ilsvrc-val-nette224/imagenet_index.tsv")
     path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
     overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
@@ -253,18 +253,18 @@ def test_imagenet_weights_predict_as_in_timm():
     theirs = timm.create_model("vit_tiny_patch16_224", **overlay).eval()
     cfg = dict(input_size=224, crop_pct=1.0, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
     data = ImageFolder(images, create_transform(**cfg))
-    samples = torch.utils.data.Subset(data, range(0, 500, 5))
+    samples = torch.utils.data.Subset(data, range(0, 500, 20))
     table = dict(line.split("\t")[:2] for line in index.read_text().splitlines() if line.startswith("n0"))
     classes = torch.tensor([int(table[name.split("_")[0]]) for name in data.classes])
     right = agree = 0
     with torch.inference_mode():
-        for image, label in torch.utils.data.DataLoader(samples, batch_size=50):
+        for image, label in torch.utils.data.DataLoader(samples, batch_size=25):
             a, b = ours(image), theirs(image)
             torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
             agree += (a.argmax(1) == b.argmax(1)).sum().item()
             right += (a.argmax(1) == classes[label]).sum().item()
-    assert len(data) == 500 and agree == 100
-    assert 63 <= right <= 77
+    assert len(data) == 500 and agree == 25
+    assert 13 <= right <= 22
 
 
 @pytest.mark.slow
