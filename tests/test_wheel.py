@@ -24,8 +24,6 @@ vitrel.save(model, "swin.safetensors")
 again = timm.create_model("vitrel_swin_n", num_classes=3).eval()
 vitrel.load_pretrained(again, "swin.safetensors")
 assert torch.equal(model(image), again(image))
-from vitrel.export import export_model
-export_model(timm.create_model("vitrel_vit_n8_table", depth=1).eval(), "vit.pt2", "exported", 40)
 try:
     import vitrel.train
 except ImportError as error:

@@ -196,33 +196,6 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"trainer": {"max_epoch": 3}}, "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
-        ({"model": {"optim": {"warmup": 3}}}, "unknown key model.optim.warmup: did you mean model.optim.warmup_epochs?"),
-        ({"data": {"size": "big"}}, "data.size must be one of int, tuple[int, int], not 'big'"),
-        ({"model": {"optim": {"lr": "fast"}}}, "model.optim.lr must be float, not 'fast'"),
-        ({"model": {"tuning": {"absolute": "gone"}}}, "must be one of 'keep', 'drop', 'fade', null, not 'gone'"),
-        ({"run": {"save_every": 0.5}}, "run.save_every must be int, not '0.5'"),
-        ({"seed_everything": True}, "error: seed_everything must be an integer from 0 to 2**32 - 1, not true"),
-        ({"seed_everything": -5}, "error: seed_everything must be an integer from 0 to 2**32 - 1, not -5"),
-    ],
-)
-def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
-    config = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
-    for key, value in change.items():
-        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with pytest.raises(SystemExit) as stopped:
-        run(["fit", "--config", str(path)])
-    assert stopped.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert text in line and line.startswith("vitrel train: error: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("data: {seed: 3}", "leave out data.seed: it is set from seed_everything"),

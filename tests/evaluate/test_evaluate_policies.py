@@ -11,7 +11,6 @@ from vitrel.evaluate.policies import (
     gflops,
     leak_at,
     policies_at,
-    policies_of,
     window_policies_at,
     with_policy,
 )
@@ -58,12 +57,6 @@ def test_policies_are_listed_where_they_differ(vit, position, size, policies):
     assert policies_at(vit(position), size) == policies
 
 
-def test_a_fixed_window_meets_no_other_grid(trained):
-    for position, policies in (("table", ("fixed",)), ("cpb", ("fixed",)), ("absolute+table", ("fixed+bicubic",))):
-        model = trained("vitrel_swin_n", (64, 64), {"position": position}).model
-        assert policies_at(model, (96, 64), ("fixed", "bicubic")) == policies
-
-
 def test_windows_and_encodings_are_combined(trained):
     models = {
         key: trained("vitrel_swin_n", (64, 64), {"position": key}).model for key in ("table", "cpb", "none", "absolute+table")
@@ -78,13 +71,6 @@ def test_windows_and_encodings_are_combined(trained):
     assert policies_at(models["none"], (80, 80)) == ("fixed", "divisor", "rescale")
     assert policies_at(models["absolute+table"], (80, 80), ["rescale", "clip"]) == ("rescale+clip",)
     assert policies_at(models["table"], (80, 80), ["clip"]) == ("fixed",)  # no policy of windows is wanted
-
-
-def test_what_a_model_may_be_asked_for(trained, vit):
-    assert policies_of(vit("table")) == THREE and policies_of(vit("none")) == ()
-    assert policies_of(trained("vitrel_swin_n").model) == ("fixed", "divisor", "rescale", *THREE)
-    assert policies_of(timm.create_model("resnet10t")) == ()
-    assert policies_at(timm.create_model("resnet10t"), (64, 64)) == ("none",)
 
 
 def test_a_policy_of_windows_and_encodings_is_that_of_a_copy_with_the_same_parameters(trained):
@@ -228,15 +214,6 @@ def test_blocks_of_a_plain_trunk_that_have_a_window():
     changed = with_policy(model, (96, 96), "rescale")
     assert [block.window and block.window[:2] for block in changed.blocks] == [(6, 6)] * 3 + [None]
     assert model.blocks[0].window == Grid(4, 4)
-
-
-def test_a_larger_window_is_compared_with_that_of_training():
-    model = timm.create_model("vitrel_swin_n", img_size=64, patch_size=4)
-    ready = at_size_with(model, (128, 128), "rescale")
-    assert {grid[:2] for _, grid in ready.model.encodings((128, 128))} == {(8, 8)}
-    tables = [p for name, p in model.named_parameters() if "table" in name]
-    assert ready.resampled == {"table geometric": sum(table.numel() for table in tables)}
-    assert ready.unseen == pytest.approx(1 - 7**2 / 15**2)
 
 
 @pytest.mark.slow

@@ -181,16 +181,6 @@ def test_logits_of_every_tile():
     torch.testing.assert_close(model.forward_head(tokens), model(image))
 
 
-@pytest.mark.slow
-def test_compiled_without_a_break():
-    model, image = model_of("rope_mixed", prefix=0).float(), strip((2, 2)).float()
-    torch._dynamo.reset()
-    run = torch.compile(forward_memory, backend="eager", fullgraph=True)
-    first, memory = run(model, image[:, :, :8])
-    second, _ = run(model, image[:, :, 8:], memory)
-    assert_same([first, second], in_tiles(model, image, (2, 2))[0], 1e-5)
-
-
 @each("key", ["absolute", "sincos"])
 def test_absolute_positions_need_the_height(key):
     with pytest.raises(ValueError, match="pass height, in pixels of the whole strip"):

@@ -16,6 +16,7 @@ from vitrel.data.readers.decode import IGNORED
 from vitrel.grid import Grid
 
 CPU = torch.device("cpu")
+NARROW = {"depth": 1, "embed_dim": 48, "num_heads": 3}
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def packed(tmp_path, monkeypatch):
             picture(source / "camvid" / "images" / split / f"{i}.jpg", (480, 360))
             picture(source / "camvid" / "masks" / split / f"{i}.png", (480, 360), "L", i % 3 if i else IGNORED)
             picture(source / "photographs" / split / f"class{i % 2}" / f"{i}.jpg")
-    torch.save(timm.create_model("vit_tiny_patch16_224", depth=1).state_dict(), source / "weights.pth")
+    torch.save(timm.create_model("vit_tiny_patch16_224", **NARROW).state_dict(), source / "weights.pth")
     monkeypatch.setattr(pack.subprocess, "run", lambda command, check: None)  # pip, which needs a network
     args = argparse.Namespace(
         folder=tmp_path / "packed", camvid=source / "camvid", weights=source / "weights.pth", images=source / "photographs"
@@ -218,7 +219,7 @@ def test_training_is_measured_from_a_packed_folder(setting, packed, tmp_path, mo
 @pytest.mark.slow(seconds=30)
 def test_the_study_trains_evaluates_and_goes_on(setting, packed, monkeypatch, capsys):
     build, seen = timm.create_model, []
-    monkeypatch.setattr(study.timm, "create_model", lambda name, **how: build(name, **{"depth": 1} | how))
+    monkeypatch.setattr(study.timm, "create_model", lambda name, **how: build(name, **NARROW | how))
     monkeypatch.setattr(study, "trained", lambda *given, own=study.trained: seen.append(given[2]) or own(*given))
     part = setting("study", data=packed)
     study.work(part, "study")

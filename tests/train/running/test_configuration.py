@@ -178,6 +178,9 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
         (["--config=none.yaml"], "File does not exist"),
         (["--model.optim.lr=fast"], "model.optim.lr must be float, not 'fast'"),
         (["stray"], "unknown key stray"),
+        (["--data.size=big"], "data.size must be one of int, tuple[int, int], not 'big'"),
+        (["--run.save_every=0.5"], "run.save_every must be int, not '0.5'"),
+        (["--seed_everything=-5"], "seed_everything must be an integer from 0 to 2**32 - 1, not -5"),
     ],
 )
 def test_unknown_keys_are_named_with_the_nearest(args, text, capsys):
