@@ -187,8 +187,11 @@ def features_of(model: nn.Module, data: ImageSet, batch: int = 50) -> Tensor:
     return torch.cat(features)
 
 
-def logistic_regression(features: Tensor, labels: Tensor, classes: int, penalty: float = 1e-3) -> nn.Linear:
-    """Return the linear classifier of features [n, C] with the lowest cross-entropy plus `penalty` times the squared weights.
+PENALTY = 1e-3  # of squared weights
+
+
+def logistic_regression(features: Tensor, labels: Tensor, classes: int) -> nn.Linear:
+    """Return the linear classifier of features [n, C] with the lowest cross-entropy plus PENALTY times the squared weights.
 
     The penalty is on the weights of features that are scaled to mean 0 and variance 1.
     """
@@ -200,7 +203,7 @@ def logistic_regression(features: Tensor, labels: Tensor, classes: int, penalty:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(scaled @ weight.T + bias, labels) + penalty * weight.square().sum()
+        value = F.cross_entropy(scaled @ weight.T + bias, labels) + PENALTY * weight.square().sum()
         value.backward()
         return value
 

@@ -79,5 +79,5 @@ def _by_name(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[
     return tuple(index[name] for name in classes)
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -91,12 +91,12 @@ class Estimate:
         """Return the one-sided p-value of the hypothesis that the true value is `value` or more: the tail of `high` there."""
         return self._tail_at(value - self.center)
 
-    def of_share(self, tail: float = TAIL) -> tuple[float, float]:
+    def of_share(self) -> tuple[float, float]:
         """Return the interval (low, high) of a mean of scores, in percent: Wilson's (1927), of the effective number of images.
 
         That is the number whose sampling alone would give this variance; with one seed and scores 0 or 1 it is `images`.
         """
-        center, critical = self.center / 100, float(self.half(tail) / np.sqrt(self.variance))
+        center, critical = self.center / 100, float(self.half() / np.sqrt(self.variance))
         effective = self.images / (self.images + 3) * center * (1 - center) / (self.variance / 1e4)
         return wilson(min(max(self.mean / 100, 0.0), 1.0), float(effective), critical)
 
@@ -173,10 +173,10 @@ def wilson(share: float, n: float, critical: float = Z95) -> tuple[float, float]
     return 100 * (center - half) * (share > 0), 100.0 if share == 1 else 100 * (center + half)
 
 
-def holm(p: Number, tail: float = TAIL) -> np.ndarray:
+def holm(p: Number) -> np.ndarray:
     """Return the level at which Holm's (1979) procedure tests each hypothesis of a family, which it rejects if p <= level.
 
-    The probability of any false rejection in the family is at most `tail`.
+    The probability of any false rejection in the family is at most TAIL.
 
     Args:
         p: p-values [..., hypotheses].
@@ -185,7 +185,7 @@ def holm(p: Number, tail: float = TAIL) -> np.ndarray:
     if not p.size:
         return p
     order, m = np.argsort(p, -1), p.shape[-1]
-    steps = tail / (m - np.arange(m))
+    steps = TAIL / (m - np.arange(m))
     ordered = np.take_along_axis(p, order, -1)
     kept = ordered > steps
     first = np.where(kept.any(-1), kept.argmax(-1), m - 1)  # the step at which the procedure ends
