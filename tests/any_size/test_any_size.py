@@ -9,7 +9,7 @@ import torch
 import vitrel
 from helpers import ROOT, each
 from helpers.launches import Launches
-from tools.docs.any_size import VARIANTS, apart, native, table, variant
+from tools.docs.any_size import VARIANTS, apart, native, table, try_logits, variant
 from vitrel.any_size import ADAPTERS, adapter_of, any_size, side_multiple
 from vitrel.any_size.convolved import adaptive_means
 from vitrel.models.backbone import Backbone
@@ -168,3 +168,10 @@ def test_a_model_without_position_is_returned_itself_and_the_given_one_is_not_ch
 def test_the_page_has_the_table_that_the_command_prints():
     page = (ROOT / "docs" / "how_to" / "any_size.md").read_text("utf-8")
     assert page.partition("<!-- any_size -->\n")[2].partition("\n<!-- /any_size -->")[0] == table()
+
+
+def test_names_of_one_architecture_are_compared_with_timm_once(capsys):
+    assert try_logits(["vit_tiny_patch16_224", "deit_tiny_patch16_224", "test_resnet"])  # the last has no position
+    found = capsys.readouterr().out
+    assert "deit_tiny_patch16_224 (vitrel): equal" in found and "test_resnet" not in found
+    assert "1 architectures of 2 names {'equal': 2}" in found

@@ -1,14 +1,11 @@
 """`similarity`: the figure of the embedding that a model adds to its tokens, as in the ViT paper (arXiv 2010.11929)."""
 
-from collections.abc import Sequence
-
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from vitrel.common.sizes import Size
-from vitrel.grid import Grid
+from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.any_model import evaluated
 from vitrel.inspect.plot.common import (
     SEQUENTIAL,
@@ -24,37 +21,31 @@ from vitrel.position import key_of
 from vitrel.position.terms import parts_of
 
 
-def similarity(source: nn.Module, size: int | Size | None = None, patches: Sequence[tuple[int, int]] | None = None) -> Figure:
-    """Draw the cosine similarity of every patch's embedding to those of `patches`, one panel for each, that patch outlined.
+def similarity(source: nn.Module, size: int | Size | None = None) -> Figure:
+    """Draw the cosine similarity of every patch's embedding to that of the patch in the middle, which is outlined.
 
     Args:
         source: a vitrel model, an encoding that adds to tokens, or a ViT of timm, whose stored embedding is drawn.
         size: pixels for a vitrel model, patches for an encoding, one side or (h, w), default: of training; None for timm.
-        patches: (row, column) pairs, by default the middle patch.
 
     Raises:
-        ValueError: no embedding is added to tokens, it holds NaN, or a patch lies outside the grid.
+        ValueError: no embedding is added to tokens, or it holds NaN.
     """
     name, trained, rows = _embedding(source, size)  # [h, w, C]
     check_numbers(name, rows)
-    grid = Grid(*rows.shape[:2])
-    patches = list(patches or [(grid.h // 2, grid.w // 2)])
-    if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
-        raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
-    unit = torch.nn.functional.normalize(rows.float().flatten(0, 1), dim=-1)
-    alike = unit[[y * grid.w + x for y, x in patches]] @ unit.mT  # [M, h*w]
+    y, x = (n // 2 for n in rows.shape[:2])
+    unit = torch.nn.functional.normalize(rows.float(), dim=-1)
+    alike = unit @ unit[y, x]  # [h, w]
     title = f"{source_name(source)}: similarity of embeddings"
-    if trained != grid[:2]:
-        title += f"\n{grid.h}x{grid.w} patches, trained on {trained[0]}x{trained[1]}"
-    figure, (panels,) = sheet(1, len(patches), 2.2, panel_height([grid[:2]], 2.2), title)
-    low = float(alike.min())
-    for panel, (y, x), values in zip(panels, patches, alike, strict=True):
-        image = panel.imshow(values.view(grid.h, grid.w).numpy(), SEQUENTIAL, vmin=low, vmax=1, interpolation="nearest")
-        panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, color="black", lw=1.5))
-        panel.set_title(f"to patch ({y}, {x})", fontsize=8)
-        panel.set_xlabel("column (patches)", fontsize=7)
-        panel.set_ylabel("row (patches)", fontsize=7)
-        whole_numbers(panel)
+    if trained != rows.shape[:2]:
+        title += f"\n{format_size(rows.shape[:2])} patches, trained on {format_size(trained)}"
+    figure, ((panel,),) = sheet(1, 1, 2.2, panel_height([alike.shape], 2.2), title)
+    image = panel.imshow(alike.numpy(), SEQUENTIAL, vmin=float(alike.min()), vmax=1, interpolation="nearest")
+    panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, color="black", lw=1.5))
+    panel.set_title(f"to patch ({y}, {x})", fontsize=8)
+    panel.set_xlabel("column (patches)", fontsize=7)
+    panel.set_ylabel("row (patches)", fontsize=7)
+    whole_numbers(panel)
     color_bar(figure, image, figure.axes, f"{name}: cosine similarity")
     return figure
 

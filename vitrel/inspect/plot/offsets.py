@@ -52,30 +52,28 @@ class Lattice(NamedTuple):
     share: float | None = None  # of the logits of a recorded layer, see `position_shares`
 
 
-def lattices(source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None) -> list[Lattice]:
+def lattices(source: Source, size: int | Size | None = None) -> list[Lattice]:
     """List every quantity over offsets of a model or an encoding, layer by layer; the parts of a composition separately.
 
     Args:
         source: a model with vitrel's encodings; an encoding; or layers recorded on images, whose mean logit from position is
             taken, including terms that depend on content.
         size: pixels for a model, patches for an encoding, one side or (h, w), by default that of training.
-        layers: indices into the attention layers that have an encoding.
 
     Raises:
         ValueError: there is nothing to draw, or what is drawn holds NaN.
     """
     if isinstance(source, nn.Module):
-        in_attention = [one for one in encodings_of(source, size) if any(p.site == "attention" for p in parts_of(one[1]))]
         found = [
             lattice
-            for name, encoding, grid in (in_attention if layers is None else [in_attention[n] for n in layers])
+            for name, encoding, grid in encodings_of(source, size)
             for part in parts_of(encoding)
             for lattice in _of_encoding(name, part, grid)
         ]
     elif size is not None:
         raise ValueError("recorded layers have the size they were recorded at: leave size out")
     else:
-        found = [_measured(layer) for layer in (source if layers is None else [source[n] for n in layers])]
+        found = [_measured(layer) for layer in source]
     found = [lattice for lattice in found if bool(lattice.values.nan_to_num().any())]
     if not found:
         hint = "record(model, images) of vitrel.inspect.attention measures what depends on content, in any model"
@@ -88,7 +86,6 @@ def lattices(source: Source, size: int | Size | None = None, layers: Sequence[in
 def offset_maps(
     source: Source,
     size: int | Size | None = None,
-    layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Figure:
     """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
@@ -101,7 +98,7 @@ def offset_maps(
     Args:
         heads: indices, by default all; a layer shows those that it has.
     """
-    drawn = lattices(source, size, layers)
+    drawn = lattices(source, size)
     columns = [[h for h in range(len(d.values)) if heads is None or h in heads or len(d.values) == 1] for d in drawn]
     if not any(columns):
         raise ValueError(f"no layer has heads {heads}: the most is {max(len(d.values) for d in drawn)}")
