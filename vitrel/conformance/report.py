@@ -11,16 +11,26 @@ from vitrel.common.tables import aligned
 
 
 class Finding(NamedTuple):
-    """A place where a check compared a model with its definition: a deviation, or with an empty `found` none."""
+    """A place where a check compared a model with its definition: a deviation, or with an empty `found` none.
+
+    Args:
+        check: name of the check.
+        where: module, and layers with the same finding.
+        expected: what the definition gives, in words.
+        found: what the model does instead, in words; "" where it does what is expected.
+        input: the smallest input that shows it, in words.
+        vectors: the numbers that were compared. A check gives a function that makes them, `vitrel.check` calls it for what a
+            report holds. None where there are none.
+        definition: the formula that the check tests.
+    """
 
     check: str
-    where: str  # module, and layers with the same finding
+    where: str
     expected: str
     found: str
-    input: str = ""  # the smallest input that shows it
-    # The numbers that were compared. A check gives a function that makes them, `check` calls it for what a report holds.
+    input: str = ""
     vectors: Any = None
-    definition: str = ""  # the formula that the check tests
+    definition: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; `vectors` with tensors as {"dtype", "shape", "data"}."""
@@ -29,14 +39,24 @@ class Finding(NamedTuple):
 
 @dataclass
 class Report:
-    """The encodings of a model and the result of every check; `print` shows a table."""
+    """The encodings of a model and the result of every check; `print` shows a table.
+
+    Attributes:
+        model: name of the model.
+        sizes: (height, width) in pixels of the images.
+        encodings: the kinds of position that were identified, with the layers that have them.
+        findings: the deviations.
+        results: {check: "FINDING", "passed", or why it is not applicable}.
+        held: {check that passed: one of its comparisons}, of those that compare numbers.
+        seconds: duration.
+    """
 
     model: str
     sizes: tuple[Size, ...]
     encodings: list[str]
     findings: list[Finding] = field(default_factory=list)
-    results: dict[str, str] = field(default_factory=dict)  # {check: "FINDING", "passed", or why it is not applicable}
-    held: dict[str, Finding] = field(default_factory=dict)  # of each check that passed one comparison, of those with numbers
+    results: dict[str, str] = field(default_factory=dict)
+    held: dict[str, Finding] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property

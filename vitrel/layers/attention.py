@@ -235,7 +235,7 @@ class RelativeAttention(nn.Module):
             mask: as in `Attention.forward`.
 
         Raises:
-            ValueError: x does not have the tokens of the grid.
+            ValueError: x does not have the tokens of the grid, or a windowed layer gets a mask or prefix tokens.
         """
         grid = Grid(*grid)
         if x.dim() != 3:
