@@ -1,7 +1,9 @@
 """The `vitrel` command as a whole: help and usage errors at once, exit statuses, and subcommands without a file of tests."""
 
+import inspect
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 import vitrel
 from helpers import ROOT, each
 from vitrel import cli
+from vitrel.cli import train
 from vitrel.common import extras
 from vitrel.common.extras import EXTRAS, MissingExtra, absent, install_command, optional_import, require
 
@@ -130,6 +133,19 @@ def test_the_same_thing_has_the_same_option_everywhere():
     for option in ("--json", "--model-args", "--pretrained"):
         assert len(options[option]) > 1 and len(set(options[option].values())) == 1, option
     assert set(options["--size"]) >= {"diagnose", "evaluate", "export"}
+
+
+def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
+    from vitrel.train import Classifier, ImageData
+    from vitrel.train.running.command import Run
+
+    known = {"data": ImageData.__init__, "model": Classifier.__init__, "run": Run.__init__}
+    named = {(section, key) for section, key in re.findall(r"--(data|model|run)\.(\w+)", train.HELP)}
+    for section, key in named:
+        assert key in inspect.signature(known[section]).parameters, f"{section}.{key}"
+    decided = {"self", "seed", "num_classes", "img_size"}  # by the data and by seed_everything
+    assert {key for section, key in named if section == "model"} == set(inspect.signature(known["model"]).parameters) - decided
+    assert len(train.HELP.splitlines()) <= 50
 
 
 def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
