@@ -82,15 +82,6 @@ def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsy
     assert set(pd.read_csv(tmp_path / "out" / "results.csv")["label"]) == {f"vitrel_vit_n8_none ({path})" for path in paths}
 
 
-@pytest.mark.slow
-def test_without_sizes_there_are_four(checkpoint, tmp_path):
-    path, out = checkpoint("vitrel_vit_n8_table", "a.ckpt"), tmp_path / "out"
-    tool.main([path, "--data", "shapes", "--n", "4", "--device", "cpu", "--attention-n", "0", "--no-report", "--out", str(out)])
-    frame = pd.read_csv(out / "results.csv")
-    assert frame["img_size"].tolist() == ["64x64", "32x32", "96x96", "128x128"] and set(frame["protocol"]) == {"scale"}
-    assert frame["policy"].tolist() == ["none", "none", "geometric", "geometric"]
-
-
 def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
     path = checkpoint("vitrel_vit_n8_none", "a.ckpt")
     for arguments, message in [

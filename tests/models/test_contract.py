@@ -192,21 +192,6 @@ def test_gradient_checkpointing(name):
     assert len(calls.inputs) == 2 * blocks
 
 
-@each("name", ["vitrel_vit_n8_absolute", "vitrel_swin_n"])
-def test_layer_decay_groups(name):
-    model = build(name)
-    groups = timm.optim.param_groups_layer_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
-    scale = {id(p): g["lr_scale"] for g in groups for p in g["params"]}
-    decay = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
-    named = dict(model.named_parameters())
-    assert len(scale) == len(named)
-    first, last = ("blocks.0.", "blocks.3.") if "vit_n8" in name else ("layers.0.blocks.0.", "layers.2.blocks.1.")
-    assert scale[id(named["patch_embed.proj.weight"])] < scale[id(named[f"{first}attn.qkv.weight"])]
-    assert scale[id(named[f"{first}attn.qkv.weight"])] < scale[id(named[f"{last}attn.qkv.weight"])] <= 1
-    assert all(decay[id(named[n])] == 0 for n in model.position_parameters())
-    assert len({scale[id(p)] for n, p in named.items() if n.startswith(first)}) == 1  # position decays with its block
-
-
 @each("name", TRIO)
 def test_torchvision_feature_extraction(name):
     """With timm's list of leaves, torchvision's extractor is exact at sizes it was not traced at."""
