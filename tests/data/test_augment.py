@@ -15,7 +15,7 @@ from vitrel.data.prepare import Prepare, normalize
 
 HALF = (0.5, 0.5, 0.5)
 PLAIN = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "jitter": 0.0}
-EVERYTHING = {"policy": "rand-m9-mstd0.5-inc1", "jitter": 0.3, "gray_prob": 0.2, "blur_prob": 0.2}
+EVERYTHING = {"policy": "rand-m9-mstd0.5-inc1", "jitter": 0.3}
 
 
 class Normalized(Augmenter):
@@ -95,17 +95,17 @@ def test_a_view_is_independent_of_the_global_state_and_leaves_it_alone():
 
 
 def test_transforms_draw_independently():
-    """albumentations hands one seed to every transform: both mirrorings and graying would then move together."""
+    """albumentations hands one seed to every transform: both mirrorings would then move together."""
+    augment = augmenter(**PLAIN | {"flip": True}, vflip=True)
+    counts = Counter()
     image = ramp().clone()
     image[1, :24] //= 2
-    augment = augmenter(**PLAIN | {"flip": True}, vflip=True, gray_prob=0.5)
-    counts = Counter()
     for index in range(200):
         out = augment(image, 0, index)
         mirrored = out[0].diff(dim=1).sign().sum(1).median() < 0
         down = out[1, :16].mean() > out[1, 16:].mean()
-        counts[bool(mirrored), bool(down), torch.equal(out[0], out[1])] += 1
-    assert len(counts) == 8 and min(counts.values()) > 10
+        counts[bool(mirrored), bool(down)] += 1
+    assert len(counts) == 4 and min(counts.values()) > 25
 
 
 def test_labels_of_direction_survive_without_flip():
@@ -221,11 +221,7 @@ def test_interpolation(interpolation):
         ({"ratio": (1.0, float("nan"))}, "augment.ratio"),
         ({"factor": (0.0, 2.0)}, "augment.factor"),
         ({"factor": (0.5, float("inf"))}, "augment.factor"),
-        ({"gray_prob": -1}, "augment.gray_prob must be a probability, from 0 to 1, not -1"),
-        ({"jitter_prob": 2}, "augment.jitter_prob"),
-        ({"blur_prob": 1.01}, "augment.blur_prob"),
         ({"erase": 25}, "augment.erase must be a probability"),
-        ({"erase_count": 0}, "augment.erase_count must be at least 1, not 0"),
         ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "augment.jitter must be from 0 to 1, its hue from 0 to 0.5"),
         ({"jitter": 1.5}, "augment.jitter must be from 0 to 1"),
         ({"jitter": -0.1}, "augment.jitter must be from 0 to 1"),

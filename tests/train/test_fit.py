@@ -160,7 +160,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
         (["--model.model_args={num_classes: 7}"], "model_args must not set num_classes"),
         (["--trainer.max_epochs=-1"], "the run has no length: set trainer.max_epochs"),
         (["--trainer.max_epochs=0"], "the run has no length: set trainer.max_epochs"),
-        (["--data.region=[0, 0, 1, 0.5]"], "data.region is the part of an image in which"),
         (["--data.n_train=97"], "holds 96 images: .* not 97"),
     ],
 )
@@ -179,12 +178,6 @@ def test_model_and_data_must_have_as_many_classes(command, monkeypatch):
     monkeypatch.setattr(Classifier, "setup", setup)
     with pytest.raises(ValueError, match=r"the model has 5 classes, .* has 4"):
         run(command("run"))
-
-
-def test_shapes_may_be_limited_to_a_region_in_training(command):
-    extra = ["--data.data=shapes", "--data.size=64", "--data.n_train=16", "--data.n_val=16"]
-    cli = run(command("run", *extra, "--data.region=[0, 0, 1, 0.75]", epochs=1))
-    assert cli.datamodule.train_set.high[1] < cli.datamodule.val_set.high[1]
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's
                                   attention, the embedding dropped; docs/studies say what that changed in our trials
   --fit N                         number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
-  --task segmentation|multilabel  a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt, shapes-dense or
-                                  Hugging Face data, --head linear|fpn|upernet; or several labels an image, a CSV with ; between
+  --task segmentation|multilabel  a class for every pixel, from images/<split>/, masks/<split>/ and classes.txt or shapes-dense,
+                                  --head linear|fpn|upernet; or several labels an image, a CSV with ; between
   --distill [logits|features]     without labels: the model learns to answer as it did before --position and --absolute; with
                                   features its tokens, too, follow the former ones, less what depends on place alone
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
@@ -84,7 +84,7 @@ data
   --data.augment YAML             {} for the defaults, null for none
   --data.n_val N                  number of evaluation images; default all
   --data.train_sizes YAML         sizes between which batches alternate, e.g. '[80, 96, [96, 128]]'
-  --data.repeats N, --data.reading YAML, --data.region YAML, --data.protocol, --data.tokens
+  --data.repeats N, --data.reading YAML, --data.protocol, --data.tokens
 
 model
   --model.model NAME|FILE         the same as --model; every short option above sets a key

@@ -75,7 +75,7 @@ class Augmenter:
         self.settings = replace(settings, crop=settings.crop or "random_resized")
         self.mean, self.seed, self.size = mean, seed, (size[0], size[1])
         self.crop_pct, self.crop_mode = (crop_pct, crop_mode) if settings.crop == "center" else (1.0, "center")
-        # the generators of the libraries; crop, flips, jitter, gray and blur have their own
+        # the generators of the libraries; crop, flips and jitter have their own
         self.seeds = settings.policy is not None or settings.crop in ("simple", "center")
         self.pipelines = {self.size: pipeline(self.settings, self.size, mean)}
 
@@ -119,7 +119,7 @@ class Augmenter:
                 if self.settings.crop in ("simple", "center"):
                     image = self._resized_and_cropped(image, size)
                 # set_random_seed would give every transform the same random numbers, so that e.g. only mirrored images would be
-                # blurred. One pair of generators shared by all transforms keeps them independent.
+                # brightened. One pair of generators shared by all transforms keeps them independent.
                 steps = self.pipelines[size]
                 steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
                 found = steps(image=as_array(image), **({} if mask is None else {"mask": mask}))
@@ -179,7 +179,7 @@ def seeded(state: np.random.SeedSequence) -> Iterator[None]:
 
 
 def pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> A.Compose:
-    """Return crop, flips, policy, color jitter, gray and blur of uint8 [h, w, 3] and masks [h, w], in this order.
+    """Return crop, flips, policy and color jitter of uint8 [h, w, 3] and masks [h, w], in this order.
 
     The crops "simple" and "center" are left to `Augmenter`; images must then have the size (H, W).
     """
@@ -201,11 +201,7 @@ def pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, .
     if any(settings.jitter_ranges):
         *spans, hue = settings.jitter_ranges
         factors = ((1 - span, 1 + span) for span in spans)
-        steps.append(A.ColorJitter(*factors, hue=(-hue, hue), p=settings.jitter_prob))
-    if settings.gray_prob:
-        steps.append(A.ToGray(p=settings.gray_prob))
-    if settings.blur_prob:
-        steps.append(A.GaussianBlur(sigma_limit=(0.1, 2.0), p=settings.blur_prob))
+        steps.append(A.ColorJitter(*factors, hue=(-hue, hue), p=1.0))
     return A.Compose(steps)
 
 

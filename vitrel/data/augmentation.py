@@ -11,7 +11,7 @@ EraseMode = Literal["const", "rand", "pixel"]
 
 @dataclass
 class Augmentation:
-    """Augmentation of training images, applied in this order: crop, flips, policy, color jitter, gray, blur, erasing.
+    """Augmentation of training images, applied in this order: crop, flips, policy, color jitter, erasing.
 
     In segmentation, crop and flips move image and mask alike. It takes the crops "random_scale" and "random_resized", no
     erasing, and of the policies "3a", which moves nothing.
@@ -37,11 +37,8 @@ class Augmentation:
         factor: [minimum, maximum] of the multiple of "random_scale".
         interpolation: interpolation of resizing and of the policy's geometric operations: "bicubic", "bilinear", or "random"
             to choose one at random.
-        jitter_prob, gray_prob, blur_prob: probabilities of color jitter, conversion to gray, and Gaussian blur (standard
-            deviation 0.1 to 2 pixels).
         erase_mode: fill erased rectangles with the mean color ("const"), one random color ("rand") or random pixels
             ("pixel").
-        erase_count: maximum number of erased rectangles.
 
     Raises:
         ValueError: a value out of range. A policy is checked where a data set is made.
@@ -57,11 +54,7 @@ class Augmentation:
     crop: Crop | None = None
     factor: tuple[float, float] = (0.5, 2.0)
     interpolation: Interpolation = "bicubic"
-    jitter_prob: float = 1.0
-    gray_prob: float = 0.0
-    blur_prob: float = 0.0
     erase_mode: EraseMode = "const"
-    erase_count: int = 1
 
     def __post_init__(self) -> None:
         for name, most in (("scale", 1.0), ("ratio", math.inf), ("factor", math.inf)):
@@ -70,14 +63,11 @@ class Augmentation:
             if not (0 < minimum <= maximum <= most and maximum < math.inf):
                 limits = "above 0 and at most 1" if most == 1 else "above 0"
                 raise ValueError(f"augment.{name} must be [minimum, maximum], both {limits}, not {list(span)}")
-        for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"augment.{name} must be a probability, from 0 to 1, not {getattr(self, name)}")
+        if not 0 <= self.erase <= 1:
+            raise ValueError(f"augment.erase must be a probability, from 0 to 1, not {self.erase}")
         *spans, hue = self.jitter_ranges
         if not (all(0 <= span <= 1 for span in spans) and 0 <= hue <= 0.5):
             raise ValueError(f"augment.jitter must be from 0 to 1, its hue from 0 to 0.5, not {self.jitter}")
-        if self.erase_count < 1:
-            raise ValueError(f"augment.erase_count must be at least 1, not {self.erase_count}")
         for name, known in (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode)):
             if (value := getattr(self, name)) not in get_args(known) and (name, value) != ("crop", None):
                 raise ValueError(f"unknown augment.{name} {value!r}; use one of {', '.join(get_args(known))}")

@@ -16,7 +16,7 @@ from vitrel.data.readers.decode import Reading
 from vitrel.data.readers.files import LabelSet, csv_reader
 from vitrel.data.readers.folder import folder_classes, folder_reader
 from vitrel.data.readers.hub import data_files, is_saved, rows_reader
-from vitrel.data.readers.masks import MaskSet, are_named, mask_classes, mask_reader, mask_rows_reader
+from vitrel.data.readers.masks import MaskSet, mask_classes, mask_reader
 from vitrel.data.readers.sets import torchvision_reader
 from vitrel.data.readers.splits import Split
 from vitrel.data.readers.tars import tar_files, tar_reader
@@ -32,11 +32,11 @@ READERS: dict[str, dict[str, Callable[[str, Split, Reading], Reader]]] = {  # by
         "hfds": rows_reader,
         "torch": torchvision_reader,
     },
-    "segmentation": {"folder": mask_reader, "hfds": mask_rows_reader},
+    "segmentation": {"folder": mask_reader},
     "multilabel": {"csv": partial(csv_reader, several=True)},
 }
 READS = {
-    "segmentation": "has no masks: segmentation reads folders of images and masks, Parquet and hfds/<name>",
+    "segmentation": "has no masks: segmentation reads folders of images and masks",
     "multilabel": "has one label an image: the task multilabel reads a CSV with ; between labels",
 }
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
@@ -80,9 +80,8 @@ def create_dataset(
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalization, from the model's `pretrained_cfg`.
         task: "classification", "segmentation" or "multilabel". Data for segmentation are a folder that holds `images/<split>/`,
-            `masks/<split>/` and `classes.txt`, or a Hugging Face data set with a column of images and one of masks. The whole
-            image is resized to (H, W), in the canvas protocol to `base_size`. Data for several labels an image are a CSV
-            with ; between them.
+            `masks/<split>/` and `classes.txt`. The whole image is resized to (H, W), in the canvas protocol to `base_size`.
+            Data for several labels an image are a CSV with ; between them.
         augment: augmentation of training images; None prepares them as for evaluation. It needs `std` None, and leaves erasing
             to the training. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
@@ -126,8 +125,8 @@ def create_dataset(
     options: dict[str, Any] = {"augment": augmenter, "n": n, "seed": seed, "reading": reading}
     if task != "segmentation":
         return (LabelSet if task == "multilabel" else ImageSet)(reader, prepare, **options)
-    named = split == "train" and are_named(_kind_of(data)[1])  # all classes have to occur
-    return MaskSet(reader, prepare, expected=len(reader.classes) if named else 0, **options)
+    expected = len(reader.classes) if split == "train" else 0  # all classes have to occur
+    return MaskSet(reader, prepare, expected=expected, **options)
 
 
 def _kind_of(data: str) -> tuple[str, str]:

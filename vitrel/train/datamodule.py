@@ -27,7 +27,6 @@ from vitrel.data import (
     class_names,
     collate,
     create_dataset,
-    create_shapes,
 )
 from vitrel.data.create import Task
 from vitrel.tasks import task_named
@@ -53,8 +52,6 @@ class ImageData(LightningDataModule):
         augment: random augmentation of training images; null for none, {} for the defaults.
         n_train: number of training images; by default 10,000 for `shapes`, otherwise all.
         n_val: number of evaluation images; by default 1,000 for `shapes`, otherwise all.
-        region: the part of a training image in which `shapes` are drawn, as in `vitrel.data.Shapes`; in evaluation they are
-            drawn everywhere.
         train_sizes: sides or [H, W] that training batches alternate between; a batch of larger images holds fewer of them, so
             that every batch has about the same number of tokens. Null: `size` only. At native shape each size stands for its
             number of tokens.
@@ -83,7 +80,6 @@ class ImageData(LightningDataModule):
         augment: Augmentation | None = None,
         n_train: int | None = None,
         n_val: int | None = None,
-        region: tuple[float, float, float, float] | None = None,
         train_sizes: list[int | tuple[int, int]] | None = None,
         protocol: Literal["scale", "native"] = "scale",
         tokens: int | None = None,
@@ -94,7 +90,7 @@ class ImageData(LightningDataModule):
     ) -> None:
         super().__init__()
         self.task = task
-        self.data, self.size, self.augment, self.region, self.seed = data, pair(size), augment, region, seed
+        self.data, self.size, self.augment, self.seed = data, pair(size), augment, seed
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
         self.global_batch_size = global_batch_size
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
@@ -123,9 +119,10 @@ class ImageData(LightningDataModule):
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.protocol == "native" else {})
         if self.data not in SHAPES:  # the module normalizes on its device
             preprocessing["std"] = None
-        self.train_set = self._train_set(preprocessing)
-        options = {"n": self.n_val, "reading": self.reading, "task": self.task}
-        self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, **options)
+        options = preprocessing | {"reading": self.reading, "task": self.task}
+        chosen = {"augment": self.augment, "n": self.n_train, "seed": self.seed}
+        self.train_set = create_dataset(self.data, "train", self.size, **chosen, **options)
+        self.val_set = create_dataset(self.data, "val", self.size, n=self.n_val, **options)
         n, even = len(self.train_set), module.mixup is not None
         self.chose_batch = self.batch_size is None
         if self.batch_size is None:
@@ -160,21 +157,6 @@ class ImageData(LightningDataModule):
         sizes = self.train_set.image_sizes()
         ranks = self.trainer.global_rank, self.trainer.world_size
         return NativeOrder(sizes, self.batch_size, self.budget, self.patch, self.budgets, self.repeats, even, *ranks, self.seed)
-
-    def _train_set(self, preprocessing: dict[str, Any]) -> Dataset:
-        if self.region is None:
-            options = {
-                "augment": self.augment,
-                "n": self.n_train,
-                "seed": self.seed,
-                "reading": self.reading,
-                "task": self.task,
-            }
-            return create_dataset(self.data, "train", self.size, **preprocessing, **options)
-        if self.data != "shapes":
-            raise ValueError("data.region is the part of an image in which `shapes` are drawn: leave it out for other data")
-        mean, std = preprocessing["mean"], preprocessing["std"]
-        return create_shapes("train", self.n_train, self.seed, size=self.size, mean=mean, std=std, region=self.region)
 
     def unaugmented(self, n: int) -> Tensor:
         """Return n training images, or all, at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which.

@@ -123,12 +123,11 @@ class Erasing:
     """Random erasing of normalized images on their device, by timm's RandomErasing.
 
     Args:
-        settings: of its fields `erase`, `erase_mode` and `erase_count` are used.
+        settings: of its fields `erase` and `erase_mode` are used.
     """
 
     def __init__(self, settings: Augmentation) -> None:
-        how = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
-        self.erase = RandomErasing(settings.erase, **how)
+        self.erase = RandomErasing(settings.erase, mode=settings.erase_mode, device="cpu")
 
     def __call__(self, images: Tensor) -> None:
         """Erase in images [B, 3, H, W] in place, with random numbers of the global generators of Python and torch (CPU)."""

@@ -90,27 +90,6 @@ def test_layouts(root, tmp_path):
     assert list(map(len, parts)) == [4, 2] and sorted(parts[0] + parts[1]) == sorted(items(root))
 
 
-def write_rows(root, out):
-    datasets = pytest.importorskip("datasets")
-    for split in ("train", "val"):
-        files = [sorted((root / folder / split).iterdir()) for folder in ("images", "masks")]
-        images = [[{"bytes": path.read_bytes(), "path": None} for path in paths] for paths in files]
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.Image()})
-        rows = datasets.Dataset.from_dict(dict(zip(("image", "label"), images, strict=True)), features=features)
-        rows.to_parquet(out / f"{'train' if split == 'train' else 'validation'}.parquet")
-
-
-@pytest.mark.slow
-def test_hugging_face(root, tmp_path):
-    write_rows(root, tmp_path / "rows")
-    assert class_names(str(tmp_path / "rows"), task="segmentation") == ["0", "1", "2"]
-    shutil.copy(root / "classes.txt", tmp_path / "rows")
-    for split in ("train", "val"):
-        assert items(tmp_path / "rows", split) == items(root, split)
-    data = create_dataset(str(tmp_path / "rows"), "val", (36, 48), **HOW)
-    assert data.name(1).endswith("validation: 1")
-
-
 def drop(path):
     path.unlink()
 

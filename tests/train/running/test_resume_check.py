@@ -101,8 +101,6 @@ def test_other_drawn_images_are_named(tmp_path):
     args += [f"--trainer.default_root_dir={tmp_path}/run", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
     run([*args, "--data.data=shapes"])
     assert "drawn data: shapes, now shapes-corner" in refused([*args, "--data.data=shapes-corner"], tmp_path / "run")
-    said = refused([*args, "--data.data=shapes", "--data.region=[0, 0, 1, 0.9]"], tmp_path / "run")
-    assert "data.region: None, now [0.0, 0.0, 1.0, 0.9]" in said
 
 
 def rename(data):

@@ -6,7 +6,7 @@ which is then read by index. Labels that are numbers are named by `classes.txt` 
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,40 +21,37 @@ from vitrel.data.readers.tars import is_web_dataset
 
 FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 LABELS = ("label", "cls")  # columns, the latter of a WebDataset
-Source = tuple[int, str]  # row and column
 
 
 @dataclass
 class Rows(Reader):
-    """Encoded images in columns of rows of `datasets`: a source is (row, column).
+    """Encoded images in rows of `datasets`: a source is the number of a row.
 
     Args:
-        rows: the data set of the split.
+        rows: the data set of the split, with the column of images alone.
         keys: names of the rows.
     """
 
     rows: Any
     keys: Sequence[Any]
 
-    def encoded(self, source: Source) -> bytes | str:
+    def encoded(self, source: int) -> bytes | str:
         """Return the encoded image or its path; b"" for a sample without an image."""
-        row, column = source
-        image = self.rows[row][column] or {"bytes": b""}
+        (image,) = self.rows[source].values()
+        image = image or {"bytes": b""}
         return image["path"] if image["bytes"] is None else image["bytes"]
 
-    def name(self, source: Source) -> str:
+    def name(self, source: int) -> str:
         """Return the row, of a WebDataset its tar and key."""
-        return str(self.keys[source[0]])
+        return str(self.keys[source])
 
-    def states(self, sources: Sequence[Source]) -> list[str]:
+    def states(self, sources: Sequence[int]) -> list[str]:
         """Return the size of each encoded image in bytes; "" for images that are files of their own."""
         import pyarrow.compute as pc
 
-        sizes = {}
-        for name in {column for _, column in sources}:
-            parts = (part[name] for part in self.rows.with_format("arrow").iter(1000))
-            sizes[name] = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
-        return ["" if sizes[column][row] is None else str(sizes[column][row]) for row, column in sources]
+        parts = (part.column(0) for part in self.rows.with_format("arrow").iter(1000))
+        sizes = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
+        return ["" if sizes[row] is None else str(sizes[row]) for row in sources]
 
 
 def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
@@ -72,34 +69,18 @@ def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
     """
     splits = load(place)
     image, label, names = _columns(place, splits)
-    numbers = {value: number for number, value in enumerate(names)}
-
-    def samples(rows: Any) -> list[tuple[Source, int]]:
-        return [((row, image), numbers[value]) for row, value in enumerate(rows[label])]
-
-    return read_rows(place, split, reading, splits, list(names.values()), [image], samples)
-
-
-def read_rows(
-    place: str,
-    split: Split,
-    reading: Reading,
-    splits: dict[str, Any],
-    classes: list[str],
-    images: list[str],
-    samples: Callable[[Any], Sequence[tuple[Source, Any]]],
-) -> Rows:
-    """Return the `samples` of the rows of a split, with columns of images."""
     own, whole = chosen(split, splits, reading.val_fraction)
     if own is None and not whole:
         raise ValueError(f"{place} has the splits {', '.join(splits)}, and none for {split!r}")
     own = own or next(iter(splits))
-    rows = splits[own]
-    found = divided(samples(rows), split, reading.val_fraction, place) if whole else samples(rows)
+    rows, numbers = splits[own], {value: number for number, value in enumerate(names)}
+    samples = [(row, numbers[value]) for row, value in enumerate(rows[label])]
+    if whole:
+        samples = divided(samples, split, reading.val_fraction, place)
     keys: Sequence[Any] = range(len(rows))
     if {"__url__", "__key__"} <= rows.features.keys():  # of a WebDataset
         keys = [f"{PurePath(url).name}: {key}" for url, key in zip(rows["__url__"], rows["__key__"], strict=True)]
-    return Rows(classes, found, f"{place} {own}", "", rows.select_columns(images), keys)
+    return Rows(list(names.values()), samples, f"{place} {own}", "", rows.select_columns([image]), keys)
 
 
 def image_columns(features: dict[str, Any]) -> list[str]:

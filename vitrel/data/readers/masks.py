@@ -2,7 +2,7 @@
 
 A mask is a PNG of one channel, gray or palette, of 1 to 16 bits and the size of its image. Its values are the classes, 255
 where a pixel has none; the colors of a palette do not matter. Image and mask are turned by their EXIF orientation. Masks are in
-folders beside the images (`mask_reader`), or in a column of a Hugging Face data set (`mask_rows_reader`).
+folders beside the images (`mask_reader`).
 
 Every mask is decoded once when a data set is made: one that does not fit its image or the classes, or has no pixel with a
 class, is an error before training, as is a class that no mask has. Nothing is resampled to fit.
@@ -11,8 +11,6 @@ class, is an error before training, as is a class that no mask has. Nothing is r
 import os
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,9 @@ from vitrel.data.readers.classes import read_class_names
 from vitrel.data.readers.decode import IGNORED, BadImage, Reading, decode_mask, image_size
 from vitrel.data.readers.files import Files, below
 from vitrel.data.readers.folder import SHOWN, Scan, split_folder
-from vitrel.data.readers.hub import Rows, Source, image_columns, load, read_rows
-from vitrel.data.readers.splits import Split, divided, one_of
+from vitrel.data.readers.splits import Split, divided
 
 LAYOUT = "images/<split>/*.jpg, masks/<split>/*.png with the same names, and classes.txt, whose line i names class i from 0"
-MASK_COLUMNS = ("mask", "label", "annotation", "segmentation", "segmentation_mask", "semantic_mask")
 _checked: dict[tuple, np.ndarray] = {}  # of every checked set [n, 256], because evaluation makes it for every size
 
 
@@ -178,57 +174,3 @@ def mask_classes(root: str) -> list[str]:
     if not 0 < len(classes) <= IGNORED:
         raise ValueError(f"{path} names {len(classes)} classes: it must be 1 to {IGNORED}, since {IGNORED} means no class")
     return classes
-
-
-def mask_rows_reader(place: str, split: Split, reading: Reading) -> Rows:
-    """Return the images and masks of a split of a Hugging Face data set with a column of images and one of masks.
-
-    The classes are named by `classes.txt` in the folder, or else numbered up to the largest in the masks.
-
-    Args:
-        place, split, reading: as of `vitrel.data.readers.hub.rows_reader`.
-
-    Raises:
-        ValueError: the data set cannot be loaded, or has no such columns.
-    """
-    splits = load(place)
-    image, mask = _mask_columns(place, splits)
-
-    def samples(rows: Any) -> list[tuple[Source, Source]]:
-        return [((row, image), (row, mask)) for row in range(len(rows))]
-
-    classes = mask_classes(place) if are_named(place) else [str(i) for i in range(_largest(place) + 1)]
-    return read_rows(place, split, reading, splits, classes, [image, mask], samples)
-
-
-def _mask_columns(place: str, splits: dict[str, Any]) -> tuple[str, str]:
-    """(column of images, column of masks); ValueError where there are none."""
-    features = next(iter(splits.values())).features
-    columns = image_columns(features)
-    mask = one_of(MASK_COLUMNS, columns) or (columns[1] if len(columns) > 1 else None)
-    image = next((column for column in columns if column != mask), None)
-    if image is None or mask is None:
-        raise ValueError(f"{place} has the columns {', '.join(features)}: segmentation needs one of images and one of masks")
-    return image, mask
-
-
-def are_named(place: str) -> bool:
-    """Return whether a folder names the classes of its masks."""
-    return (Path(place) / "classes.txt").is_file()
-
-
-@lru_cache(8)
-def _largest(place: str) -> int:
-    """The largest class in the masks of all splits, which are decoded; values of masks that cannot be decoded do not count."""
-    splits = load(place)
-    _, column = _mask_columns(place, splits)
-
-    def largest(mask: dict[str, Any]) -> int:
-        try:
-            values = decode_mask(mask["bytes"] or mask["path"])
-        except ValueError:
-            return 0
-        return int(values[values < IGNORED].max(initial=0))
-
-    with ThreadPoolExecutor(READERS) as readers:
-        return max(value for rows in splits.values() for value in readers.map(largest, rows[column]))

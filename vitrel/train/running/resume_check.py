@@ -32,7 +32,6 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "drawn data": data.data if data.data in SHAPES else None,
         "data.size": data.size,
         "data.augment": None if data.augment is None else asdict(data.augment),
-        "data.region": data.region,
         "data.reading.val_fraction": data.reading.val_fraction,
         "preprocessing": module.preprocessing,
         "images per batch of all devices": data.batch_size * trainer.world_size,
