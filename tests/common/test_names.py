@@ -39,6 +39,6 @@ def test_a_model_with_half_its_encoding_named(ask):
 
 
 def test_the_last_word_counts_where_the_others_are_missing():
-    known = ["model.optim.lr_base_size", "model.optim.schedule.warmup_lr", "model.optim.lr", "trainer.max_epochs", "data.data"]
+    known = ["model.optim.lr_base_size", "model.optim.initial_lr", "model.optim.lr", "trainer.max_epochs", "data.data"]
     assert nearest("lr", known, 1) == nearest("optim.lr", known, 1) == nearest("trainer.lr", known, 1) == ["model.optim.lr"]
     assert nearest("vitrel_swin_rope", timm.list_models("vitrel*"), 1) == ["vitrel_swin_b_rope_axial"]

@@ -11,7 +11,6 @@ from vitrel import save
 from vitrel.train import Classifier, Optimization
 from vitrel.train.distill import Distillation, Features, Teacher, outputs
 from vitrel.train.objective import Objective
-from vitrel.train.optim import Schedule
 from vitrel.train.tuning import Tuning
 
 ALONE = {"alpha": 1.0, "labels": False}
@@ -146,7 +145,7 @@ def start(tmp_path_factory):
 def student(file, size=(32, 32), position="alibi", **how):
     tuning = Tuning(init_from=str(file), position=position, absolute="drop", fit=0)
     objective = Objective(distillation=Distillation(**ALONE | {"features": Features()} | how))
-    optim = Optimization(lr=3e-3, warmup_epochs=0, schedule=Schedule("constant"))
+    optim = Optimization(lr=3e-3, warmup_epochs=0, final_lr=1.0)
     return Classifier("vitrel_vit_n8_absolute", 4, size, tuning=tuning, objective=objective, optim=optim)
 
 

@@ -110,7 +110,7 @@ def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     assert checkpoint["vitrel"]["class_counts"] == [6, 6, 6, 6] and checkpoint["vitrel"]["ema"]
     held = checkpoint["hyper_parameters"]
     assert held["tuning"] == asdict(Tuning())
-    assert held["optim"]["schedule"]["sched"] == "cosine" and held["objective"]["loss"] == "ce"
+    assert held["optim"]["final_lr"] == 0.0 and held["objective"]["loss"] == "ce"
     assert held["execution"]["compile"] is None and held["ema"]["decay"] == 0.9
     assert set(held) == set(inspect.signature(Classifier).parameters)
 

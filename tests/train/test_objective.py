@@ -51,7 +51,6 @@ def test_binary_cross_entropy_is_timms(thresh):
         (lambda: Objective("bce", bce_target_thresh=1.0), "bce_target_thresh must satisfy 0 <= value < 1, not 1.0"),
         (lambda: Objective().build(1.0), "label_smoothing must satisfy .* not 1.0"),
         (lambda: Mixing(mixup=-1.0), r"mixing.mixup \(-1.0\) .* at least 0"),
-        (lambda: Mixing(mixup=1.0, off_epoch=-1), "mixing.off_epoch must be an epoch"),
     ],
 )
 def test_settings_are_checked(build, text):
@@ -73,10 +72,10 @@ def test_what_is_not_set_has_its_default_and_one_that_is_set_stands_alone():
     assert Mixing(cutmix=0.5).mixup == 0.0
 
 
-def test_mixing_ends_at_off_epoch_and_the_loss_smooths_from_there(monkeypatch):
-    recipe = small(mixing=Mixing(mixup=1.0, off_epoch=1), label_smoothing=0.1)
-    seen = targets(recipe, monkeypatch, epochs=2)
-    assert [target.ndim for target in seen] == [2, 2, 1, 1]
+def test_mixing_smooths_labels_once_and_the_loss_those_of_evaluation(monkeypatch):
+    recipe = small(mixing=Mixing(mixup=1.0), label_smoothing=0.1)
+    seen = targets(recipe, monkeypatch, epochs=1)
+    assert [target.ndim for target in seen] == [2, 2]
     torch.testing.assert_close(seen[0].sum(-1), torch.ones(4))
     assert float(seen[0].min()) == pytest.approx(0.025)  # smoothed, once
     torch.testing.assert_close(recipe.learning.loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))

@@ -6,7 +6,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import vitrel  # noqa: F401
-from vitrel.train.optim import Optimization, Schedule, create_optimizer, layer_of, parameter_groups
+from vitrel.train.optim import Optimization, create_optimizer, layer_of, parameter_groups
 
 MODELS = ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_mixed", "vitrel_vit_n8_none", "vitrel_swin_n"]
 
@@ -17,7 +17,7 @@ def model(name, **kwargs):
 
 def rates(optimizer, updates, **schedule):
     """{group: rate} at every update."""
-    scheduler = LambdaLR(optimizer, Schedule(**schedule).factor(updates, per_epoch=updates, warmup_epochs=0.2))
+    scheduler = LambdaLR(optimizer, Optimization(warmup_epochs=0.2, **schedule).factor(updates, per_epoch=updates))
     for _ in range(updates):
         yield {group["name"]: group["lr"] for group in optimizer.param_groups}
         optimizer.step()
@@ -182,34 +182,30 @@ def test_lr_is_given_for_a_number_of_images():
     assert {group["lr"] for group in optimizer.param_groups} == {5e-4}
 
 
-def factors(schedule, updates, *args, **kwargs):
-    factor = schedule.factor(100, 10, *args, **kwargs)
+def factors(updates, **settings):
+    factor = Optimization(**settings).factor(100, 10)
     return [factor(update) for update in updates]
 
 
 def test_cosine_rises_and_falls_per_update():
-    values = factors(Schedule(), (0, 4, 9, 10, 55, 100, 1000), warmup_epochs=1, final=0.1)
+    values = factors((0, 4, 9, 10, 55, 100, 1000), warmup_epochs=1, final_lr=0.1)
     middle = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2))
     assert values == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, 0.1, 0.1])
+    assert factors((0, 10, 99), warmup_epochs=1, final_lr=1.0) == [0.1, 1, 1]
 
 
 def test_the_warm_up_may_begin_above_zero():
-    assert factors(Schedule(warmup_lr=0.5), (0, 4, 9), 1) == pytest.approx([0.55, 0.75, 1.0])
-
-
-def test_linear_and_constant():
-    assert factors(Schedule("linear"), (10, 55, 100), 1, final=0.2) == pytest.approx([1, 0.6, 0.2])
-    assert factors(Schedule("constant"), (0, 10, 99), 1) == pytest.approx([0.1, 1, 1])
+    assert factors((0, 4, 9), warmup_epochs=1, initial_lr=0.5) == pytest.approx([0.55, 0.75, 1.0])
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused():
     with pytest.raises(ValueError, match=r"warm-up of 10 updates in a run of 10: lower model.optim.warmup_epochs"):
-        Schedule().factor(10, 10, 1)
+        Optimization(warmup_epochs=1).factor(10, 10)
 
 
 @pytest.mark.parametrize(
     ("updates", "per_epoch", "warmup"), [(3000, 10, 50), (500, 10, 50), (100, 10, 10), (10, 10, 1), (5, 5, 0), (1, 100, 0)]
 )
 def test_the_default_warm_up_is_5_epochs_or_a_tenth_of_a_short_run(updates, per_epoch, warmup):
-    factor = Schedule("constant").factor(updates, per_epoch, None)
+    factor = Optimization(final_lr=1.0).factor(updates, per_epoch)
     assert sum(factor(update) < 1 for update in range(updates)) == max(warmup - 1, 0) and factor(updates - 1) == 1

@@ -8,7 +8,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from helpers.small_runs import SMALL, fit, small
 from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
-from vitrel.train.optim import Schedule
 from vitrel.train.running.execution import Execution
 
 TABLE = "vitrel_vit_n8_table"
@@ -36,7 +35,7 @@ def optimized(settings, **how):
 
 
 def test_layer_decay_holds_in_a_run():
-    settings = Optimization(lr=1e-2, warmup_epochs=0.5, layer_decay=0.5, position_lr_scale=4.0, schedule=Schedule("linear"))
+    settings = Optimization(lr=1e-2, warmup_epochs=0.5, layer_decay=0.5, position_lr_scale=4.0)
     seen, _ = optimized(settings)
     assert len(seen.rates) == 12
     for rate in seen.rates:
@@ -46,7 +45,7 @@ def test_layer_decay_holds_in_a_run():
 
 
 def test_the_rate_is_for_the_images_of_an_update():
-    settings = Optimization(lr=1e-3, warmup_epochs=0.0, lr_base_size=64, schedule=Schedule("constant"))
+    settings = Optimization(lr=1e-3, warmup_epochs=0.0, lr_base_size=64, final_lr=1.0)
     seen, _ = optimized(settings, accumulate_grad_batches=2)
     assert {round(rate["decayed"], 12) for rate in seen.rates} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
 

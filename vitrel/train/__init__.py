@@ -12,7 +12,7 @@ with optional_import():
     from vitrel.train.ema import Ema
     from vitrel.train.module import Classifier
     from vitrel.train.objective import Mixing, Objective
-    from vitrel.train.optim import Optimization, Schedule
+    from vitrel.train.optim import Optimization
     from vitrel.train.running.command import run
     from vitrel.train.running.execution import Execution
     from vitrel.train.tuning import Tuning
@@ -26,7 +26,6 @@ __all__ = [
     "Mixing",
     "Objective",
     "Optimization",
-    "Schedule",
     "Tuning",
     "run",
 ]

@@ -231,8 +231,8 @@ class Classifier(LightningModule):
         self.stored[1].update(self.tuning.fade_over(self.backbone, total * self.trainer.accumulate_grad_batches))
         if total <= 0:
             raise ValueError("the run has no length: set trainer.max_epochs (--epochs) or trainer.max_steps to 1 or more")
-        factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        schedule = LambdaLR(optimizer, self.optim.factor(total, per_epoch))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
         """Fit the position encoding where `tuning.fit` asks for it (a resumed run has its weights), and compile the blocks."""
@@ -293,7 +293,7 @@ class Classifier(LightningModule):
         images, labels = self.normalized(batch[0]), batch[1]
         if self.erasing is not None:
             self.erasing(images)
-        if self.mixup is not None and self.mixing.active(self.current_epoch):
+        if self.mixup is not None:
             images, labels = self.mixup(images, torch.zeros_like(labels) if self.ignores_labels else labels)
         if self.teacher is None:
             logits: Tensor = self(images).float()

@@ -82,12 +82,10 @@ class Mixing:
     Args:
         mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
         cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix.
-        off_epoch: first epoch, counted from 0, without mixing; null mixes in all epochs.
     """
 
     mixup: float | None = None
     cutmix: float | None = None
-    off_epoch: int | None = None
 
     def __post_init__(self) -> None:
         unset = self.mixup is None and self.cutmix is None
@@ -96,8 +94,6 @@ class Mixing:
                 object.__setattr__(self, name, default if unset else 0.0)
         if self.mixup < 0 or self.cutmix < 0:
             raise ValueError(f"model.mixing.mixup ({self.mixup}) and model.mixing.cutmix ({self.cutmix}) must be at least 0")
-        if self.off_epoch is not None and self.off_epoch < 0:
-            raise ValueError(f"model.mixing.off_epoch must be an epoch, counted from 0, or null, not {self.off_epoch}")
 
     def build(self, num_classes: int, label_smoothing: float, several: bool = False) -> Mixup | None:
         """Return timm's Mixup; None if mixup and cutmix are 0.
@@ -113,10 +109,6 @@ class Mixing:
             num_classes=num_classes,
             multi_label=several,
         )
-
-    def active(self, epoch: int) -> bool:
-        """Return whether `epoch`, counted from 0, is before `off_epoch` (null: always), even if mixup and cutmix are off."""
-        return self.off_epoch is None or epoch < self.off_epoch
 
 
 class Erasing:

@@ -19,61 +19,6 @@ WARMUP_EPOCHS, WARMUP_SHARE = 5.0, 0.1  # default of `warmup_epochs`, and its la
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Learning-rate schedule after the warm-up; the rate changes at every update.
-
-    Args:
-        sched: "cosine" and "linear" fall to `optim.final_lr` at the end of the run; "constant" keeps the peak rate.
-        warmup_lr: learning rate from which the warm-up rises, as a share of `optim.lr`.
-
-    Raises:
-        ValueError: warmup_lr is not within 0..1.
-    """
-
-    sched: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_lr: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.warmup_lr <= 1:
-            raise ValueError(
-                f"model.optim.schedule.warmup_lr must be a share of model.optim.lr, within 0..1, not {self.warmup_lr}"
-            )
-
-    def factor(
-        self, updates: int, per_epoch: int, warmup_epochs: float | None = 0.0, final: float = 0.0
-    ) -> Callable[[int], float]:
-        """Return the function that maps an update (0, 1, ...) to the factor on the peak learning rate.
-
-        Args:
-            updates: number of updates of the run.
-            per_epoch: number of updates per epoch.
-            warmup_epochs: length of the linear warm-up, epochs; None: WARMUP_EPOCHS, at most the share WARMUP_SHARE of the run.
-            final: factor at the end of a cosine or linear schedule (`optim.final_lr`).
-
-        Raises:
-            ValueError: the warm-up, if it is set, takes the whole run.
-        """
-        if warmup_epochs is None:
-            warmup_epochs = min(WARMUP_EPOCHS, WARMUP_SHARE * updates / per_epoch)
-        warmup = round(warmup_epochs * per_epoch)
-        if warmup >= updates:
-            raise ValueError(
-                f"warm-up of {warmup} updates in a run of {updates}: lower model.optim.warmup_epochs or train longer"
-            )
-
-        def at(update: int) -> float:
-            if update < warmup:
-                return self.warmup_lr + (1 - self.warmup_lr) * (update + 1) / warmup
-            if self.sched == "constant":
-                return 1.0
-            progress = min(1.0, (update - warmup) / (updates - warmup))
-            left = 0.5 * (1 + math.cos(math.pi * progress)) if self.sched == "cosine" else 1 - progress
-            return final + (1 - final) * left
-
-        return at
-
-
-@dataclass(frozen=True)
 class Optimization:
     """Settings of the optimizer and of the learning rate.
 
@@ -89,14 +34,14 @@ class Optimization:
             most of their parameters are logits, which have to move further than weights; without `layer_decay` it is 1.
         warmup_epochs: length of the linear warm-up in epochs, fractions allowed; the rate rises at every update. Null: 5, or a
             tenth of a run of less than 50.
-        final_lr: learning rate at the end of a cosine or linear schedule, as a share of `lr`.
+        initial_lr: learning rate from which the warm-up rises, as a share of `lr`.
+        final_lr: learning rate at the end of the run, as a share of `lr`, to which it falls by a cosine; 1: it stays `lr`.
         opt_args: further keywords of the optimizer, e.g. {eps: 1e-6}.
         layer_decay: layer-wise learning-rate decay: each layer's rate is that of the next layer times this factor, and the
             head has the full rate. Null: no decay.
         lr_base_size: number of images per update for which `lr` is meant; `lr` is scaled to the actual number, batch_size *
             devices * accumulate_grad_batches. Null uses `lr` unscaled.
         lr_base_scale: scaling of `lr` with the number of images: "linear", or "sqrt" (square root).
-        schedule: the learning rate after the warm-up.
     """
 
     name: str = "adamw"
@@ -105,23 +50,23 @@ class Optimization:
     betas: tuple[float, ...] | None = None
     position_lr_scale: float | None = None
     warmup_epochs: float | None = None
+    initial_lr: float = 0.0
     final_lr: float = 0.0
     momentum: float = 0.9
     opt_args: dict[str, Any] = field(default_factory=dict)
     layer_decay: float | None = None
     lr_base_size: int | None = None
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
-    schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not (self.position_lr_scale is None or self.position_lr_scale > 0):
             raise ValueError(
                 f"model.optim.lr ({self.lr}) and model.optim.position_lr_scale ({self.position_lr_scale}) must be positive"
             )
-        if (self.warmup_epochs or 0) < 0 or not 0 <= self.final_lr <= 1:
+        if (self.warmup_epochs or 0) < 0 or not 0 <= self.initial_lr <= 1 or not 0 <= self.final_lr <= 1:
             raise ValueError(
-                f"model.optim.warmup_epochs ({self.warmup_epochs}) must be at least 0, model.optim.final_lr ({self.final_lr}) "
-                "within 0..1"
+                f"model.optim.warmup_epochs ({self.warmup_epochs}) must be at least 0, model.optim.initial_lr "
+                f"({self.initial_lr}) and model.optim.final_lr ({self.final_lr}) within 0..1"
             )
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ValueError(f"model.optim.layer_decay must be a factor, 0 < factor <= 1, not {self.layer_decay}")
@@ -142,6 +87,33 @@ class Optimization:
             return self.lr
         ratio = images / self.lr_base_size
         return self.lr * (math.sqrt(ratio) if self.lr_base_scale == "sqrt" else ratio)
+
+    def factor(self, updates: int, per_epoch: int) -> Callable[[int], float]:
+        """Return the function that maps an update (0, 1, ...) to the factor on the peak learning rate.
+
+        Args:
+            updates: number of updates of the run.
+            per_epoch: number of updates per epoch.
+
+        Raises:
+            ValueError: the warm-up is as long as the run.
+        """
+        epochs = self.warmup_epochs
+        if epochs is None:
+            epochs = min(WARMUP_EPOCHS, WARMUP_SHARE * updates / per_epoch)
+        warmup = round(epochs * per_epoch)
+        if warmup >= updates:
+            raise ValueError(
+                f"warm-up of {warmup} updates in a run of {updates}: lower model.optim.warmup_epochs or train longer"
+            )
+
+        def at(update: int) -> float:
+            if update < warmup:
+                return self.initial_lr + (1 - self.initial_lr) * (update + 1) / warmup
+            progress = min(1.0, (update - warmup) / (updates - warmup))
+            return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+        return at
 
 
 def parameter_groups(model: nn.Module, settings: Optimization, lr: float) -> list[dict[str, Any]]:
