@@ -130,6 +130,8 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
         ({"name": "../../y"}, "name: a folder is named by it"),
         ({"models": [{"name": "vitrel_swin_n", "label": "../y"}]}, "label: a folder is named by it"),
         ({"evaluate": {"sizes": [64], "protocols": ["zoom"]}}, "unknown protocol 'zoom'"),
+        ({"models": [ROPE, ROPE | {"label": "aid", "weights_of": ["rope"]}]}, r"weights_of of aid: .* got \['rope'\]"),
+        ({"models": [ROPE, ROPE | {"label": "aid", "tuned_from": {"rope": 1}}]}, "tuned_from of aid: .* got {'rope': 1}"),
     ],
 )
 def test_every_mistake_is_named(load, changes, message):

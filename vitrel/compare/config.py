@@ -111,9 +111,9 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
         raise ValueError(f"{path}: two models have the same label: give each its own")
     runs = list[Run]()
     for label, entry in by_label.items():
-        trained = entry.get("weights_of", label)  # the label of the entry that is trained
+        trained = _folder_name(entry.get("weights_of", label), f"{path}, weights_of of {label}")  # the entry that is trained
         own = by_label.get(trained, {})
-        start = own.get("tuned_from")
+        start = _folder_name(own["tuned_from"], f"{path}, tuned_from of {trained}") if "tuned_from" in own else None
         if unknown := {trained, start} - {*by_label, None}:
             raise ValueError(f"{path}: {label} needs the weights of {unknown.pop()}, which is no label of a model here")
         source, train = by_label.get(start, {}), merged(config["train"], own.get("train", {}))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # of Linux; elsewhere it does nothing
 
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.train.running.command import run as run_command
@@ -52,8 +54,10 @@ def train_all(runs: Mapping[Path, dict[str, Any]], jobs: int) -> None:
             while waiting and len(running) < jobs:
                 folder = next(iter(waiting))
                 command = [sys.executable, "-m", "vitrel", "train", *waiting.pop(folder)]
-                with (folder / "train.log").open("a") as log:  # a session of its own: ctrl-c comes to this process alone
-                    running[folder] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+                # A session of its own: ctrl-c comes to this process alone. If this one is killed, the kernel sends SIGTERM.
+                how: dict[str, Any] = dict(start_new_session=True, preexec_fn=partial(_prctl_pr_set_pdeathsig, signal.SIGTERM))
+                with (folder / "train.log").open("a") as log:
+                    running[folder] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, **how)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 if status := running.pop(folder).returncode:
                     raise ValueError(f"{folder}: training ended with status {status}; its train.log gives the reason")
