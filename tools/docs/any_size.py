@@ -256,7 +256,7 @@ def _on_meta(name: str, **options: Any) -> Any:
     try:
         with on_meta():
             return timm.create_model(name, **options)
-    except (IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
+    except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None
 
 
