@@ -91,9 +91,9 @@ def loaded(block):
 def test_a_run_is_uploaded_with_its_scores_and_loads_as_its_card_says(run, uploads, tmp_path, capsys):
     folder, model = run
     models = [folder / "checkpoints" / "last.ckpt", other()]
-    vitrel.evaluate.at_sizes(models, Pictures(), [(32, 48), 64], out=tmp_path / "scores", **QUICK)
+    vitrel.evaluate.at_sizes(models, Pictures(), [(32, 48), 64], out=folder / "evaluation", **QUICK)
     capsys.readouterr()
-    tool.main([folder, "--push", "me/tiny", "--evaluation", tmp_path / "scores", "--private"])
+    tool.main([folder, "--push", "me/tiny", "--private"])
     assert "uploaded to https://huggingface.co/me/tiny: its card" in capsys.readouterr().out
     assert uploads == [("me/tiny", {"private": True, "exist_ok": True})]
     card = ModelCard.load(hf_hub_download("me/tiny", "README.md"))

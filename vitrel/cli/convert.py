@@ -3,7 +3,7 @@ position.
 
     vitrel convert vit_tiny_patch16_224 --pretrained --out vit_tiny.safetensors
     vitrel convert vit_tiny_patch16_224 --weights model.pth --position table --data flowers --out relative.safetensors
-    vitrel convert runs/flowers --push OWNER/NAME --evaluation runs/report
+    vitrel convert runs/flowers --push OWNER/NAME
 
 MODEL is a timm or vitrel name, with weights from --weights or --pretrained; or a file that contains its model's configuration,
 as vitrel train and vitrel.save write it; or the folder of a run. Tensors that stay unused or unset are an error
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hub = parser.add_argument_group("Hugging Face hub")
     hub.add_argument("--push", metavar="OWNER/NAME", help="repository to upload the model to, created if it does not exist")
     hub.add_argument("--evaluation", type=Path, metavar="FOLDER",
-                     help="evaluation of the model by vitrel evaluate, for the table of scores in the card")  # fmt: skip
+                     help="evaluation of the model, for the card; default RUN/evaluation if it exists")  # fmt: skip
     hub.add_argument("--private", action="store_true", help="create a private repository")
     group = parser.add_argument_group("relative position")
     group.add_argument("--position", metavar="KEY", help="an encoding to add in attention, e.g. table, rope_mixed+table")
@@ -75,7 +75,10 @@ def run(args: argparse.Namespace) -> None:
         print(f"written to {args.out}")
         print(f"load it with vitrel.load({str(args.out)!r})")
     if args.push:
-        print(f"uploaded to {push_to_hub(model, args.push, args.evaluation, args.private)}: its card tells how to load it")
+        evaluation = args.evaluation
+        if evaluation is None and args.position is None and (Path(args.model) / "evaluation").is_dir():
+            evaluation = Path(args.model) / "evaluation"  # where `vitrel train` says to write it
+        print(f"uploaded to {push_to_hub(model, args.push, evaluation, args.private)}: its card tells how to load it")
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -123,6 +123,6 @@ def _scores(model: nn.Module, folder: Path) -> str:
     name = next((name for name, about in found.settings["models"].items() if about["weights"] == own), None)
     rows = [row for row in found.rows if f"{row['label']}|{row['seed']}" == name]
     if not rows:
-        raise ValueError(f"{folder} evaluates other weights than these: evaluate this model, or leave the evaluation out")
+        raise ValueError(f"{folder} evaluates other weights than these: evaluate this model, and give that folder")
     judged = judge(rows, found.scores, found.settings["margin"])
     return f"\n## Scores by image size, on {Path(found.settings['data']).name}\n\n{first_screen(judged)}"
