@@ -1,5 +1,7 @@
 """Whole runs through the command line's own function, in this process."""
 
+import re
+
 import pytest
 import timm
 import torch
@@ -148,6 +150,23 @@ def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
         run(command("run", "--model.optim.lr=1e30", "--model.optim.warmup_epochs=0"))
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
         assert all(torch.isfinite(v).all() for v in read(path)["state_dict"].values())
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--data.augment={vflip: true, erase: 25}", "augment.erase must be a probability, from 0 to 1, not 25.0"),
+        ("--model.ema={decay: 2}", "model.ema.decay must satisfy 0 <= decay < 1, not 2.0"),
+        (
+            "--model.objective.distillation={alpha: 2}",
+            "distillation.alpha (2.0) is within 0..1, distillation.tau (1.0) positive",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_told_in_their_own_words(command, option, text):
+    """jsonargparse would list the types and the whole group around them, where the group may be null."""
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        run(command("run", option))
 
 
 @pytest.mark.slow

@@ -142,6 +142,8 @@ class TrainCLI(LightningCLI):
                 raise ValueError(_sentence(str(error))) from error
             if named := re.search(r"Given value: Namespace\(class_path='([^']+)'", str(error)):  # the class itself has failed
                 raise ValueError(f"{named[1]}: {one_line(error.__cause__ or error)}") from error
+            if told := re.search(r"Errors:\n\s+- (.+)\n\s+- Expected a <class 'NoneType'>", str(error)):  # of settings or null
+                raise ValueError(told[1]) from error
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
