@@ -1,17 +1,19 @@
 """Runs that are killed, terminated or stopped anywhere end, once resumed, bit-equal to one that never was."""
 
 import os
+import random
 import resource
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
 from helpers.tars import write_tars
 from vitrel.train import run
-from vitrel.train.running.saving import Best
+from vitrel.train.running.saving import Best, Saving
 
 
 @pytest.mark.slow
@@ -38,6 +40,14 @@ def test_killed_where_epochs_and_evaluations_do_not_end_together(command, whole,
     assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
+
+
+@pytest.mark.slow
+def test_a_finished_run_leaves_no_handler(command):
+    """What follows in the same process, such as an evaluation, must end at a signal."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    run(command("run", epochs=1))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.slow
@@ -78,6 +88,25 @@ def test_killed_with_sizes_in_turn_and_repeated_views(command, whole, tmp_path):
     assert status(in_child(args, at(11, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
+
+
+@pytest.mark.slow
+def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_path):
+    """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
+    args = command("cut", *EVERYTHING, "--run.save_every=1", epochs=2)
+
+    def install():
+        save = Saving.on_train_epoch_end
+
+        def patched(self, trainer, module):
+            save(self, trainer, module)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Saving.on_train_epoch_end = patched
+
+    assert status(in_child(args, install)) == -signal.SIGKILL
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
 @pytest.mark.slow
@@ -131,6 +160,34 @@ def test_ctrl_c_before_training_saves_nothing(command, tmp_path, capfd):
 
 
 @pytest.mark.slow
+def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
+    def wait():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # as a terminal and torchrun send it: still one
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(300)
+
+    begin = time.perf_counter()
+    args, last = command("run", "--run.save_every=1", epochs=2), tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert status(in_child(args, at_ctrl_c(8, wait, "training_step"))) == 130 and time.perf_counter() - begin < 200
+    said = capfd.readouterr()
+    assert f"ctrl-c: saved {last} (update 7); to resume" in said.out and "Traceback" not in said.err
+    assert read(last)["vitrel"]["step"] == 7
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_nobodys_in_the_background(command):
+    """Where a shell has started the run with ctrl-c ignored, it stays ignored."""
+
+    def install():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        at(8, signal.SIGINT)()
+
+    assert status(in_child(command("run", epochs=2), install)) == 0
+
+
+@pytest.mark.slow
 def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
     judge = Best.check_monitor_top_k
@@ -156,3 +213,33 @@ def test_a_full_disk_leaves_the_former_checkpoint(command, whole, tmp_path, capf
     assert {path.name for path in last.parent.iterdir()} <= {"last.ckpt", "best.ckpt"}
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     assert_same_run(tmp_path / "cut", whole(epochs=2))
+
+
+def saved_at(folder):
+    last = folder / "checkpoints" / "last.ckpt"
+    return last.stat().st_mtime_ns if last.exists() else None
+
+
+@pytest.mark.slow
+def test_kills_at_random(command, tmp_path):
+    """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
+    extra = (*EVERYTHING, "--run.save_every=1", "--data.workers=2")
+    begin = time.perf_counter()
+    assert status(in_child(command("whole", *extra, epochs=5))) == 0
+    length = time.perf_counter() - begin
+    args, folder = command("cut", *extra, epochs=5), tmp_path / "cut"
+    chance, kills = random.Random(2), 0
+    while kills < 2:
+        before = saved_at(folder)
+        pid = in_child(resumed(args, folder))
+        early = chance.random() < 0.2  # some while they start, the others once they have got on
+        while not early and saved_at(folder) == before and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1) * length)  # more would be the whole run where the machine has grown faster
+        os.kill(pid, signal.SIGKILL)
+        if status(pid) == 0:
+            break
+        kills += 1
+    assert status(in_child(resumed(args, folder))) == 0
+    assert kills == 2  # where in an epoch depends on the machine; test_killed_at_a_batch kills inside one
+    assert_same_run(folder, tmp_path / "whole")
