@@ -103,5 +103,5 @@ def test_training_command_lines_parse(line, capsys, monkeypatch):
 def test_command_lines_are_found():
     """In README: the quickstart behind &&, and those of its second example."""
     found = [argv[0] for argv in commands("README.md")]
-    assert found == ["compare", "train", "train", "evaluate", "convert", "train"]
+    assert found == ["compare", "train", "train", "evaluate", "predict", "convert", "train"]
     assert any("--trainer.num_nodes=4" in argv for argv in COMMANDS.values())  # behind torchrun, on a continued line
