@@ -220,6 +220,27 @@ def test_models_of_transformers(name, options, kinds):
         assert found.sizes[1].resampled == {"position_embeddings bicubic": 4 * 4 * 32}
 
 
+class PlainGrids(nn.Module):
+    """A model of its own that gives its grid to an encoding of vitrel as a tuple."""
+
+    def __init__(self, position):
+        super().__init__()
+        self.patch_embed, self.qkv = nn.Conv2d(3, 32, 16, 16), nn.Linear(32, 96)
+        self.position = vitrel.create_position(position, (4, 4), 2, 16)
+
+    def forward(self, image):
+        x = self.patch_embed(image)
+        grid = tuple(x.shape[2:])
+        q, k, v = self.qkv(x.flatten(2).mT).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return vitrel.ops.attention(q, k, v, self.position(grid), grid).mean(2).flatten(1)
+
+
+@pytest.mark.parametrize("position", ["table", "rope_axial+cpb"])
+def test_grids_of_encodings_may_be_plain_tuples(position):
+    native, other = vitrel.diagnose(PlainGrids(position), [64, (64, 96)]).sizes
+    assert native.unseen == 0 and other.unseen == pytest.approx(1 - 7 / 11)
+
+
 class Pooled(nn.Module):
     """Attention, by one function or step by step, over tokens of pooled pixels, or over mixtures of them; or none."""
 

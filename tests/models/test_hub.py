@@ -1,5 +1,6 @@
 """push_to_hub: what it uploads loads as the model by timm and by vitrel, and the card has the scores of these weights."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -117,6 +118,16 @@ def test_the_folder_alone_loads_by_timm_and_by_vitrel(run, tmp_path):
     assert "Scores" not in (folder / "README.md").read_text()
 
 
+def test_the_folder_names_no_license_and_no_scores_of_other_weights(run, uploads, capsys):
+    folder, _ = run
+    vitrel.evaluate.at_sizes(other(), Pictures(), [32], out=folder / "evaluation", **QUICK)
+    tool.main([folder, "--push", "me/tiny"])
+    assert "evaluation is of other weights than the uploaded ones, so the card has no scores" in capsys.readouterr().out
+    assert "Scores" not in ModelCard.load(hf_hub_download("me/tiny", "README.md")).text
+    config = json.loads(Path(hf_hub_download("me/tiny", "config.json")).read_text())
+    assert config["pretrained_cfg"]["license"] is None  # not that of timm's weights of the architecture
+
+
 def test_a_segmenter_loads_by_vitrel(run, uploads):
     model = Segmenter(run[1], 4).eval()
     vitrel.push_to_hub(model, "me/masks")
@@ -145,6 +156,9 @@ def test_refusals(run, uploads, tmp_path, capsys):
     assert "other evaluates other weights than these" in error(folder, "--push", "me/tiny", "--evaluation", tmp_path / "other")
     with pytest.raises(ValueError, match="training mode"):
         vitrel.push_to_hub(model.train(), "me/tiny")
+    for alien in (timm.create_model("test_vit"), torch.nn.Linear(2, 2), torch.compile(model)):
+        with pytest.raises(ValueError, match="only models of vitrel are uploaded"):
+            vitrel.push_to_hub(alien, "me/tiny")
     assert not uploads and not Path(constants.HF_HUB_CACHE).exists()
 
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hub = parser.add_argument_group("Hugging Face hub")
     hub.add_argument("--push", metavar="OWNER/NAME", help="repository to upload the model to, created if it does not exist")
     hub.add_argument("--evaluation", type=Path, metavar="FOLDER",
-                     help="evaluation of the model, for the card; default RUN/evaluation if it exists")  # fmt: skip
+                     help="evaluation of the model, for the card; default RUN/evaluation if it has these weights")  # fmt: skip
     hub.add_argument("--private", action="store_true", help="create a private repository")
     group = parser.add_argument_group("relative position")
     group.add_argument("--position", metavar="KEY", help="an encoding to add in attention, e.g. table, rope_mixed+table")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     """Write or upload the converted model and print its properties."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
-    from vitrel.export.hub import check_repository, push_to_hub
+    from vitrel.export.hub import check_repository, evaluates, push_to_hub
     from vitrel.weights import save
 
     if args.push:
@@ -75,9 +75,11 @@ def run(args: argparse.Namespace) -> None:
         print(f"written to {args.out}")
         print(f"load it with vitrel.load({str(args.out)!r})")
     if args.push:
-        evaluation = args.evaluation
-        if evaluation is None and args.position is None and (Path(args.model) / "evaluation").is_dir():
-            evaluation = Path(args.model) / "evaluation"  # where `vitrel train` says to write it
+        evaluation, own = args.evaluation, Path(args.model) / "evaluation"  # where `vitrel train` says to write it
+        if evaluation is None and own.is_dir():
+            evaluation = own if evaluates(own, model) else None
+            if evaluation is None:
+                print(f"{own} is of other weights than the uploaded ones, so the card has no scores")
         print(f"uploaded to {push_to_hub(model, args.push, evaluation, args.private)}: its card tells how to load it")
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData, create_repo, upload_folder
 from huggingface_hub.utils import validate_repo_id
@@ -9,9 +10,13 @@ from torch import nn
 
 from vitrel.common.sizes import format_size
 from vitrel.export.write import export_model
+from vitrel.models.backbone import backbone_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.weights.record import state_hash
 from vitrel.weights.saving import save
+
+if TYPE_CHECKING:
+    from vitrel.evaluate.folder import Folder
 
 _TIMM = """
 ```python
@@ -90,9 +95,13 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
     Raises:
         ValueError: the model is of timm or in training mode, or the evaluation is of other weights; see `export_model`.
     """
+    segments, backbone = isinstance(model, Segmenter), backbone_of(model)
+    if backbone is None:
+        raise ValueError(
+            f"only models of vitrel are uploaded, not {type(model).__name__}: convert a ViT or Swin of timm by "
+            "vitrel.from_timm, upload others by timm.models.push_to_hf_hub, and unwrap compiled ones"
+        )
     scores = "" if evaluation is None else _scores(model, Path(evaluation))
-    segments = isinstance(model, Segmenter)
-    backbone = model.backbone if segments else model
     names = backbone.pretrained_cfg.get("label_names") or ()
     if segments:
         folder.mkdir()
@@ -113,15 +122,27 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
     return folder
 
 
+def evaluates(folder: Path, model: nn.Module) -> bool:
+    """Whether an evaluation, a folder of `vitrel evaluate`, has results of these weights."""
+    from vitrel.evaluate.folder import read_folder
+
+    return bool(_rows_of(model, read_folder(folder)))
+
+
+def _rows_of(model: nn.Module, found: "Folder") -> list[dict[str, Any]]:
+    own = state_hash(model)
+    name = next((name for name, about in found.settings["models"].items() if about["weights"] == own), None)
+    return [row for row in found.rows if f"{row['label']}|{row['seed']}" == name]
+
+
 def _scores(model: nn.Module, folder: Path) -> str:
     """The card's section about an evaluation; ValueError where the folder has none of these weights."""
     from vitrel.evaluate.folder import read_folder
     from vitrel.evaluate.report import first_screen
     from vitrel.evaluate.verdicts import judge
 
-    found, own = read_folder(folder), state_hash(model)
-    name = next((name for name, about in found.settings["models"].items() if about["weights"] == own), None)
-    rows = [row for row in found.rows if f"{row['label']}|{row['seed']}" == name]
+    found = read_folder(folder)
+    rows = _rows_of(model, found)
     if not rows:
         raise ValueError(f"{folder} evaluates other weights than these: evaluate this model, and give that folder")
     judged = judge(rows, found.scores, found.settings["margin"])

@@ -269,8 +269,9 @@ def _write_onnx(model: nn.Module, part: Path, size: tuple[int, int], dynamic_siz
 def _write_folder(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     data = {key: about[key] for key in PREPROCESSING}
     data["input_size"] = (_channels(model), *about["img_size"])
-    labels = {"label_names": list(about["classes"])} if "classes" in about else {}
-    save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)
+    about_model: dict[str, Any] = {"label_names": list(about["classes"])} if "classes" in about else {}
+    about_model["pretrained_cfg"] = {"license": None}  # timm would write that of the architecture's first weights
+    save_for_hf(model, part, model_config=about_model, data_config=data, safe_serialization=True)
     save(model, part / "model.safetensors")  # with the training grids, which timm does not store
     return timm.create_model(f"local-dir:{part}", pretrained=True).eval().requires_grad_(False)
 

@@ -236,7 +236,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
     encodings: list[tuple[PositionEncoding, Grid]] = []
     grids: dict[str, Grid] = {}  # of vitrel's attention
     hooks = [
-        module.register_forward_pre_hook(lambda m, args: encodings.append((m, args[0])))
+        module.register_forward_pre_hook(lambda m, args: encodings.append((m, Grid(*args[0]))))
         for module in own_encodings(model).values()
     ]
     own = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
