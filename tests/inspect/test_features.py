@@ -140,6 +140,8 @@ def test_agreement_of_sizes():
 def test_features_of_one_vector_say_nothing():
     leak = position_leak(torch.ones(6, 4, 3, 5))
     assert leak == pytest.approx((0.0, 0.0), abs=1e-9) and math.isnan(position_leak(torch.randn(6, 4, 1, 5)).row)
+    (row,) = measure_features(Maps(), torch.zeros(8, 3, 32, 48), shifts=())
+    assert all(map(math.isnan, row.share))  # no variance to share
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def measure_features(
     rows = []
     for layer, *on in zip(layers, natural, colors, textures, strict=True):
         variance = (on[0] - on[0].mean((0, 2, 3), keepdim=True)).square().sum(1).mean()
-        share = Share(*(position_variance(x) / float(variance) for x in on))
+        share = Share(*(float(position_variance(x) / variance.double()) for x in on))  # NaN of features that are all equal
         leaks = position_leak(on[0]), position_leak(on[1])
         rows.append(FeatureRow(model_name(model), layer, size, _grid(on[0]), *leaks, share, torch.nan, {}))
     for grid in dict.fromkeys(row.grid for row in rows) if shifts else ():
