@@ -125,5 +125,6 @@ def test_what_cannot_be_predicted_is_named(model, pictures, capsys):
     (pictures / "empty").mkdir()
     assert "folders without images in pictures/empty: ." in ended(capsys, "pictures/empty")
     assert "no folder missing for out.csv" in ended(capsys, "pictures", "--out", "missing/out.csv")
+    assert "pictures is a folder: name a file" in ended(capsys, "pictures/a", "--out", "pictures")
     vitrel.save(Segmenter(model, 3, "linear"), "model.safetensors")
     assert "has the task segmentation: vitrel predict writes the classes of whole images" in ended(capsys, "pictures")

@@ -252,10 +252,14 @@ def check_files(*files: Path | None) -> None:
 
 
 def check_folders(*files: Path | str | None) -> None:
-    """Raise FileNotFoundError, before any work, where the folder of an output file does not exist; None and "-" pass."""
+    """Raise OSError, before any work, where an output file has no folder to be in, or is one itself; None and "-" pass."""
     for file in files:
-        if file not in (None, "-") and not Path(file).parent.is_dir():
+        if file in (None, "-"):
+            continue
+        if not Path(file).parent.is_dir():
             raise FileNotFoundError(f"no folder {Path(file).parent} for {Path(file).name}: create it first")
+        if Path(file).is_dir():
+            raise IsADirectoryError(f"{file} is a folder: name a file")
 
 
 def write_json(path: str, content: Any) -> None:
