@@ -2,6 +2,7 @@
 
 import csv
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 import vitrel
 from helpers.runs import assert_same_run, at, in_child, on_two, read, resumed, rows, status
+from vitrel.cli import main
 from vitrel.data import Reading, class_names, create_dataset
 from vitrel.evaluate import at_sizes
 from vitrel.evaluate.checkpoint import load_checkpoint
@@ -114,6 +116,10 @@ def test_a_run_learns_and_its_checkpoint_is_evaluated(several, squares, tmp_path
     assert load_checkpoint(tmp_path / "model.safetensors").task == "multilabel"
     with pytest.raises(ValueError, match="need one class an image"):
         next(frozen_rows(trained, squares, [(32, 32)]))
+    with pytest.raises(SystemExit, match="need one class an image"):
+        main(["features", str(tmp_path / "run"), "--data", squares])
+    with pytest.raises(ValueError, match="models of classification and multilabel cannot share an evaluation"):
+        at_sizes([replace(trained, task="classification", label="one"), trained], squares, [32], out=tmp_path / "both")
     assert float(cli.trainer.checkpoint_callbacks[0].best_model_score) == max(float(row["val/map"]) for row in log)
 
 

@@ -46,10 +46,13 @@ def run(args: argparse.Namespace) -> None:
     """Measure one model after another and print the tables."""
     check_models(args, random=True)
     check_data(args.data)
-    from vitrel.evaluate.frozen import frozen_rows
+    from vitrel.evaluate.frozen import check_task, frozen_rows
     from vitrel.inspect.features import measure_features
 
     models, sizes = open_models(args, random=True), args.size or []
+    if not args.no_accuracy:
+        for trained in models:  # before the images are read
+            check_task(trained)
     if not args.no_position:
         rows: list[dict[str, Any]] = []
         for trained in models:

@@ -61,8 +61,7 @@ def frozen_rows(
     Raises:
         ValueError: the data, a size that the model does not take, or a model of another task than classification.
     """
-    if trained.task != "classification":
-        raise ValueError(f"k-NN and the linear probe need one class an image: {trained.label} has the task {trained.task}")
+    check_task(trained)
     view = scale(trained, trained.img_size, trained.crop_pct)
     of_training = Images(data, view, n=train_images, batch_size=batch_size, split="train")
     of_evaluation = Images(data, view, n=val_images, batch_size=batch_size)
@@ -82,6 +81,12 @@ def frozen_rows(
                 "images": len(labels),
                 "train_images": len(known),
             }
+
+
+def check_task(trained: TrainedModel) -> None:
+    """Raise ValueError for a model of another task than classification."""
+    if trained.task != "classification":
+        raise ValueError(f"k-NN and the linear probe need one class an image: {trained.label} has the task {trained.task}")
 
 
 def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ from vitrel.evaluate.predict import (
 )
 from vitrel.evaluate.report import first_screen, write
 from vitrel.evaluate.statistics import estimate
-from vitrel.evaluate.sweep import Settings, Trial, trials
+from vitrel.evaluate.sweep import Settings, Trial, check_tasks, trials
 from vitrel.evaluate.verdicts import judge, with_retention
 from vitrel.tasks import Kept, Row, Task
 from vitrel.weights.record import state_hash
@@ -168,7 +168,8 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
 
 
 def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tuple[Images, list[Trial]]:
-    """Return the images and the trials of an evaluation; ValueError where classes do not fit a model."""
+    """Return the images and the trials of an evaluation; ValueError for several tasks, or classes that do not fit a model."""
+    check_tasks(models)
     reading = Reading(
         on_bad="leave_out" if settings.on_bad_image == "count" else "raise",
         follow_links=settings.follow_links,

@@ -186,7 +186,7 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
         outputs: of each model, for each class of the data.
 
     Raises:
-        ValueError: models of several tasks, a policy that no model has, a protocol or crop that the task does not have, or a
+        ValueError: a policy that no model has, a protocol or crop that the task does not have, or a
             token budget for a model without a patch size.
     """
     asked, protocols = settings.sizes or default_sizes(models[0]), settings.protocols or default_protocols(models)
@@ -215,10 +215,14 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
     return [*{trial.key: trial for _, trial in reversed(found)}.values()][::-1]  # a size may be given in two ways
 
 
-def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
-    """ValueError for settings that do not go together with each other or with the models."""
+def check_tasks(models: Sequence[TrainedModel]) -> None:
+    """Raise ValueError for models of several tasks, whose data would be read for the first model's task."""
     if len(tasks := {trained.task for trained in models}) > 1:
         raise ValueError(f"models of {' and '.join(sorted(tasks))} cannot share an evaluation: evaluate them apart")
+
+
+def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
+    """ValueError for settings that do not go together with each other or with the models."""
     labels = [(trained.label, trained.seed) for trained in models]
     if twice := [label for label, seed in labels if labels.count((label, seed)) > 1]:
         raise ValueError(f"{twice[0]} is given twice: its rows would be taken for two seeds")
