@@ -11,12 +11,12 @@
     statistics    scores of images -> estimates and intervals
     verdicts      rows, scores -> which model is better, which size is safe
     sweep         models, settings -> trials: the rows that an evaluation has
-    sentences     the same in words
+    sentences     the verdicts in words
     plots         accuracy by size and by cost, as charts
     pictures      inputs, predictions and attention of a few images
     report        all of it -> table.md, plots/, report.html
     run           the whole: settings -> trials -> rows, through the stages above
-    frozen        accuracy of frozen features, apart from these: images, predict and statistics alone
+    frozen        accuracy of frozen features; no stage of the pipe, it uses images, predict and statistics alone
 """
 
 from typing import Any

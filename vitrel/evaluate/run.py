@@ -86,7 +86,8 @@ def at_sizes(
             preprocessed as a folder is. An attribute `classes` of the data set gives names of classes, by label. For
             segmentation a data set has masks [h, w] of each image's size instead, with 255 where there is no class; for several
             labels an image targets [K] of 0 and 1.
-        sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196).
+        sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). (): 0.5,
+            1, 1.5 and 2 times the training size of the first model. The training sizes of every model are always added.
         out: folder of the evaluation.
         overwrite: start anew where `out` has another evaluation.
         title: of the report.

@@ -195,7 +195,10 @@ class ViT(Backbone):
             self.attn_pool.init_weights()
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Let the logits in training be a pair, of the class token and of the distillation token, as in timm's DeiT."""
+        """Let the model return a pair of logits in training, of the class and of the distillation token, as timm's DeiT.
+
+        In evaluation it returns their mean in any case. Without a distillation token this has no effect.
+        """
         self.distilled_training = enable
 
     def forward_features(self, image: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         """
 
     def forward(self, grid: Grid | tuple[int, int] | tuple[int, int, int]) -> Terms:
-        """Return the terms on a grid, with its temperature unless that is "none".
+        """Return the terms on a grid, with the encoding's temperature on that grid, if it has one (`set_temperature`).
 
         Args:
             grid: of the tokens, (h, w) or (h, w, prefix) with class and register tokens; in windows, that of one window.
@@ -184,11 +184,11 @@ class PositionEncoding(nn.Module, abc.ABC):
         return combine(terms, Terms(temperature=temperature(self.temperature_grid, grid, self.temperature, device)))
 
     def set_temperature(self, value: str | float, trained: Grid) -> None:
-        """Set how the temperature changes on grids other than the training grid.
+        """Set the factor of the logits on a grid of N tokens: (log N / log N_train)^p (vitrel.position.log_n).
 
         Args:
-            value: "none", "log_n" or a power (vitrel.position.log_n).
-            trained: the training grid, on which the temperature is 1.
+            value: "none" (p = 0, no factor), "log_n" (p = 1/2), or p, above 0.
+            trained: the training grid, of N_train tokens, on which the factor is 1.
 
         Raises:
             ValueError: the value is any other.
@@ -237,7 +237,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     def saturated(self, grid: Grid) -> float:
         """Return the share of the offsets of `grid`, 0 to 1, that are unseen but read a trained edge row or far bucket.
 
-        An offset is unseen if no pair of tokens of the training grid has it.
+        An offset is unseen if no pair of tokens of the training grid has it. 0 for encodings that neither clip offsets to a
+        radius, nor share rows by buckets (t5), nor have the policy "clip".
         """
         if self.radius is not None:
             return clip_saturated(self.grid, grid, self.radius)

@@ -159,9 +159,9 @@ class ImageData(LightningDataModule):
         return NativeOrder(sizes, self.batch_size, self.budget, self.patch, self.budgets, self.repeats, even, *ranks, self.seed)
 
     def unaugmented(self, n: int) -> Tensor:
-        """Return n training images, or all, at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which.
+        """Return n training images, or all if there are fewer, [n, 3, H, W], normalized and at `size`, without augmentation.
 
-        Unreadable ones are left out.
+        `seed` chooses which. Unreadable ones are left out.
         """
         preprocessing = self.trainer.lightning_module.preprocessing
         n = min(n, len(self.train_set))

@@ -132,7 +132,10 @@ class Distillation:
         return () if self.features is None else self.features.blocks
 
     def student_view(self, images: Tensor, batch: int) -> Tensor:
-        """Return the images [B, 3, h, w] as the student sees them in training batch number `batch`, at its size of `sizes`."""
+        """Return the images [B, 3, h, w] resized for the student, in training batch number `batch`.
+
+        The size is sizes[batch % len(sizes)], by antialiased bicubic interpolation; without `sizes` nothing is resized.
+        """
         if self.sizes is None:
             return images
         return _resized(images, to_2tuple(self.sizes[batch % len(self.sizes)]))

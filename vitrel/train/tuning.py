@@ -115,8 +115,8 @@ class Tuning:
     def initial(self, name: str) -> tuple[Backbone, list[str] | None]:
         """Return the model with its initial weights as a vitrel model, without the encoding `position`, and its class names.
 
-        The names are those stored with the weights, or None. Without pretrained, init_from or a file as `name` the weights are
-        random.
+        `name` is as for `build`. The class names are those stored with the weights, or None. Without pretrained, init_from or a
+        file as `name` the weights are random.
 
         Raises:
             ValueError: an unknown model, one that `vitrel.from_timm` does not take, or weights that do not fit.

@@ -54,9 +54,10 @@ def load_pretrained(
 
     Names in a state dict are vitrel's, or those of timm's ViT, DeiT, DeiT III, BEiT, DINOv2, SAM, Swin and Swin V2. For others,
     and for models that rotate q and k, pass the model: `vitrel.from_timm(a timm model)`. float16, bfloat16 and float64 tensors
-    are cast to the model's dtype. The training grids and options of encodings, which models and files of `vitrel.save` and
-    vitrel train also have, are compared with the model's. A first convolution for another number of channels is adapted as timm
-    does (timm.models.adapt_input_conv).
+    are cast to the model's dtype. Tables and embeddings of another training grid are resampled to the model's, once. Models,
+    and files of `vitrel.save` and vitrel train, also say which encoding they have with which options; another than the model's
+    is an error, and another training grid is for an encoding that refers to it (`PositionEncoding.refers_to_grid`). A first
+    convolution for another number of channels is adapted as timm does (timm.models.adapt_input_conv).
 
     Args:
         model: a vitrel model, changed in place.

@@ -183,9 +183,10 @@ class ImageSet(Dataset):
             raise FileNotFoundError(f"{shown(root)} {text}")
 
     def finish(self, picture: Picture, target: Any, draw: Draw) -> tuple[Tensor, Any]:
-        """Return the item of a decoded image: (augmented or prepared for `draw`, target as it is).
+        """Return the item of a decoded image: (image [3, H, W] by `augment`, or without one by `prepare`; target as it is).
 
-        The epoch and the draw's index and repeat seed the augmentation.
+        The image has the size of `draw`, or else that of the set. The epoch, and index and repeat of `draw`, seed the
+        augmentation.
         """
         if self.augment is not None:
             return self.augment(picture, self.epoch, draw.index, draw.repeat, draw.size), target
@@ -200,7 +201,10 @@ class ImageSet(Dataset):
         return np.bincount(self.labels(), minlength=len(self.classes)).tolist()
 
     def labels(self) -> list[int]:
-        """Return the label of each image, in order, without decoding it: a list if it may have several; [] with masks."""
+        """Return the label of each image, in order, without decoding it: one index, or a list of them for several labels.
+
+        [] with masks.
+        """
         return [label for _, label in self.samples]
 
     def sources(self) -> list[Any]:

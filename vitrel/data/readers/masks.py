@@ -38,8 +38,9 @@ class MaskSet(ImageSet):
 
     Args:
         reader: samples are (source of the image, source of the mask), classes by value of the masks.
-        expected: number of classes, from 0, that have to occur in the masks of the split.
-        view, options: the other arguments of `ImageSet`; `augment` has the method `joint`.
+        expected: each of the classes 0 to expected - 1 has to occur in a mask of the split; 0: not checked.
+        view: `prepare`, then `augment`, as of `ImageSet`; an `augment` has the method `joint`.
+        options: the other arguments of `ImageSet`.
 
     Raises:
         ValueError: masks that do not fit their images or the classes, which the text counts and names some of, or expected
@@ -58,7 +59,7 @@ class MaskSet(ImageSet):
         return picture, _values(self.reader, self.samples[index][0], mask).astype(np.uint8)
 
     def finish(self, picture: Picture, target: np.ndarray, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return the item of a decoded image and its mask: augmented alike, or the image prepared and the mask as it is."""
+        """Return (image [3, H, W], classes uint8 of the mask): both by `augment`, without it the mask as it is, [h, w]."""
         if self.augment is not None:
             return self.augment.joint(picture, target, self.epoch, draw.index, draw.repeat, draw.size)
         return super().finish(picture, torch.from_numpy(target), draw)

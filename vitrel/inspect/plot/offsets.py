@@ -42,14 +42,22 @@ class Lattice(NamedTuple):
     """Values over offsets, `values` [H, 2h-1, 2w-1]: offset (dy, dx) at [:, dy + h-1, dx + w-1].
 
     H is 1 if all heads are equal. A value is -inf where position hides the key, NaN where no recorded pair has the offset.
+
+    Args:
+        layer: path of the layer in the model, "" for an encoding alone.
+        what: the quantity, in a few words.
+        unit: of `values`.
+        values: [H, 2h-1, 2w-1].
+        trained: training grid (h, w), None if unknown.
+        share: of position in the logits of a recorded layer, as of `position_shares`; None otherwise.
     """
 
-    layer: str  # path of the layer in the model, "" for an encoding alone
-    what: str  # the quantity, in a few words
+    layer: str
+    what: str
     unit: str
     values: Tensor
-    trained: Size | None  # training grid (h, w), None if unknown
-    share: float | None = None  # of the logits of a recorded layer, see `position_shares`
+    trained: Size | None
+    share: float | None = None
 
 
 def lattices(source: Source, size: int | Size | None = None) -> list[Lattice]:

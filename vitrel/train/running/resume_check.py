@@ -1,8 +1,9 @@
 """The check that a resumed run has the same settings and data as the run that saved the checkpoint.
 
 Every checkpoint stores the settings that decide the batches, the loss and the updates, and a hash of the names, labels and
-sizes of the training images. Other settings may change on resuming: the length of the run, devices, precision, loader
-processes, memory, logs, and the folders of data and weights. Other times of modification, as of copied images, are warned of.
+sizes of the training images. Other settings may change on resuming: the length of the run, precision, loader processes,
+memory, logs, the folders of data and weights, and devices where the images per batch of all devices and the number of
+accumulated batches stay the same. Other times of modification, as of copied images, are warned of.
 """
 
 import json
