@@ -8,7 +8,7 @@ from vitrel.common.extras import optional_import
 
 with optional_import():
     from vitrel.train.datamodule import ImageData
-    from vitrel.train.distill import Distillation
+    from vitrel.train.distill import Distillation, Features
     from vitrel.train.ema import Ema
     from vitrel.train.module import Classifier
     from vitrel.train.objective import Mixing, Objective
@@ -22,6 +22,7 @@ __all__ = [
     "Distillation",
     "Ema",
     "Execution",
+    "Features",
     "ImageData",
     "Mixing",
     "Objective",
