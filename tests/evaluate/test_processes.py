@@ -19,6 +19,7 @@ from vitrel import cli
 from vitrel.common import processes
 from vitrel.evaluate import run
 from vitrel.evaluate.folder import columns_of
+from vitrel.evaluate.sweep import Settings
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 MEASURED = {"infer_samples_per_sec", "peak_memory_mb"}  # what processes may change
@@ -62,6 +63,22 @@ def test_rows_are_those_of_one_process(trained, noise, pretend_world, world, n, 
     assert noise.decoded == len(rows) * (n + 2) and all(row["n"] == n for row in rows)
 
 
+def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, rows_of):
+    model, sizes = trained("vitrel_vit_n8_none"), []
+
+    def fail(module, inputs):
+        rank = processes.rank_and_world()[0]
+        if rank == 1 and len(inputs[0]) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        sizes.append((rank, len(inputs[0])))
+
+    model.model.register_forward_pre_hook(fail)
+    pretend_world(2)
+    [row] = rows_of([model], [32], batch_size=6)
+    assert (row["batch_size"], row["n"]) == (1, 12)  # 6, 3, 1
+    assert (0, 6) in sizes and max(size for rank, size in sizes if rank == 1) <= 2
+
+
 def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world, unreadable, rows_of):
     model, bad = trained("vitrel_vit_n8_rope_mixed"), {0, 2, 3, 11}
     with torch.no_grad():
@@ -86,6 +103,25 @@ def test_processes_with_other_weights_are_refused(trained, monkeypatch, rows_of)
     monkeypatch.setattr(run, "on_all", lambda work: [work(), {"models": "other weights"}])
     with pytest.raises(ValueError, match="the processes hold different weights or images: give all of them the same models"):
         rows_of([trained("vitrel_vit_n8_none")], [32])
+
+
+def test_more_processes_than_gpus_are_told(monkeypatch):
+    requested = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", requested.append)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        requested.clear()
+        with processes.joined():
+            assert requested == device
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=r"no device cuda:3 .*2 GPUs.*start at most 2 processes"):
+            Settings(device=device)
+    Settings(device="cpu")
 
 
 @pytest.fixture
@@ -222,3 +258,24 @@ def test_a_process_of_this_machine_that_fails_is_told(capfd, rank, how, said):
         processes.in_processes(2, fail, rank, how)
     assert said in capfd.readouterr().err + str(ended.value.code) and ended.value.code not in (0, None)
     assert not multiprocessing.active_children()
+
+
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_comes_to_started_processes_once_they_work(monkeypatch, capfd):
+    """While they import, it is a traceback of each; the process that started them ends them."""
+    start, handlers = processes.start_processes, []
+
+    def started(*arguments, **options):
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return start(*arguments, start_method="fork", **options)
+
+    monkeypatch.setattr(processes, "start_processes", started)
+    own = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        processes.in_processes(2, fail, 0, interrupted)
+    assert handlers == [signal.SIG_IGN] and signal.getsignal(signal.SIGINT) == own
+    said = capfd.readouterr().err
+    assert "interrupted: the same command goes on" in said and "Traceback" not in said

@@ -5,6 +5,7 @@ the gloo backend serves GPUs as well as CPUs. When one process fails, all end wi
 """
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -88,7 +89,11 @@ def in_processes(number: int, work: Callable[..., None], *arguments: Any) -> Non
         SystemExit: a process failed, and has printed why, or was killed.
     """
     threads, port = max(1, torch.get_num_threads() // number), get_free_port()
-    started = start_processes(_run, (number, port, threads, work, arguments), number, join=False)
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # theirs until `_run`: while they import, ctrl-c is this process's
+    try:
+        started = start_processes(_run, (number, port, threads, work, arguments), number, join=False)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     try:
         while not started.join(grace_period=PATIENCE):
             pass
@@ -105,9 +110,11 @@ def _run(rank: int, number: int, port: int, threads: int, work: Callable[..., No
     torch.set_num_threads(threads)
     if rank > 0:  # the first prints the same warnings
         warnings.simplefilter("ignore")
-    with reported("the same command goes on"), terminable(), joined():
-        import_modules()
-        work(*arguments)
+    with reported("the same command goes on"), terminable():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with joined():
+            import_modules()
+            work(*arguments)
 
 
 def rank_and_world() -> tuple[int, int]:
