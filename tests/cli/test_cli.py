@@ -165,6 +165,12 @@ def test_short_commands_import_no_more_than_they_need():
     assert listed.returncode == 0 and heavy == {"torch", "timm", "numpy"} and "vitrel_vit_n8_none" in listed.stdout
 
 
+def test_doctor_names_the_extras_that_are_missing(monkeypatch, capsys):
+    monkeypatch.setitem(EXTRAS, "onnx", ("onnx_of_nobody",))
+    cli.main(["doctor"])
+    assert f"onnx: lacks onnx_of_nobody: {install_command('onnx')}" in capsys.readouterr().out
+
+
 def test_explain_an_encoding_and_a_model(capsys):
     command = ["explain", "log_decay", "--grid", "1x3", "--query", "0", "--options", "{decay: 0.3}"]
     cli.main(command)

@@ -161,6 +161,20 @@ def test_what_differs_is_not_written(tmp_path, monkeypatch):
     assert [item.name for item in tmp_path.iterdir()] == ["kept.pt2"] and (tmp_path / "kept.pt2").read_bytes() == b"precious"
 
 
+@pytest.mark.slow
+def test_what_onnx_cannot_express_is_refused(tmp_path, monkeypatch):
+    """With the reason at the bottom of the exporter's, which tells of many others first."""
+    pytest.importorskip("onnxscript")
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a page of advice") from ValueError("no operator aten.frobnicate\nand more")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(RuntimeError, match=r"this model cannot be exported to ONNX: ValueError: no operator aten.frobnicate$"):
+        export_model(small(), tmp_path / "x.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     path, model = checkpoint
 

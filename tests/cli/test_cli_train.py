@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -129,6 +130,21 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path, capfd):
     assert words[-1] == "--ckpt_path=auto" and sum("ckpt_path" in word for word in words) == 1
     assert offline(*words[2:]) == 0
     assert read(tmp_path / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 8
+
+
+class Interrupting(ModuleType):
+    """A module during whose import ctrl-c is pressed."""
+
+    def __getattr__(self, name):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vitrel.train", Interrupting("vitrel.train"))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *SHORT, f"--trainer.default_root_dir={tmp_path}"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 130 and len(error.splitlines()) == 1 and "ctrl-c" in error
 
 
 @pytest.mark.slow

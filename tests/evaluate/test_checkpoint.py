@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,21 @@ def test_missing_empty_and_cut_off_files_are_named_with_their_size(checkpoint, t
         ValueError, match=rf"cut\.ckpt \({len(whole) // 2:,} bytes\) is no .* checkpoint: .*; train or copy it again"
     ):
         load_checkpoint(cut)
+
+
+def test_files_that_hold_something_else_are_refused(tmp_path):
+    torch.save({"state_dict": {}, "optimizer": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"is not a checkpoint of vitrel train.* it holds optimizer, state_dict"):
+        load_checkpoint(tmp_path / "other.ckpt")
+    torch.save({"state_dict": {}, "vitrel": "model"}, tmp_path / "text.ckpt")
+    with pytest.raises(ValueError, match=r"is not a checkpoint of vitrel train"):
+        load_checkpoint(tmp_path / "text.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="it holds list"):
+        load_checkpoint(tmp_path / "list.ckpt")
+    torch.save({"vitrel": re.compile("x")}, tmp_path / "object.ckpt")
+    with pytest.raises(ValueError, match="was refused: it holds more than tensors and plain values"):
+        load_checkpoint(tmp_path / "object.ckpt")
 
 
 def test_weights_that_do_not_fit_are_listed(checkpoint):

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+from vitrel.common.processes import local_device
 from vitrel.common.sizes import Budget, format_size
 from vitrel.evaluate import run
 from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
@@ -50,6 +51,14 @@ def test_settings_that_cannot_be_are_refused(given, message):
     assert Settings(crop_pct=1, translations=4, sizes=[96, "64x32", "9t"]) == Settings(
         crop_pct=[1.0], translations=[4, 4], sizes=((96, 96), (64, 32), Budget(9))
     )
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert local_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("cuda") == local_device("auto") == torch.device("cuda", 3)
+    assert local_device("cuda:1") == torch.device("cuda", 1) and local_device("cpu") == torch.device("cpu")
 
 
 def test_without_settings_it_is_scale_at_four_sizes_with_the_models_own_policy(trained):

@@ -66,6 +66,14 @@ def test_the_margin_decides_what_is_safe():
         judge([])
 
 
+def test_seeds_that_disagree_are_not_safe():
+    def seeds(size, *top1):
+        return [row(size, value, seed=seed) for seed, value in enumerate(top1)]
+
+    assert verdicts([*seeds("64x64", 90, 91, 89), *seeds("128x128", 90, 72, 93)])["128x128", "none"] == "cannot tell"
+    assert verdicts([*seeds("64x64", 90, 91, 89), *seeds("128x128", 60, 61, 59)])["128x128", "none"] == "loses"
+
+
 def test_scores_of_the_images_show_what_top1_alone_does_not():
     hard = np.arange(400) >= 360  # the same images are wrong at both sizes
     rows, scores = with_scores([row(), row("128x128")], [~hard, ~hard])
@@ -155,6 +163,16 @@ def test_of_several_training_sizes_the_nearest_is_the_reference():
     rows = rows_of({"m": (90.0, 80.0, 79.9)}, train_size="64x64 96x96")
     assert [one["verdict"] for one in judge(rows).rows] == ["", "", "safe"]  # as good as at 96 px
     assert [one["retention"] for one in with_retention(rows)] == [1.0, 1.0, pytest.approx(79.9 / 80, abs=1e-4)]
+
+
+def test_crops_budgets_and_moved_content_have_names_of_their_own():
+    crops = [row(size, crop_pct=crop) for crop in (1.0, 0.9) for size in ("64x64", "96x96")]
+    assert {one["protocol"] for one in aggregate(crops)} == {"scale, crop 1", "scale, crop 0.9"}
+    budgets = [row("224x224", protocol="native", budget=budget, train_size="196t") for budget in (196, 200)]
+    assert [one["protocol"] for one in aggregate(budgets)] == ["native, 196 tokens", "native, 200 tokens"]
+    moved = [row(), row("96x96"), row(top1=70.0, translation=8), row(top1=60.0, translation=16)]
+    judged = judge(moved)
+    assert len(judged.rows) == 2 and [one["translation"] for one in judged.moved] == [8, 16]
 
 
 def test_rows_over_seeds_have_the_mean_and_an_interval_over_seeds_and_images():

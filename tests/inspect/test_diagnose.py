@@ -195,6 +195,14 @@ SMALL_HF = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, inte
 SWIN_HF = dict(image_size=56, embed_dim=12, depths=[2, 2], num_heads=[1, 2])
 
 
+def test_tables_of_zeros_are_no_tables_without_a_change():
+    """A built BEiT has tables of zeros, in which resampling would not show."""
+    model = timm.create_model("beit_base_patch16_224", depth=1, embed_dim=24, num_heads=2)
+    assert not model.blocks[0].attn.relative_position_bias_table.any()
+    assert {change.what for change in vitrel.diagnose(model, 288).sizes[0].changes} == {"bias"}
+    assert not model.blocks[0].attn.relative_position_bias_table.any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "kinds"),

@@ -110,6 +110,13 @@ def test_initialization():
             assert torch.equal(block(x, Grid(6, 9)), x)
 
 
+def test_version_1_is_untouched_and_others_are_refused():
+    names = set(timm.create_model("vitrel_swin_n").state_dict())
+    assert not any("logit_scale" in n or "q_bias" in n for n in names) and "layers.1.blocks.0.attn.qkv.bias" in names
+    with pytest.raises(ValueError, match="version must be 1 or 2, not 3"):
+        timm.create_model("vitrel_swin_n", version=3)
+
+
 def opposed(dim, heads, window, shift):
     """Cosine attention at scale 100 in which a key of the same direction repels and one of the opposite direction attracts."""
     attn = Attention(dim, heads, window, shift, cosine=True)

@@ -16,6 +16,7 @@ from vitrel.evaluate.predict import Runner
 from vitrel.train import Classifier, Execution
 from vitrel.train.datamodule import default_workers
 from vitrel.train.running import execution
+from vitrel.train.running.faults import FiniteLoss
 
 GPU = torch.device("cuda", 0)
 
@@ -46,6 +47,18 @@ class WithGPU:
 
     def __getattr__(self, name):
         return getattr(torch, name)
+
+
+def test_a_loss_is_read_at_logging_steps_only(monkeypatch, tmp_path):
+    """On the meta device reading is an error."""
+    guard, checks = FiniteLoss(tmp_path), []
+    module = SimpleNamespace(device=torch.device("meta"))
+    trainer = SimpleNamespace(log_every_n_steps=3, is_last_batch=False)
+    monkeypatch.setattr(guard, "check", lambda trainer: checks.append(batch))
+    guard.on_train_start(trainer, module)
+    for batch in range(7):
+        guard.on_train_batch_end(trainer, module, {"loss": torch.zeros((), device="meta")}, None, batch)
+    assert checks == [2, 5]
 
 
 def test_a_run_is_in_bfloat16_with_pinned_memory(command, monkeypatch):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from timm.models._input import get_model_input_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -128,6 +129,11 @@ def test_gradient_reaches_every_parameter(position):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
     missing = [name for name, p in position_parameters(model).items() if not p.grad.any()]
     assert missing == []
+
+
+def test_timm_knows_that_any_size_goes():
+    model = relativize(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3).eval())
+    assert get_model_input_config(model)["fixed_input_size"] is False
 
 
 def test_pooling_that_a_model_does_not_have_is_refused():

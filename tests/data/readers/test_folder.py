@@ -338,6 +338,17 @@ def test_a_pipe_is_no_image(root):
 NO_TEXT = os.fsdecode(b"caf\xe9")
 
 
+@pytest.mark.filterwarnings("error")
+def test_of_several_processes_that_share_the_work_the_first_tells(root, monkeypatch):
+    (root / "train" / "dog" / "a.heic").write_bytes(b"?")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    opened(root, "train", identity)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    with pytest.raises(UserWarning, match="not decoded"):
+        opened(root, "train", identity)
+
+
 def test_an_image_whose_name_is_no_utf8_is_an_image_like_any_other(root):
     folder = root / "train" / "cat"
     save(folder / f"{NO_TEXT}.png", 5, format="PNG")

@@ -117,6 +117,14 @@ def test_the_modules_of_import_may_be_named(evil, capsys, monkeypatch):
     assert yaml.safe_load(printed)["trainer"]["callbacks"] == [{"class_path": "evil.C"}]
 
 
+def test_a_logger_without_its_package_says_so(evil, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", False)
+    config = write(evil.folder / "base.yaml", BASE | {"trainer": {"max_epochs": 1, "logger": {"class_path": "MLFlowLogger"}}})
+    with pytest.raises(ValueError, match=r"^lightning.pytorch.loggers.MLFlowLogger: ") as caught:
+        run(["fit", "--config", config])
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("tag", ["!!python/object/apply:evil.f []", "!!python/name:evil.C ''", "!evil x"])
 def test_tags_are_refused(evil, tag, capsys):
     with pytest.raises(ValueError, match=r"bad\.yaml: .*could not determine a constructor for the tag"):

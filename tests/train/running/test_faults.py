@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from vitrel.common import lock
 from vitrel.common.exits import reported
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, datamodule, run
+from vitrel.train.running.command import _threads_in_a_line
 from vitrel.train.running.faults import FiniteLoss
 
 
@@ -276,6 +278,23 @@ def test_without_shared_memory_a_run_needs_no_loader_processes(command, monkeypa
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", none)
     run(command("run", epochs=1))
+
+
+def test_a_thread_that_cannot_write_is_a_line_and_another_error_is_not(tmp_path, monkeypatch, capsys):
+    """As TensorBoard's writer on a full disk."""
+    heard = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: heard.append(failed.exc_type))
+
+    def full():
+        raise OSError(28, "No space left on device", "events.out")
+
+    with _threads_in_a_line():
+        for work in (full, lambda: 1 / 0):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert heard == [ZeroDivisionError]
+    assert capsys.readouterr().err == "warning: a log could not be written: events.out: No space left on device\n"
 
 
 def finite(folder, losses, device="cpu", every=3):

@@ -97,3 +97,20 @@ def test_an_epoch_without_an_evaluation_repeats_none(monkeypatch, capsys):
         run.call("on_train_epoch_start")
         line = capsys.readouterr().out
         assert "loss 1.2500" in line and ("val top1 0.2500" in line) == evaluated
+
+
+def test_a_line_a_minute_within_an_epoch(monkeypatch, capsys):
+    run = Run(monkeypatch)
+    run.trainer.callback_metrics = {"train/loss_step": torch.tensor(1.5), "val/loss": torch.tensor(9.0)}
+    for index in range(4):
+        run.batch(wait=0, work=40, index=index)
+    rest = "images/s 0  data wait 0%"
+    assert capsys.readouterr().out.splitlines() == [
+        f"epoch 1/2  batch 2/4  loss 1.5000  {rest}  eta 0:04:00",
+        f"epoch 1/2  batch 4/4  loss 1.5000  {rest}  eta 0:02:40",
+    ]
+    run.call("on_validation_batch_end", None, None, 1)
+    assert capsys.readouterr().out == ""
+    run.now += 70
+    run.call("on_validation_batch_end", None, None, 2)
+    assert capsys.readouterr().out == f"epoch 1/2  evaluation 3/9  {rest}  eta 0:03:50\n"
