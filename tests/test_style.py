@@ -18,12 +18,12 @@ ROOMS = {  # what else each room may import; all may import the core
     "weights": {"any_size"},
     "inputs": set(),
     "data": set(),
-    "export": {"any_size", "weights", "inspect"},
     "inspect": set(),
     "conformance": {"inspect"},
     "tasks": {"data"},
     "train": {"data", "weights", "inspect", "tasks"},
     "evaluate": {"data", "inspect", "weights", "tasks"},
+    "export": {"any_size", "weights", "inspect", "evaluate"},  # the card of an upload has scores
     "compare": {"data", "weights", "train", "evaluate", "tasks"},
 }
 TOP = ("tools", "cli", "__main__", "__init__")  # may import everything

@@ -133,6 +133,15 @@ def test_unreadable_images_of_both_are_counted(command, folder, tmp_path, capfd)
     assert sorted(listed) == sorted(map(str, bad)) and "9 of 96 training images" in capfd.readouterr().err
 
 
+def test_ctrl_c_stops_both(command, tmp_path, capfd):
+    def tell():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        at(8, lambda: os.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGINT))()
+
+    assert on_two(command("run", *TWO), tell) == [130, 130]
+    assert capfd.readouterr().out.count(f"ctrl-c: saved {tmp_path}/run/checkpoints/last.ckpt (update 8)") == 1
+
+
 def test_resuming_on_another_number_of_processes(command, whole, tmp_path):
     """At the same images per batch: two processes until the middle of an epoch, then one; the whole in one to compare."""
     stop = at(9, signal.SIGTERM)

@@ -65,6 +65,17 @@ def stop(monkeypatch):
         yield at
 
 
+@pytest.mark.slow
+def test_a_finished_run_that_is_resumed_says_so(command, tmp_path, capfd):
+    for times in range(2):
+        run(command("--ckpt_path=auto", f"--trainer.max_epochs={1 + times}"))
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1"]
+    assert "run that finished" not in capfd.readouterr().out
+    run(command("--ckpt_path=auto", "--trainer.max_epochs=2"))
+    assert "run that finished its 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
+
+
 SCALED = ["--model.optim.lr=4e-3", "--model.optim.lr_base_size=32"]
 
 
@@ -120,6 +131,19 @@ def test_several_training_sizes_are_recorded_and_shown(command, tmp_path, capfd)
 def written(log):
     with log.path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_rows_of_a_step_are_joined(tmp_path):
+    log = CSVLog(tmp_path)
+    log.log_metrics({"epoch": 0, "a": 1.0}, 4)
+    log.log_metrics({"epoch": 0, "b": 2.0}, 4)
+    log.log_metrics({"epoch": 1, "a": 3.0}, 9)
+    log.log_metrics({"epoch": 1, "a": 3.0}, 9)  # the rest of an epoch whose evaluation is made up for
+    log.save()
+    assert written(log) == [
+        {"epoch": "0", "step": "4", "a": "1.0", "b": "2.0"},
+        {"epoch": "1", "step": "9", "a": "3.0", "b": ""},
+    ]
 
 
 def test_a_resumed_log_goes_on_where_it_is_cut(tmp_path):
