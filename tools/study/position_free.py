@@ -9,20 +9,17 @@ has are not made again. The tables of docs/studies/position_free.md are made of 
 """
 
 import argparse
-import csv
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-import timm
 import torch
 
 from tools.study.pages import ROOT, fill_pages
+from tools.study.results import add_row
 from vitrel.cli import main as vitrel
 from vitrel.common.tables import markdown
 
@@ -93,20 +90,6 @@ def measured(model: Sequence[str | Path], data: Path, out: Path) -> dict[str, fl
     return found
 
 
-def add_row(about: dict[str, Any], numbers: dict[str, float], start: float) -> None:
-    """Add a row to the results: of which model, what was measured, and the processor time since `start`."""
-    used = {"processor_s": round(time.process_time() - start), "torch": torch.__version__, "timm": timm.__version__}
-    row = about | numbers | used | {"machine": f"{platform.machine()}, 1 thread"}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-    print(row, flush=True)
-
-
 def tables(results: Path) -> list[tuple[str, str]]:
     """Return (name, Markdown table) of what `vitrel features` measured: mean over seeds ± their standard deviation."""
     rows = pd.read_csv(results, keep_default_na=False)
@@ -150,7 +133,7 @@ def main() -> None:
         if (key := (encoding, loss, seed)) in done:
             return
         start, about = time.process_time(), {"encoding": encoding, "loss": loss, "seed": seed, "size": SIZE}
-        add_row(about, measured(model(), data, args.out / "_".join(filter(None, key))), start)
+        add_row(RESULTS, about | measured(model(), data, args.out / "_".join(filter(None, key))), start)
         done.add(key)
 
     measure(lambda: [TEACHER, "--weights", args.weights, "--img-size", str(SIZE)], "absolute", "teacher")

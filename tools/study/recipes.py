@@ -10,7 +10,6 @@ The table of docs/how_to/train.md is made of all rows.
 
 import argparse
 import csv
-import platform
 import time
 from collections.abc import Mapping
 from itertools import product
@@ -27,6 +26,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 
 from tools.study.pages import ROOT, fill_pages
+from tools.study.results import add_row
 from vitrel.cli import main as vitrel
 from vitrel.common.tables import markdown
 
@@ -133,17 +133,9 @@ def main() -> None:
             top1 = train(name, arguments, str(data), args.epochs, seed, args.weights)
             row = {
                 "recipe": args.recipe, "data": args.data.name, "every": args.every, "by": by, "model": name, "size": SIZE,
-                "epochs": args.epochs, "seed": seed, "top1": round(top1, 4), "processor_s": round(time.process_time() - start),
-                "torch": torch.__version__, "timm": timm.__version__, "machine": f"{platform.machine()}, 1 thread",
+                "epochs": args.epochs, "seed": seed, "top1": round(top1, 4),
             }  # fmt: skip
-            new = not RESULTS.exists()
-            RESULTS.parent.mkdir(parents=True, exist_ok=True)
-            with RESULTS.open("a", newline="") as file:
-                writer = csv.DictWriter(file, row)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
-            print(row, flush=True)
+            add_row(RESULTS, row, start)
     fill_pages(ROOT, {PAGE: [("recipes", table(RESULTS))]})
 
 

@@ -1,14 +1,20 @@
-"""The committed results of studies: rows of results.csv, and scores of images where images.npz is beside it.
+"""The results of studies: rows of results.csv, and scores of images where images.npz is beside it.
 
 python -m tools.study.results results/study/imagenet    # writes table.md again, from the rows
 """
 
 import argparse
+import csv
+import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import timm
+import torch
 
 from vitrel.evaluate.folder import read_kept
 from vitrel.evaluate.report import table
@@ -16,6 +22,26 @@ from vitrel.evaluate.verdicts import judge
 from vitrel.tasks import Row, task_named
 
 TEXT = ("label", "img_size", "train_size", "policy", "window", "pad_fraction", "resampled", "protocol")
+
+
+def add_row(path: Path, row: Mapping[str, Any], start: float) -> None:
+    """Add a row to a results.csv, and print it: what was measured, the processor time since `start`, and the versions.
+
+    Args:
+        path: the file, which is begun with a header if there is none.
+        row: {column: value}.
+        start: of `time.process_time`, s.
+    """
+    used = {"processor_s": round(time.process_time() - start), "torch": torch.__version__, "timm": timm.__version__}
+    row = {**row, **used, "machine": f"{platform.machine()}, 1 thread"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row, flush=True)
 
 
 def read_rows(path: Path) -> list[Row]:

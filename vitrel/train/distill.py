@@ -194,7 +194,7 @@ class Teacher:
     Args:
         settings: which teacher, and how it is distilled.
         num_classes: number of classes of the data, which must be the teacher's, if it has any, unless labels are ignored.
-        initial: (the student with its initial weights, before an encoding is added; names of its classes or None), which is the
+        initial: (the student with its initial weights, before an encoding is added; names of its classes or None), which is
             the teacher where `settings` names none.
         img_size: (H, W) of the student's images in pixels, at which its tokens are compared with those of `initial`.
 
