@@ -101,6 +101,13 @@ def test_several_labels_have_a_column_of_every_class(model, pictures):
         assert label == ";".join(name for name, p in zip(NAMES, want, strict=True) if p >= 0.5)
 
 
+def test_a_class_named_as_a_column_has_another_one(model, pictures):
+    model.task, model.pretrained_cfg["label_names"] = "multilabel", ["path", "rose", "label"]
+    vitrel.save(model, "model.safetensors")
+    cli.main(["predict", "model.safetensors", "pictures/a"])
+    assert lines()[0] == ["path", "label", "class path", "rose", "class label"]
+
+
 def test_imagenet_heads_are_described_and_others_numbered(pictures):
     for classes, want in ((1000, "tench, Tinca tinca"), (3, "0")):
         model = timm.create_model("vitrel_vit_n8_none", img_size=32, num_classes=classes, **SMALL)
@@ -123,7 +130,7 @@ def test_what_cannot_be_predicted_is_named(model, pictures, capsys):
     assert "no folder and no file nowhere" in ended(capsys, "nowhere")
     assert "none of the 1 images can be read: pictures/b/1.png" in ended(capsys, "pictures/b/1.png")
     (pictures / "empty").mkdir()
-    assert "folders without images in pictures/empty: ." in ended(capsys, "pictures/empty")
+    assert "folders without images: pictures/empty; add .jpg" in ended(capsys, "pictures/empty")
     assert "no folder missing for out.csv" in ended(capsys, "pictures", "--out", "missing/out.csv")
     assert "pictures is a folder: name a file" in ended(capsys, "pictures/a", "--out", "pictures")
     vitrel.save(Segmenter(model, 3, "linear"), "model.safetensors")

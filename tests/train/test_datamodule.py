@@ -103,3 +103,6 @@ def test_images_for_a_fit_are_without_unreadable_ones(tmp_path):
     data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(preprocessing=preprocessing))
     data.train_set = range(2)
     assert len(data.unaugmented(256)) == 1
+    (tmp_path / "train" / "a" / "0.png").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"none of the 2 training images .* can be read, such as .*0.png"):
+        data.unaugmented(256)

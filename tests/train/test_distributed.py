@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import timm
@@ -12,6 +13,7 @@ from helpers.runs import EVERYTHING, assert_same_run, at, in_child, on_two, read
 from vitrel.data import create_dataset
 from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier
+from vitrel.train.batch_order import EpochOrder
 
 pytestmark = pytest.mark.slow
 # Without drop path, whose draws per rank would differ.
@@ -131,6 +133,17 @@ def test_unreadable_images_of_both_are_counted(command, folder, tmp_path, capfd)
     assert on_two(command("run", *TWO, f"--data.data={tmp_path / 'images'}")) == [1, 1]
     listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()[1:]
     assert sorted(listed) == sorted(map(str, bad)) and "9 of 96 training images" in capfd.readouterr().err
+
+
+def test_a_rank_without_any_readable_image_does_not_stop_the_other(command, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "images")
+    images = create_dataset(str(tmp_path / "images"), "train", (32, 32), mean=(0.0,) * 3, std=(1.0,) * 3, n=16, seed=3)
+    for draw in EpochOrder(16, 8, (32, 32), rank=1, world=2, seed=3).batches(0)[0]:
+        Path(images.name(draw.index)).write_bytes(b"no image")
+    args = f"--data.data={tmp_path / 'images'}", "--data.n_train=16", "--data.reading.bad_share=0.9"
+    assert on_two(command("run", *TWO, *args, epochs=1)) == [0, 0]
+    [loss] = [float(row["train/loss_epoch"]) for row in rows(tmp_path / "run" / "metrics.csv") if row["train/loss_epoch"]]
+    assert 0 < loss < 10  # of the images of rank 0
 
 
 def test_ctrl_c_stops_both(command, tmp_path, capfd):

@@ -139,15 +139,14 @@ def _images(model: Any, args: argparse.Namespace) -> "Tensor":
     import torch
 
     from vitrel.data import Prepare
-    from vitrel.data.readers.decode import SUFFIXES, decode
-    from vitrel.data.readers.folder import hidden
+    from vitrel.data.readers.decode import decode
+    from vitrel.data.readers.folder import image_files
     from vitrel.models.config import preprocessing_of
     from vitrel.weights.absolute_to_relative import IMAGES
 
     folder = Path(args.data)
     folder = folder / "train" if (folder / "train").is_dir() else folder
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    found = [path for path in paths if not any(map(hidden, path.relative_to(folder).parts))]
+    found = sorted(Path(path) for path, _ in image_files([str(folder)]).samples)
     n = min(IMAGES, len(found)) if args.n is None else args.n
     if not 0 < n <= len(found):
         raise ValueError(f"{folder} holds {len(found)} images, and --n is {n}: give another folder or number")

@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
-    """The names of the columns."""
+    """Return the names of the columns; a class that has the name of another column is called "class NAME"."""
     if task.several:
-        return ["path", "label", *names]
+        return ["path", "label", *(f"class {name}" if name in ("path", "label") else name for name in names)]
     ranks = ["", *(f"_{rank}" for rank in range(2, min(top, len(names)) + 1))]
     return ["path", *(f"{column}{rank}" for rank in ranks for column in ("label", "probability"))]
 

@@ -161,13 +161,16 @@ class ImageData(LightningDataModule):
     def unaugmented(self, n: int) -> Tensor:
         """Return n training images, or all if there are fewer, [n, 3, H, W], normalized and at `size`, without augmentation.
 
-        `seed` chooses which. Unreadable ones are left out.
+        `seed` chooses which. Unreadable ones are left out; ValueError if none can be read.
         """
         preprocessing = self.trainer.lightning_module.preprocessing
         n = min(n, len(self.train_set))
         options = {"n": n, "seed": self.seed, "reading": self.reading, "task": self.task}
         chosen = create_dataset(self.data, "train", self.size, **preprocessing, **options)
-        return torch.stack([image for image, _ in Readable(chosen).__getitems__([Draw(i) for i in range(n)])])
+        items = Readable(chosen).__getitems__([Draw(i) for i in range(n)])
+        if not items:
+            raise ValueError(f"none of the {n} training images for the fit of the position can be read, such as {chosen.name(0)}")
+        return torch.stack([image for image, _ in items])
 
     @property
     def batches(self) -> int:

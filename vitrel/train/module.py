@@ -286,10 +286,12 @@ class Classifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, 0-d; log it, and the share of its labels that are predicted, under train/.
 
-        The loss of a batch without images, none of which could be read, is 0.
+        The loss of a batch without images, none of which could be read, is 0 and has no weight in the mean of the epoch.
         """
-        if not len(batch[0]):  # other devices wait for the gradients of all parameters
-            return torch.stack([0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad]).sum()
+        if not len(batch[0]):  # other ranks wait for the gradients of all parameters, and for the means of the epoch
+            loss = torch.stack([0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad]).sum()
+            self._log_of_epoch(loss.detach(), loss.detach(), 0)
+            return loss
         images, labels = self.normalized(batch[0]), batch[1]
         if self.erasing is not None:
             self.erasing(images)
@@ -305,11 +307,14 @@ class Classifier(LightningModule):
             logits = seen.logits  # type: ignore[assignment]
             loss = self.teacher.loss(seen, targets, self.learning.loss(logits, labels))
         right = self.learning.right(logits.detach(), labels).mean()
-        values = {"train/loss": loss.detach(), f"train/{self.task.learned}": right}
-        self.log_dict({f"{name}_step": value for name, value in values.items()}, prog_bar=True)
-        over_epoch = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": len(images)}
-        self.log_dict({f"{name}_epoch": value for name, value in values.items()}, **over_epoch)
+        self.log_dict({"train/loss_step": loss.detach(), f"train/{self.task.learned}_step": right}, prog_bar=True)
+        self._log_of_epoch(loss.detach(), right, len(images))
         return loss
+
+    def _log_of_epoch(self, loss: Tensor, right: Tensor, images: int) -> None:
+        """Add the means of a batch of `images` images to the means of the epoch, which are taken over all ranks."""
+        values = {"train/loss_epoch": loss, f"train/{self.task.learned}_epoch": right}
+        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=images)
 
     def validation_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
         """Update the task's metrics of the evaluation set.

@@ -70,7 +70,7 @@ def test_missing_folders_say_which_layout_is_expected(tmp_path):
 def test_an_empty_class_folder_is_named(root):
     for split in ("train", "val"):
         (root / split / "bird").mkdir()
-    with pytest.raises(ValueError, match=r"folders without images in .*train: bird"):
+    with pytest.raises(ValueError, match=r"folders without images: .*train/bird; add"):
         opened(root, "train", identity)
 
 
@@ -244,7 +244,7 @@ def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
 def test_two_class_folders_that_are_one_are_refused(root):
     for split in ("train", "val"):
         link(root / split / "kitten", "cat")
-    with pytest.raises(ValueError, match=r"without images in .*train: kitten; .*links to images already used.*another class"):
+    with pytest.raises(ValueError, match=r"without images: .*train/kitten; .*links to images already used.*another class"):
         opened(root, "train", identity)
 
 

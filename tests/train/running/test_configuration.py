@@ -183,6 +183,7 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
         (["--seed=3"], "unknown key seed: did you mean seed_everything?"),
         (["--optimizer=sgd"], "unknown key optimizer: did you mean optim?"),
         (["--teeth=32"], "unknown key teeth; --help-all lists the keys"),
+        (["--model.optim.schedule=cosine"], "unknown key model.optim.schedule; --help-all lists the keys"),
         (["--data.size.h=3"], "data.size must be"),
         (["--weights_only=false"], "unknown key weights_only"),
         (["--data.seed=3"], 'Linked "data.seed" must be given via "seed_everything"'),

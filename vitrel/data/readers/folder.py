@@ -118,7 +118,7 @@ class Scan:
         left_out = self._left_out(twice)
         if empty := sorted(set(range(len(names))) - {file.label for file in files}):
             raise ValueError(
-                f"folders without images in {shown(folder)}: {', '.join(names[i] or '.' for i in empty)}; add "
+                f"folders without images: {', '.join(shown(Path(folder, names[i])) for i in empty)}; add "
                 f"{', '.join(SUFFIXES)} files or remove them" + (f" ({left_out})" if left_out else "")
             )
         if left_out:

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from vitrel.common.exits import one_line
 from vitrel.common.extras import optional_import
 from vitrel.common.lock import only_writer
-from vitrel.common.names import did_you_mean
+from vitrel.common.names import did_you_mean, nearest
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.user_modules import imported_modules
 from vitrel.train.datamodule import ImageData
@@ -360,8 +360,10 @@ def _sentence(message: str) -> str:
     if unknown := re.search(option, message):
         name = ".".join(filter(None, unknown.groups())).removeprefix("fit.")
         meant = name.replace("-", "_").replace("learning_rate", "lr")
-        last = [known.rpartition(".")[2] for known in keys()]  # of a key within another, only the last word is known
-        near = did_you_mean(meant, keys()) or did_you_mean(meant, last) or "; --help-all lists the keys"
+        words = [known.rpartition(".")[2] for known in keys()]  # of a key within another, only the last word is known
+        alike = nearest(meant.rpartition(".")[2], words, len(words))  # keys of a section look alike by its name alone
+        of_alike = [known for known in keys() if known.rpartition(".")[2] in alike]
+        near = did_you_mean(meant, of_alike) or did_you_mean(meant, alike) or "; --help-all lists the keys"
         return f"unknown key {name}{near}"
     key = re.match(r'Parser key "([^"]+)":', message)
     if problem := re.search(r"Problem with given class_path '(.+)':\s+(.+)", message):
