@@ -11,9 +11,11 @@ from huggingface_hub import ModelCard, constants, hf_hub_download
 
 import vitrel
 from helpers import command
+from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.export import hub
 from vitrel.models.segmenter import Segmenter
 from vitrel.models.vit import ViT
+from vitrel.weights.record import state_hash
 
 tool = command("convert")
 CLASSES = ["left", "right", "above"]
@@ -89,17 +91,22 @@ def loaded(block):
     return names["model"]
 
 
-def test_a_run_is_uploaded_with_its_scores_and_loads_as_its_card_says(run, uploads, tmp_path, capsys):
+def test_a_run_is_uploaded_with_its_scores_and_loads_as_its_card_says(run, uploads, tmp_path, capsys, monkeypatch):
     folder, model = run
-    models = [folder / "checkpoints" / "last.ckpt", other()]
+    path = folder / "checkpoints" / "last.ckpt"
+    models = [path, load_checkpoint(path, "cropped", preprocessing={"crop_pct": 0.5}), other()]
     vitrel.evaluate.at_sizes(models, Pictures(), [(32, 48), 64], out=folder / "evaluation", **QUICK)
     capsys.readouterr()
+    hashed = []
+    monkeypatch.setattr(hub, "state_hash", lambda model: hashed.append(model) or state_hash(model))
     tool.main([folder, "--push", "me/tiny", "--private"])
+    assert len(hashed) == 1
     assert "uploaded to https://huggingface.co/me/tiny: its card" in capsys.readouterr().out
     assert uploads == [("me/tiny", {"private": True, "exist_ok": True})]
     card = ModelCard.load(hf_hub_download("me/tiny", "README.md"))
     assert card.data.library_name == "timm" and card.data.pipeline_tag == "image-classification" and card.data.license is None
     assert "position encoding `table`" in card.text and "| 32x48" in card.text and "64" in card.text and "±" in card.text
+    assert "vitrel_vit_n8_table" in card.text and "cropped" in card.text  # the same weights in two ways
     assert "vitrel_vit_n8_none" not in card.text  # evaluated beside it
     assert "Top-1 in percent" in card.text and "8 images" in card.text and str(tmp_path) not in card.text
     by_timm, by_vitrel = map(loaded, code_of(card.text))
@@ -154,8 +161,9 @@ def test_refusals(run, uploads, tmp_path, capsys):
     assert "settings.json is missing" in error(folder, "--push", "me/tiny", "--evaluation", tmp_path / "empty")
     vitrel.evaluate.at_sizes(other(), Pictures(), [32], out=tmp_path / "other", **QUICK)
     assert "other evaluates other weights than these" in error(folder, "--push", "me/tiny", "--evaluation", tmp_path / "other")
-    with pytest.raises(ValueError, match="training mode"):
-        vitrel.push_to_hub(model.train(), "me/tiny")
+    for training in (model.train(), Segmenter(model, 4)):
+        with pytest.raises(ValueError, match="training mode"):
+            vitrel.push_to_hub(training, "me/tiny")
     for alien in (timm.create_model("test_vit"), torch.nn.Linear(2, 2), torch.compile(model)):
         with pytest.raises(ValueError, match="only models of vitrel are uploaded"):
             vitrel.push_to_hub(alien, "me/tiny")

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     """Write or upload the converted model and print its properties."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
-    from vitrel.export.hub import check_repository, evaluates, push_to_hub
+    from vitrel.export.hub import OtherWeights, check_repository, push_to_hub
     from vitrel.weights import save
 
     if args.push:
@@ -75,12 +75,16 @@ def run(args: argparse.Namespace) -> None:
         print(f"written to {args.out}")
         print(f"load it with vitrel.load({str(args.out)!r})")
     if args.push:
-        evaluation, own = args.evaluation, Path(args.model) / "evaluation"  # where `vitrel train` says to write it
-        if evaluation is None and own.is_dir():
-            evaluation = own if evaluates(own, model) else None
-            if evaluation is None:
-                print(f"{own} is of other weights than the uploaded ones, so the card has no scores")
-        print(f"uploaded to {push_to_hub(model, args.push, evaluation, args.private)}: its card tells how to load it")
+        own = Path(args.model) / "evaluation"  # where `vitrel train` says to write it
+        evaluation = args.evaluation or (own if own.is_dir() else None)
+        try:
+            address = push_to_hub(model, args.push, evaluation, args.private)
+        except OtherWeights:
+            if args.evaluation:
+                raise
+            print(f"{own} is of other weights than the uploaded ones, so the card has no scores")
+            address = push_to_hub(model, args.push, None, args.private)
+        print(f"uploaded to {address}: its card tells how to load it")
 
 
 def _check(args: argparse.Namespace) -> None:

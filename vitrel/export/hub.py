@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData, create_repo, upload_folder
 from huggingface_hub.utils import validate_repo_id
@@ -14,9 +13,6 @@ from vitrel.models.backbone import backbone_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.weights.record import state_hash
 from vitrel.weights.saving import save
-
-if TYPE_CHECKING:
-    from vitrel.evaluate.folder import Folder
 
 _TIMM = """
 ```python
@@ -45,6 +41,10 @@ from huggingface_hub import hf_hub_download
 model = vitrel.load(hf_hub_download("{repository}", "model.safetensors"))
 ```
 """
+
+
+class OtherWeights(ValueError):
+    """The evaluation given for a model's card is of other weights than the model's."""
 
 
 def push_to_hub(model: nn.Module, repository: str, evaluation: str | Path | None = None, private: bool = False) -> str:
@@ -101,6 +101,8 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
             f"only models of vitrel are uploaded, not {type(model).__name__}: convert a ViT or Swin of timm by "
             "vitrel.from_timm, upload others by timm.models.push_to_hf_hub, and unwrap compiled ones"
         )
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
     scores = "" if evaluation is None else _scores(model, Path(evaluation))
     names = backbone.pretrained_cfg.get("label_names") or ()
     if segments:
@@ -122,28 +124,16 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
     return folder
 
 
-def evaluates(folder: Path, model: nn.Module) -> bool:
-    """Whether an evaluation, a folder of `vitrel evaluate`, has results of these weights."""
-    from vitrel.evaluate.folder import read_folder
-
-    return bool(_rows_of(model, read_folder(folder)))
-
-
-def _rows_of(model: nn.Module, found: "Folder") -> list[dict[str, Any]]:
-    own = state_hash(model)
-    name = next((name for name, about in found.settings["models"].items() if about["weights"] == own), None)
-    return [row for row in found.rows if f"{row['label']}|{row['seed']}" == name]
-
-
 def _scores(model: nn.Module, folder: Path) -> str:
-    """The card's section about an evaluation; ValueError where the folder has none of these weights."""
+    """Return the card's section with the scores of an evaluation; OtherWeights if no model in it has these weights."""
     from vitrel.evaluate.folder import read_folder
     from vitrel.evaluate.report import first_screen
     from vitrel.evaluate.verdicts import judge
 
-    found = read_folder(folder)
-    rows = _rows_of(model, found)
+    found, own = read_folder(folder), state_hash(model)
+    names = {name for name, about in found.settings["models"].items() if about["weights"] == own}
+    rows = [row for row in found.rows if f"{row['label']}|{row['seed']}" in names]
     if not rows:
-        raise ValueError(f"{folder} evaluates other weights than these: evaluate this model, and give that folder")
+        raise OtherWeights(f"{folder} evaluates other weights than these: evaluate this model, and give that folder")
     judged = judge(rows, found.scores, found.settings["margin"])
     return f"\n## Scores by image size, on {Path(found.settings['data']).name}\n\n{first_screen(judged)}"
