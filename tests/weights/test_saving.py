@@ -19,6 +19,7 @@ from helpers.small_runs import fit, small
 from helpers.timm_peers import apart, peer
 from helpers.variants import SMALL as FEW
 from helpers.variants import VARIANTS
+from vitrel.cli import main
 from vitrel.models.config import PREPROCESSING
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
@@ -330,6 +331,17 @@ def test_what_cannot_be_kept_is_refused(case, tmp_path):
     with pytest.raises(ValueError, match=words):
         vitrel.save(build(), tmp_path / "model.safetensors")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_model_that_keeps_timms_trunk_goes_the_way_that_the_message_says(tmp_path):
+    torch.save(timm.create_model("levit_128s").state_dict(), tmp_path / "timm.pth")
+    command = ["convert", "levit_128s", "--weights", str(tmp_path / "timm.pth"), "--out", str(tmp_path / "a.safetensors")]
+    with pytest.raises(SystemExit, match=r"LevitDistilled keeps timm's trunk.*state_dict.*from_timm\(NAME, checkpoint_path"):
+        main(command)
+    model, image = vitrel.from_timm("levit_128s", checkpoint_path=tmp_path / "timm.pth").eval(), torch.randn(1, 3, 96, 128)
+    torch.save(model.state_dict(), tmp_path / "ours.pth")
+    again = vitrel.from_timm("levit_128s", checkpoint_path=tmp_path / "ours.pth").eval()
+    assert torch.equal(again(image), model(image))
 
 
 def test_names_of_files(tmp_path):

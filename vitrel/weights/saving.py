@@ -10,6 +10,7 @@ from typing import Any
 import timm
 from torch import nn
 
+from vitrel.any_size import side_multiple
 from vitrel.common.files import atomic_write
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, TRUNKS, Config, config_of, stored_arguments
@@ -39,7 +40,13 @@ def save(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"models are saved as .safetensors, not as {path.name}")
-    if not isinstance(model.backbone if isinstance(model, Segmenter) else model, Backbone):
+    trunk = model.backbone if isinstance(model, Segmenter) else model
+    if side_multiple(trunk):
+        raise ValueError(
+            f"{type(trunk).__name__} keeps timm's trunk and names, so there is no vitrel model to save: write its state_dict() "
+            "with torch.save, and read that, or timm's own file, with vitrel.from_timm(NAME, checkpoint_path=FILE)"
+        )
+    if not isinstance(trunk, Backbone):
         raise ValueError(
             f"{type(model).__name__} is no vitrel model: convert timm's with vitrel.from_timm, unwrap compiled ones"
         )
