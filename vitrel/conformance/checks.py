@@ -1,4 +1,7 @@
-"""The checks that read surveys of a model at several sizes; each yields findings, or raises why it is not applicable."""
+"""The checks that compare surveys of a model at several sizes with a definition; the first lines of each give the definition.
+
+A check yields a finding for everything that it compares, or raises why it is not applicable.
+"""
 
 import functools
 import math
@@ -33,12 +36,12 @@ ANGLE = 2 * SAME  # radians between two measured angles
 
 
 class NotApplicableError(Exception):
-    """The check says nothing about this model; the message gives the reason."""
+    """A check says nothing about a model; the message gives the reason."""
 
 
 @dataclass
 class Examined:
-    """A model and its surveys, which the checks share."""
+    """A model and its surveys, which all checks read."""
 
     subject: Subject
     sizes: tuple[Size, ...]  # first the two with height and width exchanged
@@ -58,19 +61,19 @@ class Examined:
 
     @property
     def exchanged(self) -> tuple[Size, Size]:
-        """The two sizes with height and width exchanged."""
+        """The two sizes with height and width exchanged; NotApplicableError if there are none."""
         if len(self.sizes) < 2 or self.sizes[0][::-1] != self.sizes[1]:
             raise NotApplicableError("no two sizes with height and width exchanged")
         return self.sizes[0], self.sizes[1]
 
     def measured(self, *sizes: Size) -> Iterator[tuple[Size, Located, Rotation | None, Bias | None]]:
-        """(size, attention, its rotation, its bias) of all that could be located, at all sizes if none is given."""
+        """Yield (size, attention, its rotation, its bias) of all attention that was located, at these sizes or at all sizes."""
         for size in sizes or self.surveys:
             for found in self.surveys[size].attentions:
                 yield size, found, found.rotation, found.bias
 
     def not_applicable(self, reason: str) -> NotApplicableError:
-        """The error of a check that found nothing of its kind; where no attention was located, that is the reason."""
+        """Return the error of a check that found nothing of its kind, with `reason`, or that no attention was located."""
         surveys = self.surveys.values()
         if not any(one.attentions for one in surveys):
             reasons = [why for one in surveys for why in one.unlocated.values()]
@@ -125,7 +128,7 @@ def _constant(turn: Rotation | None) -> bool:
 
 
 def _wraps(table: Tensor) -> int:
-    """The m for which a table [H, 2h-1, 2w-1] is a function of m dy + dx, so that its rows overlap; 0 if there is none."""
+    """Return the m for which a table [H, 2h-1, 2w-1] depends on m dy + dx alone, so that its rows overlap; 0 if none does."""
     width = table.shape[2]
     if not (_depends(table, 1) and _depends(table, 2)):
         return 0
@@ -138,7 +141,7 @@ def _wraps(table: Tensor) -> int:
 
 
 def _order_of_waves(examined: Examined) -> Iterator[Finding]:
-    """An embedding whose channels have one axis at one size has so at all, whichever order of tokens is wrong."""
+    """Yield embeddings whose channels vary along both axes here, but along one at another size or with the axes exchanged."""
     found = [(size, one) for size, each in examined.surveys.items() for one in each.embeddings]
     pure = [single_axis(one) for _, one in found]
     for (size, one), good in zip(found, pure, strict=True):
@@ -225,12 +228,13 @@ def axes(examined: Examined) -> Iterator[Finding]:
 
 
 def _depends(table: Tensor, axis: int) -> bool:
-    """Whether a table [H, 2h-1, 2w-1] differs along an axis, unseen offsets (NaN) left out."""
+    """Return whether a table [H, 2h-1, 2w-1] differs along an axis; unseen offsets (NaN) do not count."""
     ends = table.nan_to_num(-math.inf).amax(axis) - table.nan_to_num(math.inf).amin(axis)
     return bool((ends[ends.isfinite()] > 1e-6).any())
 
 
 def _varies(patches: Tensor) -> tuple[bool, bool]:
+    """Return whether an embedding [h, w, C] varies with rows, and whether with columns."""
     scale = float(patches.abs().max()) * SAME
     rows, columns = (patches.shape[axis] > 1 and float(patches.std(axis, correction=0).max()) > scale for axis in (0, 1))
     return rows, columns
@@ -264,6 +268,7 @@ def exchange(examined: Examined) -> Iterator[Finding]:
 
 
 def _learned(examined: Examined) -> list[Derived]:
+    """Return the learned embeddings (no sines and cosines) whose rule can be compared; NotApplicableError if there are none."""
     waves = {one.found.where for one in examined.embeddings if single_axis(one.found)}
     found = [one for one in examined.embeddings if one.found.where not in waves]
     found = [one for one in found if one.how is None or one.master is not one.found]
@@ -296,12 +301,12 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 
 def _resampled(one: Derived, text: str) -> vectors.Later | None:
-    """The numbers of a comparison; none where other centers than the right rules' are no error of this check."""
+    """Return the numbers of a comparison; None if only patch centers are wrong, which another check reports."""
     return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 
 def _beyond(examined: Examined) -> list[Derived]:
-    """The embeddings at an image larger than the native one, if the model takes it."""
+    """Return the embeddings at an image larger than the native one, [] if the model does not take it."""
     subject, (h, w) = examined.subject, trained_size(examined.subject.model)
     size = h + 2 * subject.unit(), w + 3 * subject.unit()
     if subject.refusal(size):
@@ -325,7 +330,7 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
 
 
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
-    """(size, attention, window, slots [N, 2]) of attention in windows, or with padding, at every size."""
+    """Yield (size, attention, window (h, w), its slots [N, 2]) of attention in windows, or with padding, at every size."""
     seen, strided = False, False
     for size, found, *_ in examined.measured():
         slots = window_slots(found)
@@ -356,10 +361,12 @@ def window(examined: Examined) -> Iterator[Finding]:
 
 
 def _visible(found: Located, slots: Tensor, expected: Tensor) -> vectors.Later:
+    """Return the numbers of a comparison of which slots see each other, [W, N, N], with the `expected` ones."""
     return functools.partial(vectors.window, found, slots, expected)
 
 
 def _pair(found: Located, pairs: Tensor) -> str:
+    """Return the places of the first of some pairs [W, N, N] as text."""
     which, a, b = (int(n) for n in pairs.nonzero()[0])
     return " and ".join(str(tuple(found.places[which, slot].tolist())) for slot in (a, b))
 

@@ -1,4 +1,4 @@
-"""Embeddings that are added to tokens: the parameter that holds one, and the rule by which it follows from it at any grid."""
+"""Embeddings that are added to tokens: the parameter behind one, and the rule by which it is resampled from that to a grid."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ MODES = ("bicubic", "bilinear")
 
 
 class Resampled(NamedTuple):
-    """How an embedding follows from the native one, its master."""
+    """The rule by which an embedding follows from the native one, its master."""
 
     kind: str  # "right", "centers" (patch centers move), "error", or "" if no rule is known
     rule: str
@@ -25,7 +25,7 @@ class Resampled(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """An embedding at one image size."""
+    """An embedding at one image size, and how it follows from its master."""
 
     size: Size
     found: Embedding
@@ -35,21 +35,24 @@ class Derived(NamedTuple):
 
 
 def single_axis(found: Embedding) -> bool:
-    """Whether each channel of an embedding varies along one axis only, as of sines and cosines of rows and columns."""
+    """Return whether each channel of an embedding varies along one axis only, as sines and cosines of rows and columns do."""
     rows, columns = (found.patches.std(axis, correction=0).amax(0) for axis in (0, 1))
     scale = found.patches.std().clamp(min=1e-9)
     return bool((torch.minimum(rows, columns) < 1e-3 * scale).all())
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference of two embeddings as a share of the standard deviation; inf for other shapes."""
+    """Return the largest difference of two embeddings as a share of the standard deviation; inf if their shapes differ."""
     if a.shape != b.shape:
         return math.inf
     return float((a.float() - b.float()).abs().max() / b.float().std().clamp(min=1e-9))
 
 
 def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
-    """The parameter that an embedding is made of as a map [h, w, C], of `grid` if it is a sequence; None if it is no map."""
+    """Return the parameter that an embedding is made of, as a map [h, w, C]; None if it is no map.
+
+    A sequence of rows is read as a map of `grid`, after rows of prefix tokens.
+    """
     value = {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(found.parameter)
     channels = found.patches.shape[-1]
     if value is None or channels not in value.shape:
@@ -65,9 +68,12 @@ def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
 
 
 def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list[Derived]:
-    """Every embedding at every size with how it follows from its master, the parameter or else the one at the native size.
+    """Return every embedding at every size, with the rule by which it follows from its master.
+
+    The master is the model's parameter if the embedding at the native size follows from it, else the embedding at that size.
 
     Args:
+        surveys: by image size.
         native: image size that the model was built for, examined or not.
         model: as it was built, whose parameters are those of the native size.
     """
@@ -86,7 +92,7 @@ def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list
 
 
 def resampled(master: Embedding, found: Embedding) -> Resampled:
-    """Name the rule by which `found` follows from `master`: a right one, one that moves centers, or a common error."""
+    """Return the rule by which `found` follows from `master`: a right one, one that moves patch centers, or a common error."""
     nearest = math.inf
     for kind, rules in (("right", right_rules), ("centers", _off_center), ("error", _errors)):
         for rule, expected in rules(master, found.grid):
@@ -98,10 +104,9 @@ def resampled(master: Embedding, found: Embedding) -> Resampled:
 
 
 def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
-    """An embedding [h0, w0, C] at another grid by F.interpolate, [h, w, C].
+    """Return an embedding [h0, w0, C] at another grid, [h, w, C], by F.interpolate.
 
-    Args:
-        offset: added to the grid for its scale factor.
+    An `offset` other than 0 interpolates by the scale factors of the grid plus the offset, in place of its size.
     """
     image = native.permute(2, 0, 1)[None].float()
     if offset:
@@ -113,12 +118,12 @@ def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object)
 
 
 def _of_square(master: Embedding, grid: Size, **how: object) -> Tensor:
-    """Resampled to a square of the longer side and cropped, as NaFlexViT and RADIO do."""
+    """Return an embedding resampled to a square of the longer side and cropped, as NaFlexViT and RADIO do."""
     return interpolated(master.patches, (max(grid), max(grid)), **how)[: grid[0], : grid[1]]
 
 
 def right_rules(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
-    """Every right rule with the embedding [h, w, C] that it makes of the master."""
+    """Yield (rule, the embedding [h, w, C] that it makes of the master) for every right rule."""
     if grid == master.grid:
         yield "unchanged", master.patches
         return
@@ -134,6 +139,7 @@ def right_rules(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
 
 
 def _off_center(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
+    """Yield (rule, embedding [h, w, C]) for rules that move the centers of patches."""
     for mode in MODES:
         corner = interpolated(master.patches, grid, mode=mode, align_corners=True)
         name = f"{mode} with align_corners, which puts the outer patches at the borders"
@@ -146,7 +152,7 @@ def _off_center(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
 
 
 def _errors(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
-    """Maps of one grid by common errors: rows cut, zeros added, axes exchanged or reversed, a square assumed."""
+    """Yield (error, embedding [h, w, C]) for common errors: rows cut, zeros added, axes exchanged, a square assumed."""
     count, other = grid[0] * grid[1], grid[::-1]
     rows = torch.cat((master.prefix.to(master.patches), master.patches.flatten(0, 1)))
     for first in dict.fromkeys((len(master.prefix), *range(len(master.prefix) + 1))):

@@ -1,4 +1,4 @@
-"""The encoding of a model, named from what a survey measures: kind, base, unit, pairs, window, rule at another size."""
+"""The encoding of a model, named from what surveys measure: kind, base, unit, pairs, window, rule at another size."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _FLAT = 1e-4  # radians; a step below it is none: the slowest band of a base of 
 
 
 class Identity(NamedTuple):
-    """What position does in one place of a model."""
+    """The position that one module of a model adds, with its kind and details."""
 
     where: str
     kind: str  # "rope_axial", "table", "absolute", ... or "none"
@@ -33,9 +33,9 @@ class Identity(NamedTuple):
 
 
 def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Derived]) -> list[Identity]:
-    """The encodings of a model from surveys at several image sizes; the first of them is the one that is named.
+    """Return the encodings of a model, from surveys at several image sizes, in which those of the first size are named.
 
-    "none" means that equal patches give equal queries and keys, without a bias; any other position that is seen but not named
+    "none" means that equal patches give equal queries and keys, without a bias. Any other position that is seen but not named
     is "not identified".
     """
     first, *others = surveys.values()
@@ -50,12 +50,13 @@ def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Der
 
 
 def summary(found: list[Identity]) -> list[str]:
-    """One line for each different encoding, with the number of layers that have it."""
+    """Return a line for each different encoding, with the number of layers that have it."""
     counts = Counter(str(one) for one in found)
     return [text if n == 1 else f"{text} ({n} layers)" for text, n in counts.items()]
 
 
 def _attention(found: Located, others: list[Located], model: nn.Module) -> list[Identity]:
+    """Return the encodings in one attention; `others` are the same attention at other sizes."""
     made, details = [], _windows(found)
     if found.rotation is not None:
         made.append(Identity(found.where, *named_rotation(found.rotation, [other.rotation for other in others])))
@@ -68,6 +69,7 @@ def _attention(found: Located, others: list[Located], model: nn.Module) -> list[
 
 
 def _windows(found: Located) -> dict[str, Any]:
+    """Return {"window": ..., "shift": ...} as text for attention in windows, {} for global attention."""
     slots = window_slots(found)
     if slots is None or (found.windows == 1 and found.tokens.shape[1] == found.grid[0] * found.grid[1]):
         return {}
@@ -78,7 +80,7 @@ def _windows(found: Located) -> dict[str, Any]:
 
 
 def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tuple[str, dict[str, Any]]:
-    """Name a rotation and list its details.
+    """Return the kind of a rotation and its details.
 
     Args:
         turn: the rotation at one size.
@@ -112,7 +114,7 @@ def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tu
 
 
 def frequency_base(steps: Tensor) -> float:
-    """The base of frequencies base^(-t/n) [n], from angles per step in order; 0 if they are no geometric series."""
+    """Return the base of frequencies base^(-t/n) from n angles per step in their order; 0 if they are no geometric series."""
     found = steps[steps.abs() > _FLAT].abs().double()
     if len(found) < 3:
         return 0.0
@@ -123,7 +125,7 @@ def frequency_base(steps: Tensor) -> float:
 
 
 def _unit(turn: Rotation, others: list[Rotation]) -> str:
-    """What positions are measured in: patches, or a share of the grid, by the change of angles with the grid."""
+    """Return what positions are measured in, patches or a share of the grid, as the change of angles with the grid shows."""
     bands = turn.steps[0][0]
     slow = [int((axis.abs() + 9 * (axis.abs() < _FLAT)).argmin()) for axis in bands]  # the slowest band cannot exceed pi
     for name, of in (("patches", lambda n, g: 1.0), ("height and width", lambda n, g: n), ("longer side", lambda n, g: max(g))):
@@ -138,7 +140,7 @@ def _unit(turn: Rotation, others: list[Rotation]) -> str:
 
 
 def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Kind and details of a bias, from its values by offset."""
+    """Return the kind of a bias and its details, from its values by offset."""
     if rows.content > SAME:
         kind = "decomposed" if _separates(rows.by_offset) else "shaw"
         return kind, {"biases": "depend on queries or keys"}
@@ -155,13 +157,14 @@ def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 def _offsets(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dy and dx of every entry of a table [H, 2h-1, 2w-1]."""
     h, w = (n // 2 for n in table.shape[1:])
     y, x = torch.meshgrid(torch.arange(-h, h + 1), torch.arange(-w, w + 1), indexing="ij")
     return y.double(), x.double()
 
 
 def _of_distance(table: Tensor) -> str:
-    """alibi or log_decay, if every head's bias is that function of a distance; otherwise ""."""
+    """Return the name if every head's bias is linear ("alibi") or logarithmic ("log_decay") in a distance, else ""."""
     y, x = _offsets(table)
     distances = {"euclidean": (y**2 + x**2).sqrt(), "L1": y.abs() + x.abs(), "squared": y**2 + x**2}
     seen = ~table.isnan().any(0)
@@ -185,7 +188,7 @@ def _of_distance(table: Tensor) -> str:
 
 
 def _separates(table: Tensor) -> bool:
-    """Whether the bias is the sum of one of the rows and one of the columns."""
+    """Return whether a bias is the sum of one of the rows and one of the columns."""
     if bool(table.isnan().any()):
         h, w = (n // 4 for n in table.shape[1:])
         table = table[:, h : -h or None, w : -w or None]
@@ -196,7 +199,7 @@ def _separates(table: Tensor) -> bool:
 
 
 def _memory(rows: Bias, model: nn.Module) -> str:
-    """How a parameter holds the table: "query - key" or "key - query"; "" if none does."""
+    """Return by which offset a parameter holds the table, "query - key" or "key - query"; "" if none does."""
     heads, (height, width) = len(rows.by_offset), rows.by_offset.shape[1:]
     table = rows.by_offset.flatten(1)
     seen = ~table.isnan().any(0)
@@ -211,6 +214,7 @@ def _memory(rows: Bias, model: nn.Module) -> str:
 
 
 def _embedding(first: Derived, all_sizes: list[Derived]) -> Identity:
+    """Return the identity of an embedding: sines and cosines, or a learned one with the rule of its resampling."""
     if single_axis(first.found):
         return Identity(first.found.where, "sincos", {})
     same = [one.how for one in all_sizes if one.found.where == first.found.where and one.how is not None]

@@ -1,4 +1,4 @@
-"""Rotations and biases measured in a survey: angles per step, biases per offset, and how far each is from such a rule.
+"""Rotations and biases of a survey, measured: angles per step, biases per offset, and how far each is from following a rule.
 
 Nothing here uses vitrel's encodings: angles are read from rotated queries, biases from logits without content.
 """
@@ -22,7 +22,7 @@ PAIRS = {"half": "channels p and p + D/2", "interleaved": "channels 2p and 2p + 
 
 @dataclass
 class Located:
-    """One attention at one image size, with the position of its tokens."""
+    """One attention at one image size, with the position of its tokens in the image."""
 
     where: str  # path of the module
     grid: Size  # tokens (h, w) of the image here
@@ -42,7 +42,7 @@ class Located:
 
     @property
     def places(self) -> Tensor:
-        """[W, N, 2] (row, column) of the token in each slot; of no meaning where `tokens` is -1."""
+        """[W, N, 2]: row and column of the token in each slot, without meaning where `tokens` is -1."""
         at = self.tokens.clamp(min=0)
         return torch.stack((at // self.grid[1], at % self.grid[1]), -1)
 
@@ -64,7 +64,7 @@ class Located:
 
 
 class Rotation(NamedTuple):
-    """Rotation of queries and keys in one attention, by token of its grid."""
+    """The rotation of queries and keys in one attention, read from its tokens."""
 
     pairs: str  # key of PAIRS; "" if the norm of no pairing is the same for all tokens, so it is no rotation
     norms: float  # largest change of the norm of a pair over tokens, as a share of it, for the best pairing
@@ -76,7 +76,7 @@ class Rotation(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Bias of one attention by offset (query minus key), masks left out."""
+    """The bias of one attention by offset (query minus key), without masks."""
 
     by_offset: Tensor  # [H, 2h-1, 2w-1] mean bias of pairs with the offset; NaN where no visible pair has it
     spread: float  # largest difference between pairs with one offset, as a share of the range of biases
@@ -87,11 +87,7 @@ class Bias(NamedTuple):
 
 
 def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
-    """The rotation of an attention; None if its queries are the same at all patches.
-
-    Args:
-        order: as for `maps`.
-    """
+    """Measure the rotation of an attention; None if its queries are the same at all patches. `order` is that of `maps`."""
     if found.window is None:
         return None
     query, key = (maps(found, part, order) for part in (found.query, found.key))  # [B, H, h, w, D]
@@ -112,18 +108,18 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
 
 
 def pairing(found: Located) -> str:
-    """The key of PAIRS by which queries and keys are nearest to rotated ones."""
+    """Return the key of PAIRS by which queries and keys are nearest to rotated ones."""
     scores = _scores(maps(found, found.query), maps(found, found.key))
     return min(scores, key=lambda name: scores[name])
 
 
 def _scores(query: Tensor, key: Tensor) -> dict[str, float]:
-    """{pairing: largest change of the norm of a pair} of maps [B, H, h, w, D]."""
+    """Return {pairing: largest change of the norm of a pair} over tokens, for maps [B, H, h, w, D]."""
     return {name: max(_norm_change(as_pairs(part, name)) for part in (query, key)) for name in _patterns(query.shape[-1])}
 
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
-    """Steps [H, 2, P] of the queries of an attention by pairs that are known, of a model in low precision."""
+    """Return the mean steps [H, 2 (down, right), P] of an attention's queries in radians, for channels paired as in PAIRS."""
     turned = as_pairs(maps(found, found.query), pairs)
     return torch.stack([phase_step(turned, axis)[0] for axis in (2, 3)], 1)
 
@@ -136,7 +132,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def transposed_order(found: Located) -> dict[str, Tensor]:
-    """{name: order} for `maps`: the positions tokens would have by common errors, [h, w] index of the token at each place.
+    """Return {error: order for `maps`}: where tokens would lie by common errors, the token's index [h, w] at each place.
 
     It is empty for windows and with padding.
     """
@@ -151,16 +147,16 @@ def transposed_order(found: Located) -> dict[str, Tensor]:
 
 
 def _places(y: Tensor, x: Tensor, grid: Size) -> Tensor:
+    """Return the index [h, w] of the token at each place, from the row and the column of each token."""
     order = torch.empty(grid, dtype=torch.long)
     order[y, x] = torch.arange(len(y))
     return order
 
 
 def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
-    """Values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of the first full window where there are several.
+    """Return values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of several windows, those of the first full one.
 
-    Args:
-        order: [h, w] index of the token at each place, if not row-major.
+    `order` [h, w] is the index of the token at each place, None for row by row.
     """
     window = window_slots(found) if found.windows > 1 else None
     if window is not None:
@@ -173,14 +169,14 @@ def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
 
 
 def aligned(found: Located, slots: Tensor) -> Tensor:
-    """[W, N, N] bool: real pairs whose offset in the image is that of their slots [N, 2] in the window."""
+    """Return [W, N, N] bool: pairs of tokens whose offset in the image equals that of their slots [N, 2] in the window."""
     real = found.tokens >= 0
     offset = found.places[:, :, None] - found.places[:, None]
     return (offset == slots[:, None] - slots[None]).all(-1) & real[:, :, None] & real[:, None]
 
 
 def window_slots(found: Located) -> tuple[Size, Tensor] | None:
-    """Shape of the window and the (row, column) of each slot [N, 2]; None if slots have no such order."""
+    """Return the (h, w) of the window and the (row, column) of each slot [N, 2]; None if slots have no such order."""
     if found.window is None or found.prefix:
         return None
     (h, w), slot = found.window, torch.arange(found.tokens.shape[1])
@@ -191,13 +187,13 @@ def window_slots(found: Located) -> tuple[Size, Tensor] | None:
 
 
 def _columns(found: Located) -> int:
-    """Slots in a column of a window whose slots follow each other column by column; 0 if they do not."""
+    """Return the slots in a column of a window whose slots follow each other column by column; 0 if they do not."""
     height = line_length(found.tokens, lambda token: token % found.grid[1])
     return height if height > 1 and found.tokens.shape[1] % height == 0 else 0
 
 
 def by_columns(found: Located) -> bool:
-    """Whether tokens, or those of windows, come column by column where they should come row by row."""
+    """Return whether tokens, or those of windows, come column by column where they should come row by row."""
     (h, w), tokens = found.grid, found.tokens[0][found.tokens[0] >= 0]
     if found.windows == 1 and len(tokens) + found.prefix == found.tokens.shape[1]:
         return min(h, w) > 1 and torch.equal(tokens.cpu(), torch.arange(h * w).view(h, w).T.flatten())
@@ -205,16 +201,17 @@ def by_columns(found: Located) -> bool:
 
 
 def _varies(values: Tensor) -> float:
-    """Largest difference between tokens of [B, H, h, w, D], as a share of the largest value."""
+    """Return the largest difference between tokens of [B, H, h, w, D], as a share of the largest value."""
     return float((values - values[:, :, :1, :1]).abs().max() / values.abs().max().clamp(min=1e-20))
 
 
 def _patterns(width: int) -> list[str]:
+    """Return the keys of PAIRS that are possible for heads of this width."""
     return [name for name, n in (("half", 2), ("interleaved", 2), ("quarter", 4)) if width % n == 0]
 
 
 def as_pairs(values: Tensor, pattern: str) -> Tensor:
-    """Channels [..., D] as complex numbers [..., D/2]."""
+    """Return channels [..., D] as complex numbers [..., D/2], paired by a key of PAIRS."""
     values = values.double()
     if pattern == "interleaved":
         return torch.view_as_complex(values.unflatten(-1, (-1, 2)).contiguous())
@@ -226,14 +223,14 @@ def as_pairs(values: Tensor, pattern: str) -> Tensor:
 
 
 def _norm_change(turn: Tensor) -> float:
-    """Largest change of the norm of a pair over tokens, as a share of the mean norm of all pairs."""
+    """Return the largest change of a pair's norm over the tokens of [B, H, h, w, P], as a share of the mean norm."""
     norm = turn.abs()
     change = norm.amax((2, 3)) - norm.amin((2, 3))
     return float(change.max() / norm.mean())
 
 
 def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Mean angle [H, P] between neighbors along an axis of [B, H, h, w, P], and the largest deviation from it."""
+    """Return the mean angle [H, P] between neighbors along an axis of [B, H, h, w, P], and the largest deviation from it."""
     n = turn.shape[axis]
     if n < 2:
         shape = turn.shape[1:2] + turn.shape[-1:]
@@ -246,12 +243,13 @@ def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_content(found: Located, side: int) -> Tensor | None:
-    """Content [B, H, D] of queries (side 0) or keys before they are rotated; None if that is not known."""
+    """Return the queries (side 0) or keys (side 1) [B, H, D] before they are rotated; None if these are not known."""
     unrotated = found.unrotated[side]
     return None if unrotated is None else unrotated[:, 0, :, -1]
 
 
 def _prefix(found: Located) -> float:
+    """Return the largest change of a prefix token by a rotation, as a share of its norm; NaN if that is not known."""
     plains = [plain_content(found, side) for side in (0, 1)]
     if not found.prefix or any(plain is None for plain in plains):
         return math.nan
@@ -264,16 +262,14 @@ def _prefix(found: Located) -> float:
 
 
 def bias(found: Located, order: Tensor | None = None) -> Bias | None:
-    """Measure the bias of an attention by offset: the middle between the largest and the smallest logit of an offset.
+    """Measure the bias of an attention by offset: the middle between the largest and the smallest logit of each offset.
 
-    In windows, pairs whose offset in the image is not that in the window are left out.
+    In windows, pairs whose offset in the image is not that in the window are left out. The result is None if all visible logits
+    are equal.
 
     Args:
         found: the attention, with logits without content.
         order: [h, w] index of the token at each place, for global attention; None: row by row.
-
-    Returns:
-        The bias, or None if all visible logits are equal.
     """
     h, w = found.grid
     visible, places = found.visible, found.places
@@ -310,7 +306,7 @@ def bias(found: Located, order: Tensor | None = None) -> Bias | None:
 
 
 def _prefix_bias(found: Located, scale: float) -> float:
-    """Largest difference over patches of the bias between a prefix token and patches, as a share of `scale`."""
+    """Return the largest difference over patches of the bias between a prefix token and patches, as a share of `scale`."""
     if not found.prefix:
         return 0.0
     first, rest = found.tokens[0] < 0, found.tokens[0] >= 0

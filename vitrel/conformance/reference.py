@@ -1,4 +1,4 @@
-"""The comparison with a reference model, layer by layer: rotations, biases, windows, masks and embeddings."""
+"""The check that compares a model with a reference, layer by layer: rotations, biases, windows, masks and embeddings."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def like(examined: Examined) -> Iterator[Finding]:
 
 
 def _rotation(one: Rotation | None, other: Rotation | None) -> str:
-    """How rotations differ; "" if they do not."""
+    """Return how a rotation differs from the reference's, "" if it does not."""
     if one is None or other is None:
         return "" if one is other else f"rotation: {'missing' if one is None else 'not in the reference'}"
     if one.pairs != other.pairs:
@@ -70,7 +70,7 @@ def _rotation(one: Rotation | None, other: Rotation | None) -> str:
 
 
 def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Module]) -> str:
-    """How biases differ; "" if they do not. Of biases that depend on content only the names are compared."""
+    """Return how a bias differs from the reference's, "" if it does not; where a bias depends on content, its kind counts."""
     if one is None or other is None:
         return "" if one is other else f"bias: {'missing' if one is None else 'not in the reference'}"
     a, b = one.by_offset, other.by_offset
@@ -91,12 +91,14 @@ def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Modu
 
 
 def _window(one: Located, other: Located) -> str:
+    """Return whether windows or masks differ, "" if they do not."""
     if one.tokens.shape != other.tokens.shape or not torch.equal(one.tokens, other.tokens):
         return "windows: they hold other tokens"
     return "" if torch.equal(one.visible, other.visible) else "mask: other pairs are hidden"
 
 
 def _embeddings(examined: Examined, other: Examined) -> Iterator[Finding]:
+    """Yield the comparison of each embedding with the reference's at every size."""
     if len(examined.embeddings) != len(other.embeddings):
         first, second = (len(e.surveys[examined.sizes[0]].embeddings) for e in (examined, other))
         where = f"image of {format_size(examined.sizes[0])} px"

@@ -1,4 +1,4 @@
-"""The result of a check: findings with place, expectation and smallest input; a table for people, a dictionary for programs."""
+"""The result of a check: findings with place, expectation and smallest input; it prints as a table and becomes plain values."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from vitrel.common.tables import aligned
 
 
 class Finding(NamedTuple):
-    """A place where a check compared a model with its definition: a deviation, or with an empty `found` none.
+    """One comparison of a model with a definition: a deviation, or with an empty `found` none.
 
     Args:
         check: name of the check.
@@ -19,8 +19,8 @@ class Finding(NamedTuple):
         expected: what the definition gives, in words.
         found: what the model does instead, in words; "" where it does what is expected.
         input: the smallest input that shows it, in words.
-        vectors: the numbers that were compared. A check gives a function that makes them, `vitrel.check` calls it for what a
-            report holds. None where there are none.
+        vectors: the `Vectors` that were compared; in a check a function that returns them, which is called for what a report
+            holds. None where there are none.
         definition: the formula that the check tests.
     """
 
@@ -33,18 +33,18 @@ class Finding(NamedTuple):
     definition: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; `vectors` with tensors as {"dtype", "shape", "data"}."""
+        """Return all fields as plain values; `vectors` with tensors as {"dtype", "shape", "data"}."""
         return self._asdict() | {"vectors": self.vectors and self.vectors.to_dict()}
 
 
 @dataclass
 class Report:
-    """The encodings of a model and the result of every check; `print` shows a table.
+    """The result of `check`: the encodings of a model and the result of every check; `print` shows a table.
 
     Attributes:
         model: name of the model.
         sizes: (height, width) in pixels of the images.
-        encodings: the kinds of position that were identified, with the layers that have them.
+        encodings: the kinds of position that were identified, with the number of layers that have them.
         findings: the deviations.
         results: {check: "FINDING", "passed", or why it is not applicable}.
         held: {check that passed: one of its comparisons}, of those that compare numbers.
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """{check: why it is not applicable}."""
+        """{check that is not applicable: why}."""
         return {name: result for name, result in self.results.items() if result not in ("FINDING", "passed")}
 
     @property
@@ -75,7 +75,7 @@ class Report:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as numbers, strings, lists and dictionaries, with the versions of torch and timm."""
+        """Return all fields as numbers, strings, lists and dictionaries, with the versions of torch and timm."""
         about = {"model": self.model, "sizes": [list(size) for size in self.sizes], "encodings": self.encodings}
         findings = [finding.to_dict() for finding in self.findings]
         passed = {name: self.held[name].to_dict() if name in self.held else {} for name in self.passed}

@@ -1,4 +1,4 @@
-"""`check`: find position errors in anyone's model, from outside; `assert_position_conforms`: the same as a test."""
+"""`check`: find position errors in anyone's model, from outside; `assert_position_conforms`: raise them in a test."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +87,7 @@ def check(
 
 
 def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size] | None = None, **options: Any) -> None:
-    """Raise AssertionError, with the report, if `check` has a finding in the model; arguments as of `check`.
+    """Raise AssertionError, with the report, if `check` finds anything in the model.
 
     Args:
         model: as for `check`.
@@ -99,6 +99,7 @@ def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size]
 
 
 def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, ...]:
+    """Return the sizes to examine: those given, with the exchanged one if it is alone, or the default ones."""
     if given is not None:
         found = tuple(dict.fromkeys(checked_size(size) for size in given))
         for size in found:
@@ -117,6 +118,7 @@ def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, 
 
 
 def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], None]) -> Examined:
+    """Survey the model at the sizes, calling `say` with each step."""
     native, surveys = trained_size(subject.model), {}
     for size in sorted(sizes, key=lambda size: size != native):  # the native one first
         say(f"{subject.name} at {format_size(size)} px")
@@ -125,9 +127,9 @@ def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], Non
 
 
 def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding], str]:
-    """The findings of a check, the comparisons with numbers that hold, and why it is not applicable, or "".
+    """Run a check and return its findings, its comparisons that hold, and why it is not applicable ("" if it is).
 
-    An error is no reason where the check runs no model.
+    An error of the model makes a check not applicable only where the check runs the model.
     """
     found, held, reason = list[Finding](), list[Finding](), ""
     try:
@@ -144,18 +146,18 @@ def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding
 
 
 def _resolved(finding: Finding) -> Finding:
-    """The finding with its numbers."""
+    """Return the finding with its numbers in place of the function that makes them."""
     return finding._replace(vectors=finding.vectors and finding.vectors())
 
 
 def _named(finding: Finding, model: str) -> Finding:
-    """The finding with a place and the definition of its check."""
+    """Return the finding with the definition of its check, and with the model as its place if it has none."""
     definition = (CHECKS[finding.check].__doc__ or "").partition("\n\n")[0]
     return finding._replace(where=finding.where or model, definition=definition)
 
 
 def _merged(findings: Any, model: str) -> list[Finding]:
-    """One finding for each text of a check, of its first layer and size, with the number of others."""
+    """Return one finding for each expectation of a check: that of the first layer and size, with the number of other layers."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.check, finding.expected), []).append(_named(finding, model))
@@ -168,7 +170,7 @@ def _merged(findings: Any, model: str) -> list[Finding]:
 
 
 def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Finding]:
-    """The findings with the input of the smallest grid that shows the same check, if the model takes smaller ones."""
+    """Return the findings, the first with the smallest grid of _SMALLER that shows it, if the model takes smaller ones."""
     subject, unit = examined.subject, examined.subject.unit()
     start = time.monotonic()
     for grid in _SMALLER:

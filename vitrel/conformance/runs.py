@@ -22,7 +22,7 @@ OUTPUT = 1e-3  # share of the standard deviation of outputs: float32 in another 
 
 
 def _same(a: Tensor, b: Tensor) -> float:
-    """Largest difference of two outputs as a share of the standard deviation of the first one's values."""
+    """Return the largest difference of two outputs as a share of the standard deviation of the first; inf if shapes differ."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
@@ -30,13 +30,16 @@ def _same(a: Tensor, b: Tensor) -> float:
 
 
 def _small(subject: Subject) -> list[Size]:
-    """An image of 2 x 2 patches, which a window may exceed, if the model takes it."""
+    """Return [size] of an image of 2 x 2 patches, which a window may exceed, or [] if the model does not take it."""
     size = 2 * subject.unit(), 2 * subject.unit()
     return [] if subject.refusal(size) else [size]
 
 
 def cache(examined: Examined) -> Iterator[Finding]:
-    """model(b) after model(a) = model(b) of a model that ran nothing before."""
+    """model(b) after model(a) = model(b) of a model that ran nothing before.
+
+    A model fails that stores tables or masks of one image size and uses them at another.
+    """
     if not examined.one_module:
         raise NotApplicableError("the model is built for one size; another one is another module")
     subject, (a, b) = examined.subject, examined.exchanged
@@ -61,7 +64,7 @@ def cache(examined: Examined) -> Iterator[Finding]:
 def state(examined: Examined) -> Iterator[Finding]:
     """model(native) after other sizes = model(native) before, and no weight has changed.
 
-    With `set_input_size` parameters that it resamples are restored first.
+    Parameters that `set_input_size` resamples are restored first, since after two resamplings they are others.
     """
     native, subject = examined.native, examined.subject
     if native is None:
@@ -100,7 +103,10 @@ def state(examined: Examined) -> Iterator[Finding]:
 
 
 def batch(examined: Examined) -> Iterator[Finding]:
-    """model((a, b)) = (model(a), model(b))."""
+    """model((a, b)) = (model(a), model(b)).
+
+    A model fails in which the images of a batch depend on each other.
+    """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size, 2, seed=1)
     alone = torch.cat([subject.output(model, image[None]) for image in images])
@@ -138,6 +144,7 @@ def dtype(examined: Examined) -> Iterator[Finding]:
 
 
 def _low_precision(examined: Examined, low: Survey, where: str) -> Iterator[Finding]:
+    """Yield the comparison of angles and biases in a survey in low precision with those in float32."""
     for (_, one, turn, rows), other in zip(examined.measured(low.size), low.attentions, strict=False):
         if turn is not None and turn.pairs:
             lost, steps = other.rotation is None, in_pairs(other, turn.pairs)
@@ -216,7 +223,7 @@ def exported(examined: Examined) -> Iterator[Finding]:
 
 
 class _Plain(nn.Module):
-    """A model that returns one tensor and takes images only."""
+    """A module that takes images only and returns the first tensor of a model."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

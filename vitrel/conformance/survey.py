@@ -24,7 +24,7 @@ class Unlocated(ValueError):
 
 
 class Embedding(NamedTuple):
-    """Position added to tokens before the first attention."""
+    """A position embedding that is added to tokens before the first attention."""
 
     where: str
     grid: Size
@@ -35,7 +35,7 @@ class Embedding(NamedTuple):
 
 @dataclass
 class Survey:
-    """All position that a forward pass at one image size shows."""
+    """All position that forward passes at one image size show."""
 
     size: Size  # of the image, (h, w) in pixels
     attentions: list[Located] = field(default_factory=list)
@@ -46,10 +46,9 @@ class Survey:
 
 
 def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = None) -> Survey:
-    """Examine position in `model`, in float32 on the CPU, at images of `size`. Raises what the model raises for the size.
+    """Examine position in `model`, in float32 on the CPU, at images of `size` (h, w) pixels.
 
-    Args:
-        call: runs the model on images; by default as it takes images of any size.
+    Raises what the model raises for the size. `call` runs the model on images; by default it takes images of any size.
     """
     call = on_images(model) if call is None else call
     images = torch.randn(1, channels_of(model), *size, generator=torch.Generator().manual_seed(0))
@@ -71,7 +70,7 @@ def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = 
 
 
 def _alike(located: list[Attention], equal: list[Attention]) -> bool:
-    """Whether the tokens of each head and window are the same in a pass of equal patches."""
+    """Return whether the tokens of each head and window are the same in a pass of equal patches (`equal`)."""
     for place, one in ((a.places, b) for a, b in zip(located, equal, strict=True) if a.places is not None):
         for pixel, values in zip(place, (one.query, one.key), strict=True):  # [L, N], [L, N, D]
             real, first = (pixel >= 0)[..., None], (pixel >= 0).long().argmax(1)
@@ -82,7 +81,7 @@ def _alike(located: list[Attention], equal: list[Attention]) -> bool:
 
 
 def _groups(found: list[Attention]) -> list[list[int]]:
-    """Numbers of attentions that are one: consecutive ones of the same queries, of a module that computes windows in parts."""
+    """Return the numbers of attentions that are one: a module may compute its windows in parts, from the same queries."""
     groups: list[list[int]] = []
     for number, one in enumerate(found):
         before = found[groups[-1][-1]] if groups else None
@@ -95,6 +94,15 @@ def _groups(found: list[Attention]) -> list[list[int]]:
 
 
 def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention]], size: Size, model: nn.Module) -> Located:
+    """Return one attention, computed in the parts `group`, with its tokens in the image; Unlocated if they cannot be placed.
+
+    Args:
+        group: numbers of the parts in each pass.
+        plain: attentions of a pass without replacements.
+        fixed: attentions of each constant pass.
+        size: of the image, (h, w) in pixels.
+        model: that it is in.
+    """
     first = plain[group[0]]
     queries, keys = first.logits.shape[-2:]
     if queries != keys:
@@ -110,7 +118,7 @@ def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention
         raise Unlocated(f"the tokens of {first.where} are no grid of {size[0]}x{size[1]} pixels, each once")
 
     def passes(parts: list[Tensor | None]) -> Tensor | None:
-        """[B, W, H, ...] of the constant passes, one after another; None if one lacks it."""
+        """Return [B, W, H, ...] of all constant passes, one after another; None if one lacks it."""
         return None if any(part is None for part in parts) else call.unflattened(torch.cat(parts), len(fixed))  # type: ignore[arg-type]
 
     tokens = (call.tokens - call.grid.prefix).clamp(min=-1)
@@ -123,7 +131,7 @@ def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention
 
 
 def _embedding(added: Added, size: Size) -> Embedding | None:
-    """The embedding as a map, or None if it is no position: the rows of the tokens must be those of a grid of the image."""
+    """Return what was added to tokens as a map; None if it has no row for each patch of a grid, and so is no position."""
     patch = added.place >= 0
     place = added.place[patch]
     grid = len((place // size[1]).unique()), len((place % size[1]).unique())

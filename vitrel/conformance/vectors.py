@@ -21,14 +21,16 @@ Later = Callable[[], "Vectors"]  # makes the numbers when a report takes them, s
 
 
 class Vectors(NamedTuple):
-    """What a definition is about, at one place of a model."""
+    """The numbers of one comparison at one place of a model."""
 
     expected: Tensor | None  # by the definition from the inputs; None where it names no values
     seen: Tensor | None  # in the model; None where it fails
     inputs: dict[str, Any]  # {name: Tensor, number, text or list}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: tensors as {"dtype", "shape", "data": row-major values}, with null for infinity and NaN."""
+        """Return plain values for JSON: tensors as {"dtype", "shape", "data": row-major values}, with null for infinity and
+        NaN.
+        """
         return {"inputs": {name: _plain(value) for name, value in self.inputs.items()}} | {
             name: _plain(getattr(self, name)) for name in ("expected", "seen")
         }
@@ -50,19 +52,20 @@ def values(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Vecto
 
 
 def given(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Later | None:
-    """The same for a Finding; None without any values."""
+    """Return a function that makes the Vectors of numbers at hand, for a Finding; None without expected and seen values."""
     return None if expected is None and seen is None else partial(values, expected, seen, **inputs)
 
 
 def outputs(expected: Tensor, seen: Tensor | None, images: Tensor, seed: int = 0) -> Later | None:
-    """Outputs of a model for images of `pseudo_random`, which are told by their shape and seed."""
+    """Return a function that makes the Vectors of outputs for `images` of `pseudo_random`, told by their shape and `seed`."""
     return given(expected, seen, images={"shape": list(images.shape), "seed": seed})
 
 
 def pseudo_random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Values between -1 and 1 that any language can compute: x = hash(index + seed * 1,000,003) / 2^31 - 1, in row-major order.
+    """Return values between -1 and 1 that any language can compute: x = hash(index + seed * 1,000,003) / 2^31 - 1.
 
-    The hash is n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16, in unsigned 32 bits.
+    The index counts in row-major order. The hash is n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16,
+    in unsigned 32 bits.
     """
     n = torch.arange(math.prod(shape)) + seed * 1_000_003
     for _ in range(2):
@@ -71,7 +74,7 @@ def pseudo_random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 def angles(found: Located, turn: Rotation) -> Vectors:
-    """Angle of the queries at every place of one head [h, w, P]: that of the first, plus y steps down and x to the right."""
+    """Compare the angles of one head's queries [h, w, P] with that of the first patch plus steps down and to the right."""
     seen = as_pairs(maps(found, found.query), turn.pairs)[0].angle()  # [H, h, w, P]
     steps = turn.steps[0].nan_to_num(0.0)  # [H, 2, P]
     y, x = torch.meshgrid(*(torch.arange(n) for n in turn.grid), indexing="ij")
@@ -83,7 +86,7 @@ def angles(found: Located, turn: Rotation) -> Vectors:
 
 
 def norms(found: Located, turn: Rotation) -> Vectors:
-    """Norms of pairs of channels of one head's queries [h, w, P], by the best pairing; all are those of the first patch."""
+    """Compare the angles of one head's queries [h, w, P] with the first patch's, plus steps down and to the right."""
     pairs = turn.pairs or pairing(found)
     seen = as_pairs(maps(found, found.query), pairs)[0].abs()
     head = int((seen - seen[:, :1, :1]).abs().flatten(1).amax(1).argmax())
@@ -91,7 +94,7 @@ def norms(found: Located, turn: Rotation) -> Vectors:
 
 
 def biases(found: Located, rows: Bias) -> Vectors:
-    """Logits of the first window's patches in one head [N, N]: by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1]."""
+    """Compare the logits of a window's patches in one head [N, N] with by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1]."""
     real = found.tokens[0] >= 0
     places = found.places[0][real]
     offset = places[:, None] - places
@@ -106,24 +109,24 @@ def biases(found: Located, rows: Bias) -> Vectors:
 
 
 def rotated_prefix(found: Located) -> Vectors:
-    """Queries of prefix tokens of all heads [H, P, D], of which the content before rotation is expected."""
+    """Compare the queries of prefix tokens of all heads [H, P, D] with their content before rotation."""
     plain, rows = plain_content(found, 0), found.query[0, 0][:, found.tokens[0] < 0]
     return values(None if plain is None else plain[0][:, None].expand_as(rows), rows)
 
 
 def prefix_biases(found: Located) -> Vectors:
-    """Logits of prefix tokens to patches [H, P, N], all those of the first patch."""
+    """Compare the logits of prefix tokens to patches [H, P, N]: all are expected to be those to the first patch."""
     rows = found.logits[0, 0][:, found.tokens[0] < 0][..., found.tokens[0] >= 0]
     return values(rows[..., :1].expand_as(rows), rows)
 
 
 def position(turn: Rotation | None, rows: Bias | None) -> Vectors:
-    """What an attention has of position, without values that would be right: steps of the queries [H, 2, P], else biases."""
+    """Give what position an attention has, with no expected values: steps of the queries [H, 2, P], or else biases."""
     return values(None, turn.steps[0] if turn is not None and turn.pairs else rows and rows.by_offset)
 
 
 def embedding(one: Derived) -> Vectors:
-    """The first channels of an embedding [h, w, C]: its master resampled by the nearest rule that is right."""
+    """Compare the first channels of an embedding [h, w, C] with its master resampled by the nearest right rule."""
     found, master = one.found, one.master
     rules = [
         (difference(value.to(found.patches), found.patches), name, value) for name, value in right_rules(master, found.grid)
@@ -134,7 +137,7 @@ def embedding(one: Derived) -> Vectors:
 
 
 def window(found: Located, slots: Tensor, expected: Tensor) -> Vectors:
-    """Which slots of one window see each other [N, N], of `expected` [W, N, N] that of the window with the most errors."""
+    """Compare which slots of a window see each other [N, N] with `expected` [W, N, N], in the window with the most errors."""
     which = int((expected != found.visible).flatten(1).sum(1).argmax())
     about = {"slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
     return values(expected[which], found.visible[which], grid=list(found.grid), **about)

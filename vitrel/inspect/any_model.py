@@ -1,8 +1,8 @@
-"""A trace of any model's forward pass at any image size (`trace`), and a model adapted to an image size (`at_size`).
+"""Any model at any image size: `at_size` adapts a model to a size, and `trace` finds the attention of its forward pass there.
 
-`trace` runs forward on an image without values (vitrel.inspect.recorder). vitrel's models take every size. Some
-of timm's models take every size, some resample an embedding inside forward (`dynamic_img_size`), some are changed for the size
-(`set_input_size`), and some take only the size they were built for.
+`trace` runs forward on an image that has a shape and no values (vitrel.inspect.recorder). vitrel's models and some of timm's
+take every size. Others of timm's resample an embedding inside forward (`dynamic_img_size`), are changed for a size by
+`set_input_size`, or take only the size that they were built for.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 
 
 
 class StageWindows(NamedTuple):
-    """All blocks with one grid, window size and kind (strided or not), consecutive or not; pairs are (h, w) in tokens."""
+    """The windows of all blocks with the same grid, window size and kind (strided or not); pairs are (h, w) in tokens."""
 
     blocks: int
     grid: Size
@@ -48,19 +48,22 @@ class StageWindows(NamedTuple):
 
     @property
     def padded_share(self) -> float:
-        """Share of padding in the padded grid, 0 to 1."""
+        """Share of the padded grid that is padding, 0 to 1."""
         (h, w), (down, right) = self.grid, self.padding
         return 1 - h * w / ((h + down) * (w + right))
 
     @property
     def window_count(self) -> Size:
-        """Number of windows down and across."""
+        """Number of windows down and across the padded grid."""
         (h, w), (down, right), (y, x) = self.grid, self.padding, self.window or self.grid
         return (h + down) // y, (w + right) // x
 
 
 class Call(NamedTuple):
-    """One attention call in a forward pass at one image size: its tokens in W windows of N slots, and what position adds."""
+    """One attention layer in a forward pass at one image size: where its tokens lie, and what position adds to its logits.
+
+    It attends in W windows of N slots; a slot holds a token or padding. Global attention is one window.
+    """
 
     name: str  # path of the module
     grid: Grid | None  # tokens of the image that query here, prefix tokens included; None: they are no grid of the image
@@ -76,19 +79,19 @@ class Call(NamedTuple):
     square: bool = True  # keys are the tokens of the queries, not pooled ones
 
     def unflattened(self, value: Tensor, batch: int) -> Tensor:
-        """[B, W, H, ...] of the flat leading dimensions of a product."""
+        """Return `value` [B * W * H, ...] as [B, W, H, ...], whichever of windows and heads comes first in it."""
         if self.heads_first:
             return value.unflatten(0, (batch, self.heads, -1)).transpose(1, 2)
         return value.unflatten(0, (batch, -1, self.heads))
 
     @property
     def windows(self) -> StageWindows:
-        """Grid, window, shift and padding of this call, as those of a stage of one block; `grid` must be known."""
+        """The windows of this call, as those of a stage with one block. `grid` must be known."""
         return one_block(self.grid[:2], self.window, self.shift, self.strided)
 
 
 class Trace(NamedTuple):
-    """What one forward pass at one image size contains."""
+    """The result of `trace`: what one forward pass at one image size contains."""
 
     calls: tuple[Call, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
@@ -97,7 +100,7 @@ class Trace(NamedTuple):
 
 
 class ModelAtSize(NamedTuple):
-    """A model adapted to one image size. `resampled` also counts what forward itself resamples at that size."""
+    """The result of `at_size`: a model adapted to one image size; `resampled` also counts what its forward resamples there."""
 
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
     resampled: dict[str, int]  # {name and policy: number of values of parameters and coordinate buffers that were replaced}
@@ -106,13 +109,13 @@ class ModelAtSize(NamedTuple):
 
 
 def model_name(model: nn.Module) -> str:
-    """timm's name of a model, or the name of its class."""
+    """Return timm's name of a model, or else the name of its class."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return cfg.get("architecture") or type(model).__name__
 
 
 def encoding_name(position: PositionEncoding | str, **options: Any) -> str:
-    """A key, or the key of an encoding (of a composition those of its parts), and the options it is built with, in titles."""
+    """Return the name of an encoding, or of a key with options, for titles: "absolute+table", "log_decay decay=0.3"."""
     if isinstance(position, Composition):
         position = "+".join(position.parts)
     key = position if isinstance(position, str) else key_of(position)
@@ -120,13 +123,13 @@ def encoding_name(position: PositionEncoding | str, **options: Any) -> str:
 
 
 def evaluated(encoding: PositionEncoding, grid: Grid) -> Terms:
-    """The terms of an encoding in evaluation mode; in training it may shift positions at random."""
+    """Return the terms of an encoding on a grid in evaluation mode; in training mode it may shift positions at random."""
     with evaluating(encoding):
         return encoding(grid)
 
 
 def checked_size(size: int | Size) -> Size:
-    """An int or (h, w) in pixels as (h, w); ValueError if they are not positive whole numbers."""
+    """Return a size in pixels, an int or (h, w), as (h, w); ValueError if it is not of positive whole numbers."""
     pair = tuple(to_2tuple(size))
     if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
         raise ValueError(f"size is a positive whole number of pixels or two, (height, width), not {size!r}")
@@ -134,7 +137,7 @@ def checked_size(size: int | Size) -> Size:
 
 
 def trained_size(model: nn.Module) -> Size:
-    """The image size (h, w) in pixels that a model was built for, or that its weights were trained at; else 224 x 224."""
+    """Return the image size (h, w) in pixels that a model was built for, else its weights were trained at, else 224 x 224."""
     named = (
         ("patch_embed", "img_size"),
         ("", "img_size"),
@@ -147,13 +150,13 @@ def trained_size(model: nn.Module) -> Size:
 
 
 def patch_grid(model: nn.Module, size: Size) -> Size | None:
-    """Patches (h, w) of an image of `size` (h, w) pixels; None if the model lacks timm's patch embedding."""
+    """Return the patches (h, w) of an image of `size` (h, w) pixels; None if the model does not have timm's patch embedding."""
     embed = getattr(model, "patch_embed", None)
     return tuple(embed.dynamic_feat_size(size)) if hasattr(embed, "dynamic_feat_size") else None
 
 
 def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
-    """{name: encoding} of vitrel's encodings in any model; a composition counts as one, without its parts."""
+    """Return {module name: encoding} of vitrel's encodings in any model; of a composition the whole, not its parts."""
     found: dict[str, PositionEncoding] = {}
     for name, module in model.named_modules():
         if isinstance(module, PositionEncoding) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -162,27 +165,28 @@ def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
 
 
 def channels_of(model: nn.Module) -> int:
-    """The number of channels of a model's images."""
+    """Return the number of channels of the images that a model takes."""
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     config = getattr(getattr(model, "config", None), "num_channels", None)
     return config or getattr(model, "in_chans", None) or (3 if first is None else first.in_channels)
 
 
 def on_images(model: nn.Module) -> Callable[[Tensor], Any]:
-    """A function that runs the model on images of any size that it takes; transformers' models are told to interpolate."""
+    """Return a function that calls the model on images; a model of transformers is told to interpolate its embedding."""
     names = inspect.signature(model.forward).parameters
     extra = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
     return lambda images: model(images, **extra)
 
 
 def examinable(model: str | nn.Module, **options: Any) -> nn.Module:
-    """The model whose position is examined: uncompiled, and with noise where it has parameters of zeros, then as a copy.
+    """Return the model whose position is examined, from a module or a name.
 
-    Position cannot be seen in tables that were initialized with zeros (BEiT, SAM); the noise has a fixed seed.
+    A compiled model is unwrapped. Where parameters of several dimensions hold only zeros, as tables of BEiT and SAM are
+    initialized, the result is a copy with noise in them (of a fixed seed), since position cannot be seen in zeros.
 
     Args:
-        model: a module; a name for timm.create_model, or an import path "package.module:thing" of a module or of a function or
-            class that returns one. A model that is built has random weights with a fixed seed.
+        model: a module; a name for timm.create_model; or an import path "package.module:thing" of a module, or of a function or
+            class that returns one. A model that is built here has random weights with a fixed seed.
         options: arguments of timm.create_model, or of the function.
 
     Raises:
@@ -231,7 +235,10 @@ def _imported(name: str, **options: Any) -> Any:
 
 
 def trace(model: nn.Module, size: Size) -> Trace:
-    """Run one image of `size` (h, w) pixels without values through the model. Raises what forward raises for the size."""
+    """Run one image of `size` (h, w) pixels, without values, through the model, and return what attends in it.
+
+    Raises what forward raises for the size.
+    """
     calls: list[Call] = []
     encodings: list[tuple[PositionEncoding, Grid]] = []
     grids: dict[str, Grid] = {}  # of vitrel's attention
@@ -263,7 +270,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
 
 def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> Call:
-    """The call of vitrel's attention `module` on a grid, by the layout that it uses."""
+    """Return the `Call` of vitrel's attention on a grid, from its own layout of windows, without bias and rotation."""
     line = own_windows(module, grid[:2])
     if line.window is None:
         return Call(name, grid, module.num_heads, tokens=torch.arange(grid.tokens, device=device)[None])
@@ -276,7 +283,11 @@ def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> 
 
 
 def located(found: Seen, size: Size, model: nn.Module) -> Call:
-    """The grid, windows and slots of an attention, by the pixels at which the patches of its queries begin."""
+    """Return where the tokens of a recorded attention lie in the image: its grid, its windows and the token in each slot.
+
+    They follow from the pixels at which the patches of its queries begin. If these are no complete grid of the image, `grid` is
+    None in the result. `size` is that of the image, (h, w) in pixels.
+    """
     unknown = Call(found.where, None, len(found.logits), rotation=found.rotation)
     if found.places is None or found.places[0].shape[-1] < 2:
         return unknown
@@ -327,7 +338,13 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
 
 
 def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
-    """Values [2h-1, 2w-1, H] by offset (query minus key) from those of all pairs [H, N, N] of h x w tokens after `prefix`."""
+    """Return values by offset (query minus key), [2h-1, 2w-1, H]: offset (dy, dx) at [dy + h-1, dx + w-1].
+
+    Args:
+        pairs: values of all pairs of tokens [H, N, N].
+        shape: (h, w) of the grid or window whose tokens follow the prefix tokens.
+        prefix: number of prefix tokens.
+    """
     h, w = shape
     table = torch.full((len(pairs), 2 * h - 1, 2 * w - 1), torch.nan, device=pairs.device)
     for y, x in ((0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)):  # the queries in the corners have every offset
@@ -338,7 +355,10 @@ def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
 
 
 def _named_window(name: str, model: nn.Module) -> Size | None:
-    """The attribute `window_size` of a module or its block: a window that holds the whole grid shows by nothing else."""
+    """Return the attribute `window_size` of a module or of the module that contains it, None if neither has one.
+
+    A window that holds the whole grid differs from global attention in nothing else.
+    """
     path = name.split(".")
     found = [getattr(model.get_submodule(".".join(path[:n])), "window_size", None) for n in (len(path), len(path) - 1) if n]
     pairs = [tuple(to_2tuple(value)) for value in found if isinstance(value, int | tuple | list)]
@@ -346,7 +366,7 @@ def _named_window(name: str, model: nn.Module) -> Size | None:
 
 
 def _without_copies(tokens: Tensor) -> Tensor:
-    """`tokens` [W, N] with -1 for copies that fill padding, which lies to the right of and below the token itself."""
+    """Return `tokens` [W, N] with -1 for every repetition of a token: a model may fill padding with copies of tokens."""
     flat = tokens.flatten()
     slots = torch.arange(len(flat))
     numbers = torch.where(flat >= 0, slots, len(flat))
@@ -355,7 +375,12 @@ def _without_copies(tokens: Tensor) -> Tensor:
 
 
 def line_length(tokens: Tensor, line: Callable[[Tensor], Tensor]) -> int:
-    """Slots of the fullest window [W, N] up to its first token in another line (row or column); 0: all are in one."""
+    """Return after how many slots of a window the tokens change to another row (or column); 0 if they never do.
+
+    Args:
+        tokens: [W, N], -1 for padding; the window with the least padding is used.
+        line: gives the row (or column) of each of some tokens.
+    """
     row = tokens[int((tokens >= 0).sum(1).argmax())]
     real = (row >= 0).nonzero().flatten()
     at = line(row[real])
@@ -364,14 +389,14 @@ def line_length(tokens: Tensor, line: Callable[[Tensor], Tensor]) -> int:
 
 
 def _window(tokens: Tensor, grid: Grid) -> Size | None:
-    """Shape of windows whose slots follow each other row by row; None where they do not."""
+    """Return the (h, w) of windows whose slots follow each other row by row, None if they do not."""
     n = tokens.shape[1]
     width = line_length(tokens, lambda token: token // grid.w) or n
     return (n // width, width) if n % width == 0 else None
 
 
 def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, bool]:
-    """Rows and columns by which windows are shifted, and whether a window holds tokens at distances."""
+    """Return by how many rows and columns windows are shifted, and whether their tokens lie at distances (strided windows)."""
     slots = tokens[0].view(window)
     shift, strided = [], False
     for axis in (0, 1):
@@ -385,15 +410,15 @@ def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, b
 
 
 def at_size(model: nn.Module, size: int | Size) -> ModelAtSize:
-    """Adapt a model to images of another size as its library does, trace it there, and return both.
+    """Adapt a model to images of another size as its library does, and trace it there.
 
-    A model with `set_input_size` is copied, and it is called on the copy, which shares the weights of linear layers and
-    convolutions with the model, so it must not be trained or moved. The result's model is the argument itself if it is
-    vitrel's, has `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway.
+    A model with `set_input_size` is copied, and that is called on the copy. The copy shares the weights of linear layers and
+    convolutions with the model, so it must not be trained or moved. No copy is made of a vitrel model, of one that resamples
+    inside forward (`dynamic_img_size`) or has no `set_input_size`, or where the call would change nothing.
 
     Args:
         model: a vitrel or timm model, which is not changed.
-        size: pixels, an int or (h, w).
+        size: in pixels, an int or (h, w).
 
     Raises:
         ValueError: the model cannot take the size.
@@ -409,15 +434,15 @@ def at_size(model: nn.Module, size: int | Size) -> ModelAtSize:
 
 
 def model_at_size(model: nn.Module, size: Size) -> nn.Module:
-    """The model, or its copy for images of `size` (h, w) pixels, that `at_size` returns.
+    """Return the model, or a copy for images of `size` (h, w) pixels, as `at_size` does, without running it there.
 
-    Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
+    So its forward may still refuse the size. ValueError if `set_input_size` fails.
     """
     return _brought(model, size)[0]
 
 
 def _brought(model: nn.Module, size: Size) -> tuple[nn.Module, Trace | None]:
-    """The model or its copy for a size, and the trace at that size if it was made."""
+    """Return the model for a size, itself or a copy, and its trace there if it had to be traced to find out, else None."""
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or backbone_of(model):
         return model, None
     if size == trained_size(model):
@@ -439,11 +464,11 @@ def _brought(model: nn.Module, size: Size) -> tuple[nn.Module, Trace | None]:
 
 
 def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
-    """Number of values of `before` that are replaced in `after`, the same model at another size, summed over its layers.
+    """Return how many values of `before` have others in `after`, the same model at another size, summed over its layers.
 
-    Returns {leaf name and policy, for example "pos_embed bicubic": number}. All values of a resampled parameter count, and
-    those of coordinates that give another bias at the same offset. Index tables, masks and rotations, which follow from the
-    grid, do not count, nor do the rows of prefix tokens in a resampled parameter.
+    The result is {name of the parameter or buffer in its module, and policy: number}, for example {"pos_embed bicubic": 37632}.
+    Of a resampled parameter all values count but those of prefix tokens. Of buffers only coordinates count from which an MLP
+    computes the bias, if they differ at the same offset; index tables, masks and rotations follow from the grid.
     """
     found: dict[str, int] = {}
     parameters = dict(after.named_parameters())
@@ -464,7 +489,7 @@ def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
 
 
 def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
-    """The parts of two tables [..., 2h-1, 2w-1, D] of different sizes at the offsets that both have."""
+    """Return the parts of two tables [..., 2h-1, 2w-1, D] of different grids at the offsets that both have."""
     tables = [old, new]
     for axis in (-3, -2):
         n = min(old.shape[axis], new.shape[axis])
@@ -473,7 +498,7 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
 
 
 def _prefix_values(owner: Any, leaf: str, old: Tensor) -> int:
-    """Number of values that belong to prefix tokens in a parameter of a module whose other rows are resampled."""
+    """Return how many values of the parameter `old`, `leaf` of the module `owner`, are of prefix tokens, not resampled."""
     if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(owner, "patch_embed", None), "grid_size"):
         h, w = to_2tuple(owner.patch_embed.grid_size)
         return (old.shape[1] - h * w) * old.shape[2]
@@ -484,15 +509,15 @@ def _prefix_values(owner: Any, leaf: str, old: Tensor) -> int:
 
 
 def one_block(grid: Size, window: Size | None, shift: Size = (0, 0), strided: bool = False) -> StageWindows:
-    """The windows of one block, with the padding that fills them."""
+    """Return the windows of one block on a grid, with the padding below and to the right that fills the last ones."""
     padding = (0, 0) if window is None else (-grid[0] % window[0], -grid[1] % window[1])
     return StageWindows(1, (grid[0], grid[1]), window, shift, padding, strided)
 
 
 def stage_windows(blocks: Iterable[StageWindows]) -> tuple[StageWindows, ...]:
-    """One entry for the blocks of each grid, window and kind (strided or not), in the order of their first block.
+    """Merge blocks that have the same grid, window and kind (strided or not), in the order of their first block.
 
-    `shift` is the largest of the group's shifts.
+    The `shift` of the result is the largest of the blocks.
     """
     lines: dict[tuple, StageWindows] = {}
     for block in blocks:
@@ -503,7 +528,7 @@ def stage_windows(blocks: Iterable[StageWindows]) -> tuple[StageWindows, ...]:
 
 
 def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
-    """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels, with what to try instead."""
+    """Return the ValueError for a model that does not take `size` (h, w) pixels because of `error`, with what to try."""
     patch, hint = getattr(getattr(model, "patch_embed", None), "patch_size", None), ""
     if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
         near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
@@ -514,7 +539,7 @@ def _refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
 
 
 def _differs(a: nn.Module, b: nn.Module) -> bool:
-    """True if any parameter or buffer differs, masks and index tables included."""
+    """Return whether a parameter or buffer differs between two modules, masks and index tables included."""
     first, second = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
     return first.keys() != second.keys() or any(not _equal(value, second[name]) for name, value in first.items())
 
@@ -524,12 +549,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message without the final period."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def own_windows(attn: Attention, grid: Size) -> StageWindows:
-    """The windows of a layer of vitrel on a grid, and their shift there."""
+    """Return the windows of an attention layer of vitrel on a grid, with their shift there."""
     if attn.window is None:
         return one_block(grid, None)
     shift = tuple(axis_shift(n, m, s) for s, n, m in zip(attn.shift, grid, attn.window, strict=True))

@@ -29,13 +29,13 @@ NEGLIGIBLE = 0.01  # share of `position_shares` below which position is said to 
 
 
 class Layer(NamedTuple):
-    """Attention of one layer for a batch of images, in W windows of N slots each (W = 1 where attention is global).
+    """The attention of one layer for a batch of images, in W windows of N slots each, which hold tokens or padding.
 
-    `weights` are those of the model. `content` are the weights without position: the softmax of the same q and k under the same
-    mask, without tables, rotation and query bias. A field of view (xpos, lookhere) is a table, so `content` includes the keys
-    it hides. A factor that depends on the grid (log_n, yarn: `Terms.temperature`) is 1 in `content`; a constant factor
-    (deberta) and the learned scale of cosine attention remain, and so does what position adds to tokens. `position` is what
-    position adds to the logits inside attention.
+    W is 1 where attention is global. `weights` are those of the model. `content` are the weights without position: the softmax
+    of the same q and k under the same mask, without tables, rotation and query bias. `position` is what position adds to the
+    logits. What an encoding adds to tokens before attention stays in all of them. A field of view (xpos, lookhere) is a table,
+    so `content` includes the keys that it hides. A factor that depends on the grid (log_n, yarn: `Terms.temperature`) is 1 in
+    `content`; a constant factor (deberta) and the learned scale of cosine attention remain.
     """
 
     name: str  # path of the module
@@ -57,24 +57,24 @@ class Layer(NamedTuple):
 
     @property
     def patches(self) -> Tensor:
-        """[W, N] bool: slots that hold a patch of the image, neither padding nor a prefix token."""
+        """[W, N] bool: whether the slot holds a patch of the image, neither padding nor a prefix token."""
         return self.tokens >= self.grid.prefix
 
     @property
     def places(self) -> Tensor:
-        """[W, N, 2] (row, column) of the patch in each slot; of no meaning for padding and prefix tokens."""
+        """[W, N, 2]: row and column of the patch in the slot, without meaning for padding and prefix tokens."""
         at = (self.tokens - self.grid.prefix).clamp(min=0)
         return torch.stack((at // self.grid.w, at % self.grid.w), -1)
 
     def needed(self, what: str) -> Tensor:
-        """The layer's "content" or "position"; ValueError if it was left out in recording."""
+        """Return the field "content" or "position"; ValueError if it was left out in recording."""
         values = getattr(self, what)
         if values is None:
             raise ValueError(f"{self.name} was recorded without {what}: use vitrel.inspect.attention.record")
         return values
 
     def cpu(self) -> "Layer":
-        """The same layer with every tensor on the CPU."""
+        """Return the same layer with every tensor on the CPU."""
         return tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, self)
 
 
@@ -84,7 +84,7 @@ def record(model: nn.Module, images: Tensor) -> list[Layer]:
     Layers whose tokens are no grid of the image (attention over channels, pooled keys, a query that is no patch) are left out.
 
     Args:
-        model: any.
+        model: any model that takes images.
         images: of a size that the model takes. Memory: 17 bytes for each pair of tokens of each window, head, image and layer.
 
     Raises:
@@ -96,10 +96,10 @@ def record(model: nn.Module, images: Tensor) -> list[Layer]:
 
 
 def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None], position: bool = True) -> None:
-    """Call use(layer) as each attention layer runs, with tensors on the model's device; nothing is stored.
+    """Call use(layer) with each attention layer as it runs, with tensors on the model's device; no layer is kept.
 
-    Arguments, order and errors are those of `record`. position False: leave out `content` and `position`, which saves time
-    and memory.
+    Arguments, order and errors are those of `record`. With position=False, `content` and `position` are left out, which saves
+    time and memory.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     size = images.shape[-2], images.shape[-1]
@@ -127,9 +127,9 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
 
 
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Mean of `layer_statistics` over the layers of `model`, except for attention_span, the exp of the mean entropy.
+    """Return the means of `layer_statistics` over the layers of a model; attention_span is the exp of the mean entropy instead.
 
-    images [B, C, height, width] as for `record`. One layer is in memory at a time.
+    One layer at a time is in memory. `images` [B, C, height, width] are as for `record`.
     """
     statistics: list[dict[str, float]] = []
     for_each_layer(model, images, lambda layer: statistics.append(layer_statistics(layer)), position=False)
@@ -138,15 +138,16 @@ def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float
 
 
 def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return how much position changes attention: {layer: share}, and {"tokens": share} for an embedding of a vitrel model.
+    """Return how much position changes the attention of each layer: {layer: share}.
 
-    The share of a layer is the root mean square of what position adds to its logits, divided by that of the logits without it,
-    over images, heads and visible pairs; each query's mean over its keys is subtracted from both, since softmax ignores it.
-    The share of an embedding compares the logits of the first layer with and without it in the same way. Shares below
-    NEGLIGIBLE have no visible effect.
+    The share is the root mean square of what position adds to the layer's logits, divided by that of the logits without it,
+    over images, heads and visible pairs. Each query's mean over its keys is subtracted from both first, since softmax ignores
+    it. Shares below NEGLIGIBLE have no visible effect.
 
-    A layer in which position adds nothing has the share 0 if an encoding of vitrel acts in the model's attention, and is left
-    out otherwise. Embeddings of timm's models are not measured. {} for a model without position.
+    For encodings of vitrel that add to tokens there is an entry "tokens": it compares the logits of the first layer with and
+    without them in the same way. Embeddings of timm's models are not measured. A layer in which position adds nothing has the
+    share 0 if an encoding of vitrel acts in the model's attention, and is left out otherwise. A model without position gives
+    {}.
 
     Args:
         model: of vitrel or timm.
@@ -182,29 +183,29 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def layer_position_share(layer: Layer) -> float:
-    """The share of `position_shares` of one recorded layer; 0 if position adds nothing, ValueError if it was not recorded."""
+    """Return a recorded layer's share as of `position_shares`, 0 if position adds nothing; ValueError if it was left out."""
     return _ratio(_spread(layer, layer.needed("position")), _spread(layer, _logits(layer.needed("content"))))
 
 
 def _acts_in_attention(module: nn.Module) -> bool:
-    """Whether a module is an encoding, not a composition, that adds to attention."""
+    """Return whether a module is an encoding that adds something in attention; a composition does not count, its parts do."""
     if not isinstance(module, PositionEncoding) or isinstance(module, Composition):
         return False
     return module.site == "attention" and module.at_larger_grid != "nothing"
 
 
 def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:
-    """Forward hook of an encoding that adds zeros to the tokens."""
+    """Forward hook of an encoding: replace what it adds to tokens by zeros."""
     return terms._replace(tokens=None if terms.tokens is None else torch.zeros_like(terms.tokens))
 
 
 def _logits(weights: Tensor) -> Tensor:
-    """Logits up to a constant per query, from the weights that they give."""
+    """Return the logits that give these weights, which are known up to a constant for each query."""
     return weights.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 def _spread(layer: Layer, logits: Tensor) -> Tensor:
-    """Root mean square of logits [B, W, H, N, N] over visible pairs, each query's mean over its keys subtracted; 0-d."""
+    """Return the root mean square (0-d) of logits [B, W, H, N, N] over visible pairs, after subtracting each query's mean."""
     real = layer.tokens >= 0
     pairs = (real[:, :, None] & real[:, None])[None, :, None]  # [1, W, 1, N, N]
     visible = (pairs if layer.visible is None else pairs & layer.visible).expand(logits.shape)
@@ -219,11 +220,12 @@ def _ratio(change: Tensor, spread: Tensor) -> float:
 
 
 def layer_statistics(layer: Layer) -> dict[str, float]:
-    """Entropy, span and distance of a layer's attention, averaged over images, heads and queries that are patches.
+    """Return statistics of a layer's attention, averaged over images, heads and the queries that are patches.
 
-    attention_entropy: -sum p log p over all keys, prefix tokens and attended padding included, in nats. attention_span: exp of
-    the entropy, a number of tokens. attention_distance: mean distance between the centers of query and key in patches of this
-    layer, over keys that are patches, with their weights rescaled to sum to 1 (queries without weight on patches are left out).
+    attention_entropy: -sum p log p over all keys, prefix tokens and attended padding included, in nats.
+    attention_span: exp of the entropy, a number of tokens.
+    attention_distance: mean distance between the centers of query and key, in patches of this layer, over keys that are
+    patches. Their weights are rescaled to sum to 1; queries without weight on patches are left out.
     attention_distance_share: the same distance in pixels, as a share of the image's diagonal.
     """
     grid, patches, weights = layer.grid, layer.patches, layer.weights
@@ -248,10 +250,10 @@ def layer_statistics(layer: Layer) -> dict[str, float]:
 
 
 def offset_mean(layer: Layer, what: Tensor) -> Tensor:
-    """Mean of `what` [B, W, H, N, N] over images, windows and visible pairs of patches with the same offset.
+    """Return the mean of `what` [B, W, H, N, N] over images, windows and visible pairs of patches that have the same offset.
 
-    Returns [H, 2h-1, 2w-1] for an h x w window (or grid): the offset (dy, dx), query minus key, at [:, dy + h-1, dx + w-1], NaN
-    where no visible pair has it. With windows it is the offset of slots in the window.
+    The result is [H, 2h-1, 2w-1] for an h x w window (or grid): the offset (dy, dx), query minus key, is at [:, dy + h-1, dx +
+    w-1], NaN where no visible pair has it. In windows it is the offset of the slots.
     """
     h, w = layer.window or layer.grid[:2]
     pairs = (layer.patches[:, :, None] & layer.patches[:, None])[None, :, None]
@@ -268,11 +270,12 @@ def offset_mean(layer: Layer, what: Tensor) -> Tensor:
 
 
 def _attended(weights: Tensor, value: Tensor) -> Tensor:
-    """sum_j weights[b, w, h, i, j] value[w, i, j], [B, W, H, N]."""
+    """Return the sum over keys of weights [B, W, H, N, N] times value [W, N, N], as [B, W, H, N]."""
     return torch.einsum("bwhij,wij->bwhi", weights, value)
 
 
 def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
+    """Return the pixels (h, w) between neighboring tokens of a layer with this grid, for an image of `size` (h, w) pixels."""
     patches = patch_grid(model, size)
     if patches is None:
         return size[0] / grid.h, size[1] / grid.w
@@ -283,7 +286,7 @@ def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
 
 
 def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
-    """A Layer of a recorded attention, whose tokens lie where `call` says."""
+    """Return the `Layer` of a recorded attention, whose tokens lie where `call` says."""
     logits, content = call.unflattened(found.logits, batch), None
     if position:
         content = logits if found.plain is None else call.unflattened(found.plain, batch)
@@ -295,7 +298,7 @@ def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
 def _own_layer(
     name: str, module: Attention, qkv: Tensor, position: bool, terms: Terms, grid: Grid, mask: Tensor | None = None
 ) -> Layer:
-    """A Layer of vitrel's attention, from its projected tokens `qkv` and the arguments of its forward after the tokens."""
+    """Return the `Layer` of vitrel's attention, from its projected tokens `qkv` and the further arguments of its forward."""
     call = own_call(name, module, grid, qkv.device)
     if call.window is None:
         q, k = (part[:, None] for part in module.heads(qkv)[:2])
@@ -321,10 +324,10 @@ def _own_layer(
 
 
 def _from_logits(call: Call, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
-    """A Layer from the model's masked logits [B, W, H, N, N].
+    """Return a `Layer` from the masked logits [B, W, H, N, N] of the model.
 
     Args:
-        content: logits without position under the same mask, or None to leave out content and position.
+        content: logits without position under the same mask; None leaves out `content` and `position`.
         visible: bool, broadcastable to the logits, without regard to padding; None if every pair is visible.
     """
     where, real = (call.name, call.grid, call.window, call.shift, call.tokens), call.tokens >= 0  # [W, N]
@@ -341,7 +344,7 @@ def _from_logits(call: Call, logits: Tensor, content: Tensor | None, visible: Te
 
 
 def _softmax(logits: Tensor, real: Tensor) -> Tensor:
-    """Softmax over keys; 0 in rows of padding and of fully masked queries, as in `vitrel.ops.attention`."""
+    """Return the softmax over keys; 0 for queries that see no key or are padding, where `real` [W, N] is False."""
     logits = logits.float()
     zero = (logits == float("-inf")).all(-1, keepdim=True) | ~real[None, :, None, :, None]
     return logits.masked_fill(zero, 0.0).softmax(-1).masked_fill(zero, 0.0)

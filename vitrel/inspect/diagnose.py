@@ -1,4 +1,4 @@
-"""`diagnose`: the effects of other image sizes on position in any model, found without training and without data.
+"""`diagnose`: what other image sizes do to position in any model, found without training and without data.
 
 Resampled tables, coordinates normalized by the window and angles scaled to the grid give two tokens at the same distance
 another bias than in training, without an error. vitrel's encodings are compared by their terms, other models by the biases and
@@ -44,10 +44,10 @@ _ROUNDING = 1e-4  # changes of at most this are rounding
 
 
 class BiasChange(NamedTuple):
-    """Layers in which the bias or rotation at an offset differs from that at the trained size.
+    """A number of layers whose bias or rotation at an offset differs from that at the trained size.
 
-    A "bias" is any row of a table (also of query, key and value tables); a "rotation" is compared by its angles from the first
-    token to the neighbors below and right.
+    A "bias" is any row of a table (also of query, key and value tables). A "rotation" is compared by its angles between the
+    first token and its neighbors below and right.
     """
 
     what: str  # "bias" | "rotation"
@@ -56,7 +56,7 @@ class BiasChange(NamedTuple):
 
 
 class StageDiagnosis(NamedTuple):
-    """The blocks of one stage: those on one grid with one window."""
+    """Leaks and padding in one stage: the blocks that have the same grid, window and kind."""
 
     layer: str  # the attention whose tokens see most across a border, or the last examined; the first if none was
     windows: StageWindows
@@ -66,11 +66,11 @@ class StageDiagnosis(NamedTuple):
 
     @property
     def leaking(self) -> float:
-        """Share of tokens that see across a border, 0 to 1."""
+        """Share of the tokens of `layer` that see across a border of the image, 0 to 1."""
         return 0.0 if self.leaks is None else float(self.leaks.across.float().mean())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and properties as numbers, strings, tuples and dictionaries, without the maps of tokens."""
+        """Return the fields and properties as numbers, strings, tuples and dictionaries, without the maps of tokens."""
         windows = self.windows._asdict() | {"padded_share": self.windows.padded_share}
         rows, columns = ((), ()) if self.leaks is None else (self.leaks.rows, self.leaks.columns)
         return {
@@ -81,7 +81,7 @@ class StageDiagnosis(NamedTuple):
 
 @dataclass(frozen=True)
 class SizeDiagnosis:
-    """Effects of images of `size` (h, w) pixels on position in a model; with a `refusal` the other fields have no meaning."""
+    """What images of `size` (h, w) pixels do to position in a model; with a `refusal` the other fields have no meaning."""
 
     size: Size
     refusal: str = ""  # why the model does not take the size, or ""
@@ -96,7 +96,7 @@ class SizeDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Effects of other image sizes than `trained`, (h, w) pixels, on position in `model`; `print` shows them as a table."""
+    """The result of `diagnose` for a model made for `trained` (h, w) pixels; `print` shows it as a table with sentences."""
 
     model: str
     trained: Size
@@ -104,7 +104,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, str]:
-        """{kind: sentence} of what was found.
+        """{kind: sentence} of all that was found, over all sizes.
 
         The kinds are "refused", "replaced", "bias", "unseen", "borders", "padding", "frozen" and "unread".
         """
@@ -114,11 +114,12 @@ class Diagnosis:
         }
 
     def _at(self, affected: Sequence[tuple[SizeDiagnosis, str]]) -> str:
+        """Return the size of a finding, or the number of its sizes and the last; `affected` has (diagnosis, text) of each."""
         sizes = format_size(affected[-1][0].size)
         return sizes if len(affected) == 1 else f"{len(affected)} of {len(self.sizes)} sizes, the last {sizes}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as numbers, strings, tuples and dictionaries, without the maps of tokens, and the findings."""
+        """Return all fields and the findings as numbers, strings, tuples and dictionaries, without the maps of tokens."""
         sizes = [
             vars(line) | {"changes": [c._asdict() for c in line.changes], "stages": [s.to_dict() for s in line.stages]}
             for line in self.sizes
@@ -153,9 +154,9 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose position in a model at several image sizes: replaced values, changed biases, leaks and padding.
 
-    A size that the model does not take is a `refusal` in the result. The model is brought to a size by
-    `vitrel.inspect.any_model.at_size`, and is not changed. Tables of zeros, as they are initialized, are filled with noise in a
-    copy, since resampling does not change zeros.
+    The model is brought to a size by `vitrel.inspect.any_model.at_size`, and is not changed. For a size that it does not take,
+    the result has a `refusal`. Tables of zeros, as they are initialized, are filled with noise in a copy, since resampling does
+    not change zeros.
 
     Args:
         model: any model, or a name or import path as of `vitrel.check`, which gets random weights.
@@ -190,14 +191,14 @@ def diagnose(
 
 
 def _default_sizes(model: nn.Module) -> list[Size]:
-    """The size a model was built for, one and a half and two times it, in whole patches."""
+    """Return the size that a model was built for, one and a half and two times it, rounded down to whole patches."""
     patch = next((m.stride for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride == m.kernel_size), (1, 1))
     native = trained_size(model)
     return [tuple(max(1, int(n * f) // p) * p for n, p in zip(native, patch, strict=True)) for f in (1, 1.5, 2)]  # type: ignore[misc]
 
 
 def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDiagnosis:
-    """The effects of a size on the model that was brought to it.
+    """Return what a size does to the model that was brought to it.
 
     Args:
         found: the model at the size.
@@ -221,9 +222,9 @@ def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDi
 
 @torch.no_grad()
 def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tuple[BiasChange, ...]:
-    """Changes in vitrel's encodings between their training grid and the grid paired with each (see `Trace.encodings`).
+    """Return how vitrel's encodings change between their training grid and the grid that each is paired with.
 
-    At most one change per kind, with the number of layers and the largest change. What encodings add to tokens, and
+    There is at most one change per kind, with the number of layers and the largest change. What encodings add to tokens, and
     temperatures, are not compared.
     """
     return _summed(
@@ -236,9 +237,10 @@ def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tup
 
 
 def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasChange], list[float]]:
-    """Changes of bias and rotation in the calls of one model from one size to another, and the share of unseen offsets.
+    """Return how bias and rotation change from the calls of a model at one size to those at another, and shares of unseen
+    offsets.
 
-    The share is that of calls in which nothing changed, since there another offset reads what no pair has trained.
+    A share, 0 to 1, is given for each call in which nothing changed: its further offsets read what no pair has trained.
     """
     changes, unseen = [], []
     for old, new in zip(before, after, strict=False):
@@ -260,7 +262,7 @@ def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasCh
 
 
 def _angles(call: Call) -> Tensor | None:
-    """The angles of `_neighbors` of a call, from the cosines and sines by which it multiplies; None if they are of no grid."""
+    """Return the angles of `_neighbors` from the cosines and sines of a call; None if these are not for its grid."""
     grid = call.window or call.grid[:2]
     parts = {rotates(part): part for part in call.rotation}
     first = call.rotation[0]
@@ -271,6 +273,7 @@ def _angles(call: Call) -> Tensor | None:
 
 
 def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasChange]:
+    """Yield the change of each table and of the rotation from terms `a` on the grid `old` to terms `b` on the grid `new`."""
     for first, second in zip(a.tables, b.tables, strict=True):
         pairs = [(x, y) for x, y in zip(first[1:], second[1:], strict=True) if x is not None]
         pairs = [(x[-1], y[-1]) if isinstance(x, tuple) else (x, y) for x, y in pairs]  # gated: (weights, rows)
@@ -286,14 +289,14 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
 
 
 def _relative_change(a: Tensor, b: Tensor) -> float:
-    """Largest difference of two tables [..., 2h-1, 2w-1, D] at shared offsets, over the standard deviation of `a`."""
+    """Return the largest difference of two tables [..., 2h-1, 2w-1, D] at shared offsets, in standard deviations of `a`."""
     old, new = shared_offsets(a, b)
     change = (old - new).abs().nan_to_num().max()
     return float(change / a[~a.isnan()].std(correction=0)) if change > 0 else 0.0
 
 
 def _neighbors(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
-    """Angles [2, ..., D] from the first token to its neighbors below and right, from sines and cosines [..., h*w, D]."""
+    """Return the angles [2, ..., D] from the first token to those below and right, from sines and cosines [..., h*w, D]."""
     sin, cos = (part.unflatten(-2, grid) for part in sin_and_cos)
     first, below, right = ((..., y, x, slice(None)) for y, x in ((0, 0), (min(1, grid[0] - 1), 0), (0, min(1, grid[1] - 1))))
     return torch.stack(
@@ -305,13 +308,13 @@ def _neighbors(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
 
 
 def _angle_change(a: Tensor, b: Tensor) -> float:
-    """Largest difference of angles, in radians, 0 to pi."""
+    """Return the largest difference of two tensors of angles, in radians, 0 to pi."""
     difference = torch.remainder(a - b + torch.pi, 2 * torch.pi) - torch.pi
     return float(difference.abs().max())
 
 
 def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
-    """One change per kind ("bias", "rotation"): the number of changes as `layers`, and the largest of them."""
+    """Return one change for each kind: the number of changes beyond rounding as `layers`, and the largest of them."""
     lines: dict[str, BiasChange] = {}
     for change in changes:
         if change.largest > _ROUNDING:
@@ -321,6 +324,7 @@ def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
 
 
 def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
+    """Yield the diagnosis of each stage of the model at the size."""
     calls = [call for call in found.trace.calls if call.grid is not None]
     shifts = any(any(call.shift) for call in calls)
     for line in found.windows:
@@ -335,7 +339,7 @@ def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
 
 
 def _different(calls: Sequence[Call]) -> list[Call]:
-    """The first call of each kind of slots and masks."""
+    """Return the calls without those whose slots and masks equal an earlier call's."""
     kinds: list[Call] = []
     for call in calls:
         for other in kinds:
@@ -349,6 +353,7 @@ def _different(calls: Sequence[Call]) -> list[Call]:
 
 
 def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
+    """Return the lines of the table that `print` shows, one for each size."""
     lines = [["size", "replaced", "bias", "tokens", "windows", "shift", "see across", "attend to padding"]]
     for line in sizes:
         if line.refusal:
@@ -364,7 +369,7 @@ def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
 
 
 def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str, str]:
-    """Cells of a stage: tokens, window, shift, share of tokens that see across a border, share that attend to padding."""
+    """Return a stage's cells: tokens, window, shift, share of tokens that see across a border, share that attend to padding."""
     windows = stage.windows
     if windows.window is None:
         return short_size(windows.grid), "global", "-", "-", "-"
@@ -424,7 +429,7 @@ _FINDINGS: dict[str, tuple[str, Callable[[SizeDiagnosis], str]]] = {  # {kind: (
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Sorted numbers with runs shortened: 0, 5, 6, 7 -> "0, 5-7"."""
+    """Return sorted numbers as text in which runs are shortened: 0, 5, 6, 7 -> "0, 5-7"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

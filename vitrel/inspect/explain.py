@@ -1,4 +1,4 @@
-"""`explain`: every term that position adds to attention, as tensors and as a text, for a few tokens of a small grid."""
+"""`explain`: all terms that position adds to attention, as tensors and as a text, for a few tokens of a small grid."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ _AXES = {"hw": "dy, dx", "h": "dy", "w": "dx", "h+w": "dy + dx"}
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The terms of attention for the chosen H heads and M queries over all N keys, float64; `print` shows them as a text.
+    """The terms of attention of M chosen queries to all N keys, in H chosen heads, float64; `print` shows them as a text.
 
-    scaled + the sum of `added` = biased; `masked` is biased with the mask; weights = softmax(masked); output = weights @ v +
-    what value tables add (where position adds to tokens, v includes what it adds). Without position the logits are `scaled`,
-    under the same mask. A hidden key has the logit -inf; a query that sees no key has weights and an output of 0.
+    `scaled` plus all of `added` gives `biased`, the mask gives `masked`, and its softmax `weights`. `output` is weights @ v
+    plus what value tables add; where position adds to tokens, v includes what it adds. Without position the logits are
+    `scaled`, under the same mask. A hidden key has the logit -inf. A query that sees no key has weights and an output of 0.
     """
 
     position: str
@@ -68,7 +68,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _columns(self) -> dict[str, tuple[str, Tensor]]:
-        """{title: (its meaning, [H, M, N])} in the order of the terms."""
+        """Return the columns of the text in the order of the terms: {title: (its meaning, values [H, M, N])}."""
         factor = f"s q.k, s = {self.output.shape[-1]}^-1/2" + (f" times {self.scale:.4f}" if self.scale != 1 else "")
         columns = {"q.k": ("raw score of query and key", self.raw), "scaled": (factor, self.scaled)}
         number = 1.0 if self.temperature is None else float(self.temperature)
@@ -84,12 +84,14 @@ class Explanation:
         return columns
 
     def _legend(self) -> Iterator[str]:
+        """Yield the lines that name grid and encoding, and say what each column means."""
         prefix = f" after {self.grid.prefix} prefix tokens" if self.grid.prefix else ""
         yield f"attention on a {format_size(self.grid)} grid{prefix}, position: {self.position}"
         yield "(dy, dx) is the offset, query minus key, in patches: dy > 0: the query is below the key, dx > 0: right of it"
         yield from (f"  {line}" for line in aligned([[title, meaning] for title, (meaning, _) in self._columns().items()]))
 
     def _of_query(self, h: int, m: int) -> Iterator[str]:
+        """Yield the lines of query `m` in head `h`: a table with a line for each key, and the output."""
         query, columns = self.queries[m], self._columns()
         keys: Sequence[int] = range(self.grid.tokens)
         if self.grid.tokens > KEYS:
@@ -108,6 +110,7 @@ class Explanation:
         yield from (f"  {line}{more}" for line in aligned([[t, *_numbers(row[:_CHANNELS])] for t, row in rows.items()]))
 
     def _offset(self, query: int, key: int) -> str:
+        """Return the offset of two tokens as text, "-" if one is a prefix token."""
         i, j = query - self.grid.prefix, key - self.grid.prefix
         return "-" if min(i, j) < 0 else f"({i // self.grid.w - j // self.grid.w}, {i % self.grid.w - j % self.grid.w})"
 
@@ -124,7 +127,7 @@ def explain(
     tokens: Sequence[str] | None = None,
     **options,
 ) -> Explanation:
-    r"""Explain what position adds to attention, term by term: an Explanation, which holds tensors and prints as a table.
+    r"""Return all terms that position adds to attention as an `Explanation`, which holds tensors and prints as a table.
 
     >>> q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
     >>> k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
@@ -135,8 +138,8 @@ def explain(
     tensor([0.2435, 0.4215, 0.2709, 0.2565], dtype=torch.float64)
 
     Args:
-        q: queries [M, D] or [H, M, D], as attention takes them; computed in float64. What position adds to tokens is added to
-            q, k and v.
+        q: queries [M, D] or [H, M, D] before position acts; all is computed in float64. What an encoding adds to tokens is
+            added to q, k and v.
         k: keys [N, D] or [H, N, D].
         v: values [N, D] or [H, N, D].
         position: a key of POSITIONS, built with its `options` and learned values as initialized; an encoding; or Terms.
@@ -144,7 +147,7 @@ def explain(
         query: the index of one token or (row, column) of one patch; None: all.
         mask: broadcastable to [H, M, N], bool with True = attend, or additive.
         head: the index of one head; None: all.
-        tokens: N names.
+        tokens: names of the N tokens in the text.
         options: of the encoding that `position` names.
 
     Raises:
@@ -190,7 +193,7 @@ def explain(
 def _terms(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`added` of an Explanation, and {its other tensors: [H, M, ..]}, for all heads and queries."""
+    """Return `added` of an `Explanation`, and its other tensors [H, M, ...] by name, for all heads and queries."""
     bare = Terms(scale=terms.scale)
     scale = bare.scale * q.shape[-1] ** -0.5
     found = {
@@ -220,13 +223,10 @@ def _terms(
 
 
 def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """(name, logits broadcastable to [H, M, N]) of each term inside attention; their sum plus scale q.k are the logits.
+    """Yield (name, logits) of each term that position adds in attention; their sum plus scale q.k are the logits.
 
-    q and k include what position adds to tokens. The logits are without a mask. Two tables of one axis give terms with equal
-    names.
-
-    Args:
-        scale: Terms.scale D^-1/2, without the temperature, which is a term itself.
+    Logits are broadcastable to [H, M, N] and without a mask; q and k include what position adds to tokens; `scale` is
+    Terms.scale D^-1/2, without the temperature, which is a term itself. Two tables of one axis give terms with equal names.
     """
 
     def product(q: Tensor, field: str, tables: Sequence[Table]) -> Tensor | None:
@@ -265,13 +265,13 @@ def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: floa
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Softmax over keys, 0 where a query sees no key."""
+    """Return the softmax over keys, 0 where a query sees no key."""
     hidden = (logits == float("-inf")).all(-1, keepdim=True)
     return logits.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
 
 
 def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v plus what position adds to the tokens; the queries are the last tokens."""
+    """Return q, k and v plus what position adds to the tokens; the queries are the last tokens of the grid."""
     if terms.tokens is None:
         return q, k, v
     rows = terms.tokens.to(q.dtype).unflatten(-1, (q.shape[0], q.shape[-1])).transpose(0, 1)  # [H, N, D]
@@ -279,7 +279,7 @@ def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor,
 
 
 def _with_heads(**arrays: Array) -> list[Tensor]:
-    """Each array as a tensor [H, N, D] in float64; ValueError where heads or widths differ, which could be broadcast."""
+    """Return each array as a tensor [H, N, D] in float64; ValueError if heads or widths differ, which would be broadcast."""
     tensors = [torch.as_tensor(x).detach().double() for x in arrays.values()]
     tensors = [x[None] if x.dim() == 2 else x for x in tensors]
     if len({(len(x), x.shape[-1]) for x in tensors}) > 1:
@@ -297,6 +297,7 @@ def _checked_mask(mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int) -> list[int]:
+    """Return the indices of the chosen queries in the grid, whose last `count` tokens are queries; ValueError for others."""
     first = grid.tokens - count
     if query is None:
         return list(range(first, grid.tokens))

@@ -6,8 +6,8 @@ leak: can row and column of a token be read from its features? A linear probe (r
 tokens of half of the images; the leak is R², the share of the variance of row and of column that it explains on the other half.
 On natural images content tells position too (the sky is above); on images of one color only the model does. The linear probe is
 that of "What DINO saw" (arXiv 2603.16840), which asks for position in pretrained ViTs; images of one color, and R² on images
-that the linear probe has not seen, are ours. Its penalty is, for each axis, the best between two halves of the
-images it is fitted to.
+that the linear probe has not seen, are ours. Its penalty is chosen for each axis: of those tried, it gives the smallest error
+on one half of the images for fitting, after a fit to the other half.
 
 share: how much of the features is position? The variance over tokens that row, column and distance to the border explain,
 divided by the variance over tokens on natural images. R² asks whether position can be read, and calls even rounding noise a
@@ -41,14 +41,14 @@ COLORS = 64  # images of one color, at most
 
 
 class Leak(NamedTuple):
-    """R² of a linear probe on held-out images: 1 if position can be read, 0 or less if not."""
+    """R² of a linear probe for row and column on held-out images: 1 if position can be read, 0 or less if not."""
 
     row: float
     column: float
 
 
 class Share(NamedTuple):
-    """Variance over tokens that position explains, divided by the variance over tokens on natural images."""
+    """Variance over tokens that position explains, divided by the variance over tokens on natural images in all three."""
 
     natural: float
     colors: float  # on images of one color
@@ -56,7 +56,7 @@ class Share(NamedTuple):
 
 
 class FeatureRow(NamedTuple):
-    """Position in the features of one layer at one image size; NaN where a quantity was not measured."""
+    """A result of `measure_features`: position in the features of a layer at an image size; NaN where it was not measured."""
 
     model: str
     layer: int  # as given: negative from the end
@@ -69,7 +69,7 @@ class FeatureRow(NamedTuple):
     agreement: dict[Size, float]  # {other size: cosine}
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as columns of a table; sizes as text."""
+        """Return the row as {column: value} of a table, with sizes as text."""
         columns = {"model": self.model, "layer": self.layer, "size": format_size(self.size), "grid": format_size(self.grid)}
         columns |= {f"leak_{name}": value for name, value in self.leak._asdict().items()}
         columns |= {f"leak_{name}_of_colors": value for name, value in self.leak_of_colors._asdict().items()}
@@ -92,13 +92,15 @@ def measure_features(
     >>> measure_features(timm.create_model("vitrel_vit_n8_table"), torch.randn(8, 3, 96, 96), sizes=[48])[0].equivariance
 
     Args:
-        model: of timm or vitrel, with `forward_intermediates`; or with `forward_features` that returns maps [B, C, h, w] or
-            tokens [B, N, C], then of the last layer only. Brought to a size by `at_size`, not changed.
+        model: of timm or vitrel, with `forward_intermediates`. Of a model that has only `forward_features`, which returns maps
+            [B, C, h, w] or tokens [B, N, C], the last layer can be measured. It is brought to a size by `at_size` and not
+            changed.
         images: [B, C, height, width] of any size, normalized for the model, at least 4; resized (antialiased) to each size.
         size: of the images in pixels, int or (h, w); None: the size that the model was trained at.
         layers: indices of `forward_intermediates`, negative ones from the end.
         sizes: other sizes in pixels, for the agreement.
-        shifts: whole tokens of a layer (down, right), 0 or more. They must be whole pixels; () measures no equivariance.
+        shifts: shifts for the equivariance, (down, right) in tokens of a layer, 0 or more; a token must be a whole number of
+            pixels. () measures no equivariance.
         batch_size: of a forward pass.
 
     Raises:
@@ -135,9 +137,9 @@ def measure_features(
 
 
 def patch_features(model: nn.Module, images: Tensor, layers: Sequence[int] = (-1,)) -> list[Tensor]:
-    """Features [B, C, h, w] of the patches at each of `layers`, after the final norm where that applies; without prefix tokens.
+    """Return the features [B, C, h, w] of the patches at each of `layers`, after the final norm and without prefix tokens.
 
-    Arguments and errors as for `measure_features`; the model must take the size of `images`.
+    Arguments and errors are as for `measure_features`; the model must take the size of `images`.
     """
     with evaluating(model), torch.no_grad():
         if hasattr(model, "forward_intermediates"):
@@ -158,9 +160,10 @@ def patch_features(model: nn.Module, images: Tensor, layers: Sequence[int] = (-1
 
 
 def position_leak(features: Tensor) -> Leak:
-    """R² of a linear probe of row and column, fitted to the even images of features [B, C, h, w] and measured on the odd ones.
+    """Return R² of a linear probe for row and column, fitted to the even images of features [B, C, h, w] and tested on the odd
+    ones.
 
-    NaN along an axis with a single token.
+    It is NaN along an axis with a single token.
     """
     *_, h, w = features.shape
     tokens = features.permute(0, 2, 3, 1).double()  # [B, h, w, C]
@@ -174,7 +177,10 @@ def position_leak(features: Tensor) -> Leak:
 
 
 def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Tensor:
-    """Mean squared error [2] of row and column on tokens `held` [B, h, w, C], of a linear probe fitted to the tokens `fit`."""
+    """Return the mean squared errors [2] of row and column on tokens `held` [B, h, w, C], of a probe fitted to tokens `fit`.
+
+    `places` [h*w, 2] are row and column of the tokens of an image, `ridge` the penalty as a share of the tokens' number.
+    """
     fit, held = fit.flatten(0, 2), held.flatten(0, 2)
     mean, spread = fit.mean(0), fit.std(0, correction=0)
     known = spread > 1e-6 * spread.max().clamp(min=1e-12)  # a channel without variance says nothing
@@ -185,11 +191,11 @@ def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Ten
 
 
 def position_variance(features: Tensor) -> float:
-    """Variance over tokens of features [B, C, h, w], summed over channels, that row, column and distance to the border explain.
+    """Return how much variance over tokens row, column and distance to the border explain in features [B, C, h, w].
 
-    The mean of the even images and that of the odd ones are regressed on indicators of each row, column and distance to the
-    border in tokens. The product of both is without the noise of a mean over few images, and 0 on average where position
-    explains nothing.
+    It is summed over channels. The mean of the even images and that of the odd ones are regressed on indicators of each row,
+    column and distance to the border in tokens. The product of both is without the noise of a mean over few images, and 0 on
+    average where position explains nothing.
     """
     h, w = _grid(features)
     y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
@@ -202,7 +208,7 @@ def position_variance(features: Tensor) -> float:
 
 
 def shuffled(images: Tensor, size: Size, grid: Size, seed: int = 0) -> Tensor:
-    """Images [B, C, h, w] of `size` whose patches, those of the images at this size, are shuffled over places and images."""
+    """Return images resized to `size` whose patches, `grid` (down, across), are shuffled over places and images."""
     h, w = (-(-n // m) for n, m in zip(size, grid, strict=True))  # rounded up
     whole = resized(images, (h * grid[0], w * grid[1]))
     patches = whole.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5)  # [B, h, w, C, side, side]
@@ -212,13 +218,13 @@ def shuffled(images: Tensor, size: Size, grid: Size, seed: int = 0) -> Tensor:
 
 
 def agreement(a: Tensor, b: Tensor) -> float:
-    """Mean cosine of features a [B, C, h, w], resampled to the grid of b [B, C, h', w'], with b; each centered by its mean."""
+    """Return the mean cosine of features a [B, C, h, w], centered and resampled to the grid of b, with b [B, C, h', w']."""
     a = resized(a, _grid(b))
     return float(F.cosine_similarity(_centered(a), _centered(b), dim=1).mean())
 
 
 def resized(images: Tensor, size: Size) -> Tensor:
-    """Images or features [B, C, h, w] at another size, bilinear and antialiased; the same where nothing changes."""
+    """Return images or features [B, C, h, w] resized to `size`, bilinear and antialiased; themselves if they have that size."""
     if _grid(images) == size:
         return images
     return F.interpolate(images, size, mode="bilinear", antialias=True)
@@ -232,7 +238,7 @@ def _equivariances(
     shifts: Sequence[tuple[int, int]],
     layers: Sequence[int],
 ) -> list[float]:
-    """The mean cosine over tokens, images and shifts of each of `layers`, whose features all have this grid."""
+    """Return the equivariance of each of `layers`, which all have this grid: a mean cosine over tokens, images and shifts."""
     if any(n % m for n, m in zip(size, grid, strict=True)):
         where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"
         raise ValueError(f"{where}: choose another size, or shifts=()")

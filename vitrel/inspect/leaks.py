@@ -15,7 +15,7 @@ from vitrel.inspect.any_model import Call, trace
 
 
 class Leaks(NamedTuple):
-    """Tokens and padding outside its window that a token of a windowed layer sees, on the layer's grid [h, w]."""
+    """What tokens of a windowed layer see outside their window, the opposite border or padding, on the layer's grid [h, w]."""
 
     rows: tuple[int, ...]  # rows whose tokens see the opposite border
     columns: tuple[int, ...]
@@ -25,7 +25,7 @@ class Leaks(NamedTuple):
 
     @property
     def across(self) -> Tensor:
-        """Which tokens see across the border of the image to its opposite side, bool [h, w]: those of `rows` and `columns`."""
+        """[h, w] bool: tokens that see across the border of the image to its opposite side, those of `rows` and `columns`."""
         h, w = self.padding.shape
         rows, columns = torch.zeros(h, 1, dtype=torch.bool), torch.zeros(1, w, dtype=torch.bool)
         rows[list(self.rows)], columns[:, list(self.columns)] = True, True
@@ -33,17 +33,17 @@ class Leaks(NamedTuple):
 
 
 def border_leak(model: nn.Module, size: Size) -> float | None:
-    """Share of tokens that see across a border at images of `size` (h, w) pixels, in the layer where it is largest.
+    """Return the share of tokens that see across a border at images of `size` (h, w) pixels, in the layer where it is largest.
 
-    None if no layer has windows of neighbors. The share depends on the geometry alone, not on the weights. Raises what forward
-    raises if the model does not take the size.
+    It is 0 to 1, and None if no layer has windows of neighbors. It depends on the geometry alone, not on the weights. Raises
+    what forward raises if the model does not take the size.
     """
     leaks = [leak for call in trace(model, size).calls if (leak := find_leaks(call)) is not None]
     return max((float(leak.across.float().mean()) for leak in leaks), default=None)
 
 
 def find_leaks(call: Call) -> Leaks | None:
-    """Find the tokens that see across a border or attend to padding; None where attention is global or windows are strided."""
+    """Return which tokens see across a border or attend to padding; None where attention is global or windows are strided."""
     if call.grid is None or call.window is None or call.strided:
         return None
     (h, w), tokens = call.grid[:2], call.tokens.cpu()  # [W, N]
@@ -73,7 +73,10 @@ def find_leaks(call: Call) -> Leaks | None:
 
 
 def _beyond_gap(sees: Tensor, at: Tensor) -> Tensor:
-    """[W, N, n] bool: what each token sees of [W, N, n], but not joined to its own index `at` [W, N] by a run of seen ones."""
+    """Return which of the n rows that a token sees are separated from its own by one that it does not see, [W, N, n] bool.
+
+    `sees` [W, N, n] bool tells which rows (or columns) each token sees, `at` [W, N] its own.
+    """
     index = torch.arange(sees.shape[-1], dtype=torch.int16)
     unseen, own = ~sees, at[..., None].to(torch.int16)
     first = torch.where(unseen & (index < own), index + 1, 0).amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Helpers of the figures: the encodings and layers of a source, colors for common color blindness, sheets of panels."""
+"""Helpers of the figures: the encodings of a model, colors that are distinct in color blindness, sheets of panels."""
 
 import textwrap
 from collections.abc import Sequence
@@ -34,21 +34,22 @@ def check_numbers(name: str, values: Tensor) -> Tensor:
 
 
 def source_name(source: Source) -> str:
-    """The name of a model, an encoding or recorded layers in titles."""
+    """Return the name of a model, an encoding or recorded layers for titles."""
     if isinstance(source, PositionEncoding):
         return encoding_name(source)
     return model_name(source) if isinstance(source, nn.Module) else "recorded attention"
 
 
 def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
-    """[(name, encoding, grid)] of every encoding of a model, or of an encoding itself with the name "".
+    """Return (name, encoding, grid) of every encoding of a model; of an encoding alone, that one with the name "".
 
     Args:
-        size: pixels for a model of vitrel, patches for an encoding, one side or (h, w); None: the training size. The result is
-            empty for an encoding without a training grid.
+        source: a model or an encoding.
+        size: in pixels for a model of vitrel, in patches for an encoding, one side or (h, w); None: the training size. The
+            result is empty for an encoding without a training grid.
 
     Raises:
-        ValueError: a size with another model that holds encodings.
+        ValueError: a size is given for a model of another library that holds encodings.
     """
     if isinstance(source, PositionEncoding):
         grids = (getattr(part, "grid", None) for part in source.modules())
@@ -68,7 +69,7 @@ def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tupl
 
 
 def sheet(rows: int, columns: int, width: float, height: float, title: str, **how: Any) -> tuple[Figure, list[list[Axes]]]:
-    """A figure and its rows x columns panels of width x height inches, under a title whose lines are wrapped."""
+    """Return a figure and its rows x columns panels of width x height inches, under a title whose lines are wrapped."""
     across = columns * width + 1.1
     lines = [part for line in title.split("\n") for part in textwrap.wrap(line, int(across / 0.078))]
     figure = Figure(figsize=(across, rows * height + 0.3 + 0.18 * len(lines)), layout="constrained")
@@ -77,23 +78,24 @@ def sheet(rows: int, columns: int, width: float, height: float, title: str, **ho
 
 
 def color_bar(figure: Figure, image: AxesImage, beside: Sequence[Axes], label: str) -> None:
-    """Add the colors of `image` with their values and a label beside panels."""
+    """Draw the color scale of `image`, with a label, beside panels."""
     bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.01, aspect=14)
     bar.set_label(label, fontsize=7)
     bar.ax.tick_params(labelsize=7)
 
 
 def whole_numbers(panel: Axes) -> None:
-    """Set at most five small ticks on each axis, at whole patches."""
+    """Set at most five ticks on each axis, at whole patches."""
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
     panel.tick_params(labelsize=7, length=2)
 
 
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
-    """Height in inches of panels of this width that show arrays [.., rows, columns] of all `shapes` with square cells."""
+    """Return the height in inches of panels of this width for arrays [.., rows, columns] of all `shapes`, with square cells."""
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
 
 
 def _path(name: str) -> str:
+    """Return the name of the layer that an encoding is in, from the name of the encoding's module."""
     return "all blocks" if name == "shared_position" else name.removesuffix(".position") or "layer"

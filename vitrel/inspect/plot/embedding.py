@@ -26,7 +26,8 @@ def similarity(source: nn.Module, size: int | Size | None = None) -> Figure:
 
     Args:
         source: a vitrel model, an encoding that adds to tokens, or a ViT of timm, whose stored embedding is drawn.
-        size: pixels for a vitrel model, patches for an encoding, one side or (h, w), default: of training; None for timm.
+        size: in pixels for a vitrel model, in patches for an encoding, one side or (h, w). None: that of training, the only one
+            for a ViT of timm.
 
     Raises:
         ValueError: no embedding is added to tokens, or it holds NaN.
@@ -52,7 +53,7 @@ def similarity(source: nn.Module, size: int | Size | None = None) -> Figure:
 
 @torch.no_grad()
 def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, Tensor]:
-    """(name, training grid (h, w), rows [h, w, C]) of the embedding added to patches; ValueError if there is none."""
+    """Return (name, training grid (h, w), rows [h, w, C]) of the embedding added to patches; ValueError if there is none."""
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
             if part.site == "tokens":

@@ -25,10 +25,11 @@ _SEEN_MEANING = ("not attended", "attended", "attended across the image border",
 
 
 def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
-    """Draw leaks found by `vitrel.diagnose`, one row per model, at the size and stage where the first model's leak is largest.
+    """Draw the leaks that `vitrel.diagnose` found, one row per model, at the size and stage where the first model's leak is
+    largest.
 
     Left: whether each token of that stage sees across a border or attends to padding. Right: all that one token sees in one
-    block. Models without examined windows at that size and stage are left out; raises ValueError if none remains.
+    block. Models without examined windows at that size and stage are left out; ValueError if none remains.
     """
     shown = list(_shown(diagnoses))
     if not shown:
@@ -52,7 +53,7 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
 
 
 def _shown(diagnoses: Sequence[Diagnosis]) -> Iterator[tuple[str, Size, int, StageDiagnosis, Leaks]]:
-    """(model, size, number of the stage, stage, its leaks) of each row."""
+    """Yield (model, size, number of the stage, stage, its leaks) for each row of the figure."""
     chosen = None
     for diagnosis in diagnoses:
         candidates = [
@@ -68,6 +69,7 @@ def _shown(diagnoses: Sequence[Diagnosis]) -> Iterator[tuple[str, Size, int, Sta
 
 
 def _draw(axes: Axes, values: Tensor, colors: Sequence[str], title: str) -> None:
+    """Draw the values [h, w], each the index of a color, as cells of the grid."""
     axes.imshow(values.numpy(), cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5)
     axes.set_xticks([x - 0.5 for x in range(1, values.shape[1])], labels=[])
     axes.set_yticks([y - 0.5 for y in range(1, values.shape[0])], labels=[])

@@ -1,7 +1,7 @@
 """`offset_maps`: the figure of what position adds to attention at every offset of query and key.
 
-An offset is query minus key, in patches. Of recorded layers it is the mean of what position adds to the logits. Of an encoding
-it is what does not depend on content, by the definition of attention:
+An offset is query minus key, in patches. For recorded layers, the mean of what position adds to the logits is drawn. For an
+encoding, that is drawn which does not depend on content:
 bias: the logit of a query and a key of zeros (Transformer-XL's v . W r and PaPE's parabolas among them);
 rotation: the logit of equal query and key with the same energy in every frequency, which is the mean over frequencies of
 cos(angle of the query - angle of the key), for xPos times its decay.
@@ -39,7 +39,7 @@ from vitrel.position.terms import parts_of
 
 
 class Lattice(NamedTuple):
-    """Values over offsets, `values` [H, 2h-1, 2w-1]: offset (dy, dx) at [:, dy + h-1, dx + w-1].
+    """One quantity of one layer over offsets, `values` [H, 2h-1, 2w-1]: offset (dy, dx) at [:, dy + h-1, dx + w-1].
 
     H is 1 if all heads are equal. A value is -inf where position hides the key, NaN where no recorded pair has the offset.
 
@@ -47,7 +47,6 @@ class Lattice(NamedTuple):
         layer: path of the layer in the model, "" for an encoding alone.
         what: the quantity, in a few words.
         unit: of `values`.
-        values: [H, 2h-1, 2w-1].
         trained: training grid (h, w), None if unknown.
         share: of position in the logits of a recorded layer, as of `position_shares`; None otherwise.
     """
@@ -61,12 +60,12 @@ class Lattice(NamedTuple):
 
 
 def lattices(source: Source, size: int | Size | None = None) -> list[Lattice]:
-    """List every quantity over offsets of a model or an encoding, layer by layer; the parts of a composition separately.
+    """Return every quantity over offsets of a model or an encoding, layer by layer; parts of a composition are separate.
 
     Args:
-        source: a model with vitrel's encodings; an encoding; or layers recorded on images, whose mean logit from position is
-            taken, including terms that depend on content.
-        size: pixels for a model, patches for an encoding, one side or (h, w), by default that of training.
+        source: a model with vitrel's encodings; an encoding; or layers recorded on images, of which the mean of what position
+            adds to the logits is taken, including terms that depend on content.
+        size: in pixels for a model, in patches for an encoding, one side or (h, w), by default that of training.
 
     Raises:
         ValueError: there is nothing to draw, or what is drawn holds NaN.
@@ -139,6 +138,7 @@ def offset_maps(
 
 
 def _measured(layer: Layer) -> Lattice:
+    """Return the mean of what position adds to the logits of a recorded layer."""
     check_numbers(layer.name, layer.weights)
     values = offset_mean(layer, layer.needed("position"))
     return Lattice(layer.name, "mean of what position adds", "logits", values, None, layer_position_share(layer))
@@ -146,7 +146,7 @@ def _measured(layer: Layer) -> Lattice:
 
 @torch.no_grad()
 def _of_encoding(name: str, encoding: PositionEncoding, grid: Grid) -> Iterator[Lattice]:
-    """The rotation and the bias of an encoding, whichever it has."""
+    """Yield the rotation and the bias of an encoding on a grid, whichever of them it has."""
     terms = evaluated(encoding, grid)
     parts = [part for part in terms.in_attention if part is not None and part.dim() > 1]
     if encoding.site == "tokens" or not parts:
@@ -174,7 +174,7 @@ def _of_encoding(name: str, encoding: PositionEncoding, grid: Grid) -> Iterator[
 
 
 def _centered(lattice: Lattice) -> tuple[Tensor, bool]:
-    """Return (values, whether they are centered); hidden offsets are NaN in both cases.
+    """Return the values of a lattice, and whether they are centered; hidden offsets are NaN in both cases.
 
     If the logits of some head do not include 0, the mean over visible offsets is subtracted from every head.
     """
@@ -189,7 +189,7 @@ def _draw(axes: Axes, values: Tensor, trained: Size | None, top: float) -> AxesI
     """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
 
     Args:
-        top: the value of the last color, and less 0 of the first.
+        top: the colors range from -top to top.
     """
     h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
     shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()

@@ -39,11 +39,11 @@ def attention(
     below NEGLIGIBLE.
 
     Args:
-        source: a model that `vitrel.inspect.attention.record` supports, or the layers it recorded with this image first.
+        source: any model that `vitrel.inspect.attention.record` takes, or the layers it recorded with this image first.
         image: [channels, height, width] as the model takes it.
         query: (row, column) in patches of the layer.
         layer: its index in the order in which layers run.
-        heads: indices, a row of panels each; by default their mean.
+        heads: indices, a row of panels each; by default one row for their mean.
         shown: [3, height, width] from 0 to 1, drawn in place of the image; by default the image with the model's normalization
             undone.
 
@@ -76,7 +76,7 @@ def attention(
 
 
 def _picture_of(source: Source, image: Tensor) -> Tensor:
-    """The image [3, height, width] from 0 to 1, with the model's normalization undone, or stretched if that is unknown."""
+    """Return the image [3, height, width] from 0 to 1, by the model's mean and std, or stretched if these are unknown."""
     if len(image) not in (1, 3):
         raise ValueError(f"an image of {len(image)} channels has no colors to draw: pass shown, [3, height, width] from 0 to 1")
     image = image.detach().float().cpu()
@@ -88,7 +88,7 @@ def _picture_of(source: Source, image: Tensor) -> Tensor:
 
 
 def _on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
-    """Values of a window's slots [N] -> map [h, w] of the patches in these slots, NaN at other patches."""
+    """Return the values of a window's slots [N] as a map [h, w] of the patches in these slots, NaN at other patches."""
     values = torch.full((layer.grid.h * layer.grid.w,), torch.nan)
     patches = layer.patches[window]
     values[layer.tokens[window][patches] - layer.grid.prefix] = row[patches].float()
@@ -119,6 +119,10 @@ def _row(
     picture: Tensor,
     both: tuple[Tensor, Tensor],
 ) -> None:
+    """Draw a row of panels: the image, the weights with position and without it, and their difference.
+
+    `at` is (index of the window, (row, column) of the query's patch), `both` its weights with and without position [N].
+    """
     window, query = at
     weights, content = both
     seen = (weights > 0) | (content > 0)  # a window at the border may include patches of the opposite side
@@ -148,11 +152,12 @@ def _row(
 
 
 def _overlay(axes: Axes, layer: Layer, values: Tensor, scale: tuple) -> AxesImage:
+    """Draw a map [h, w] over the image; `scale` is (colors, lowest, highest value), and NaN is transparent."""
     (colors, low, high), (h, w) = scale, _extent(layer)
     colors = colors.with_extremes(bad=CLEAR)
     return axes.imshow(values.numpy(), colors, vmin=low, vmax=high, extent=(0, w, h, 0), interpolation="nearest")
 
 
 def _extent(layer: Layer) -> tuple[float, float]:
-    """Height and width in pixels of the patches, padding included."""
+    """Return the height and width in pixels of all patches, padding included."""
     return layer.grid.h * layer.stride[0], layer.grid.w * layer.stride[1]
