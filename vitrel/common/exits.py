@@ -1,4 +1,4 @@
-"""How commands end: a one-line error message, a sentence about saved work when interrupted, and the usual exit codes."""
+"""The ways in which commands end: a one-line error, a sentence about saved work when interrupted, the usual exit codes."""
 
 import os
 import re
@@ -18,20 +18,19 @@ INTERRUPTED, TERMINATED, UNREAD = 130, 143, 141  # 128 + SIGINT, SIGTERM, SIGPIP
 
 
 class Terminated(KeyboardInterrupt):
-    """The process received SIGTERM; it cleans up as on ctrl-c."""
+    """The process received SIGTERM. As a KeyboardInterrupt it makes work end and clean up as ctrl-c does."""
 
 
 @contextmanager
 def reported(go_on: str = "nothing was saved; the same command starts again") -> Iterator[None]:
-    """Context manager that ends the program with one line on stderr instead of a traceback.
+    """Context manager that ends the program with one line on stderr, in place of a traceback, for errors that a user can cause.
 
-    For invalid settings, data or files, a missing package and a lack of memory or loader processes: `error: ...`, exit code 1.
-    If the reader of the output has gone, as `head` does: exit code 141 and no word.
-    If the program is stopped: a sentence about what was saved and how to continue, with exit code 130 (ctrl-c) or 143
-    (SIGTERM, under `terminable`).
+    These are invalid settings, data or files, a missing package, and a lack of memory or loader processes: `error: ...`, exit
+    code 1. If the program is stopped, the line says what was saved and how to continue; exit code 130 (ctrl-c) or 143 (SIGTERM,
+    under `terminable`). If the reader of the output has gone, as `head` does, nothing is printed; exit code 141.
 
-    Notes of the exception (`add_note`) are part of the line; go_on is printed for a stopped program without notes. Names that
-    are not UTF-8 are printed with their bytes escaped, warnings to users as one line without the place in the code.
+    Notes of the exception (`add_note`) are part of the line; `go_on` is printed for a stopped program without notes. In printed
+    names, bytes that are not UTF-8 are escaped. Warnings to users are printed as one line without the place in the code.
     """
     warnings.formatwarning = _plain
     if hasattr(sys.stdout, "reconfigure"):
@@ -56,12 +55,12 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
 
 
 def _plain(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning to users as one line; other warnings as Python prints them."""
+    """Format a warning to users as one line, others as Python does; replaces warnings.formatwarning."""
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error and its notes as one line; of the operating system's, the file and what happened to it."""
+    """Return an error's text and notes as one line; of an error of the operating system, the file and what happened to it."""
     text = without_traceback(str(error))
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Optional dependencies: which package belongs to which extra, and the error if it is not installed."""
+"""Optional packages: the extra that each belongs to, and the error with the install command if one is missing."""
 
 import re
 from collections.abc import Iterator
@@ -28,8 +28,7 @@ class MissingExtra(ImportError):
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Context manager for the import of a package of an extra: raises `MissingExtra`, with the install command, if it is not
-    installed.
+    """Context manager for importing packages of an extra: raises `MissingExtra`, with the install command, if one is missing.
 
     >>> with optional_import():
     ...     import pandas as pd
@@ -55,9 +54,9 @@ def absent(*modules: str) -> list[str]:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs extras: of a checkout by its folder, of an installed wheel by the names of packages.
+    """Return the command that installs extras: from the folder of a checkout; by the names of their packages for a wheel.
 
-    The name of this package is of no use to pip: no index holds it.
+    The name of this package is of no use to pip, since no index holds it.
     """
     project = CHECKOUT / "pyproject.toml"
     if project.is_file() and 'name = "vitrel"' in project.read_text("utf-8", "replace"):
@@ -67,7 +66,7 @@ def install_command(*extras: str) -> str:
 
 
 def _missing(modules: list[str]) -> MissingExtra:
-    """The error for missing modules, with the command for few and small extras that have them."""
+    """Return the error for missing modules, with the command that installs the few and small extras that have them."""
     owners = [[extra for extra, own in EXTRAS.items() if module in own] for module in modules]
     extras: list[str] = []
     for possible in sorted(owners, key=len):
@@ -78,6 +77,6 @@ def _missing(modules: list[str]) -> MissingExtra:
 
 
 def _packages(extra: str) -> list[str]:
-    """Requirements of an extra, such as "onnx" or "lightning>=2.6", from the metadata of the installed wheel."""
+    """Return the requirements of an extra, such as "onnx" or "lightning>=2.6", from the metadata of the installed wheel."""
     lines = [line.partition(";") for line in metadata.requires("vitrel") or ()]
     return [name.strip() for name, _, marker in lines if re.search(rf"extra *== *['\"]{extra}['\"]", marker)]

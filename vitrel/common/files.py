@@ -1,4 +1,4 @@
-"""File helpers: atomic writes, CSV cells, and the commit of a checkout."""
+"""Helpers for files: atomic writes, CSV cells, printable paths, and the commit of a checkout."""
 
 import csv
 import re
@@ -13,7 +13,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # the repository, unless vitrel 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Context manager with a temporary path beside `path`, which replaces `path` at the end, or is removed if the block raises.
+    """Context manager that gives a temporary path beside `path`. At its end the file there replaces `path`; an error removes
+    it.
 
     Readers, also after a killed run, find the old file or the complete new one; what a killed run left of it beside `path` is
     overwritten. The folder must exist. An OSError without a file name, as of a full disk, is raised again with the path. Of
@@ -33,19 +34,19 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def shown(path: str | Path) -> str:
-    """Return a path, or a name in one, as text that can be written anywhere: bytes that are not UTF-8 are shown as \\xe9."""
+    """Return a path, or a name in one, as text that can be written anywhere: bytes that are not UTF-8 are escaped."""
     text = re.sub(r"[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:x}", str(path))  # as surrogates
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Write lines of cells as a CSV file by `atomic_write`, with text as of `shown`."""
+    """Write lines of cells as a CSV file, atomically; text is written as `shown` returns it."""
     with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([shown(cell) if isinstance(cell, str) else cell for cell in line] for line in lines)
 
 
 def commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit (12 digits) of the git checkout with top folder `checkout`, plus "-dirty" if a tracked file changed.
+    """Return the commit (12 digits) of the git checkout with top folder `checkout`, with "-dirty" if a tracked file changed.
 
     By default it is that of this package. "" if the folder has no .git, or git is missing or fails.
     """

@@ -1,4 +1,4 @@
-"""This machine as files and reports record it: names of its processor and GPUs, versions of its packages."""
+"""This machine, as files and reports record it: its processor, the cores that may be used, versions of packages."""
 
 import os
 import platform

@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context with `model` in evaluation mode; afterwards every module's training flag is restored, also after an error."""
+    """Context manager with `model` in evaluation mode; at its end, also after an error, every module is in its former mode."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:

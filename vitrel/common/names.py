@@ -8,13 +8,11 @@ _SAME_WORD = 0.15  # added to the similarity of names that share the last word
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return up to `n` of the `known` names that `name` probably means, the most probable first; case does not count.
+    """Return up to `n` of the `known` names that `name` may be meant for, the most probable first; case does not count.
 
     Names that begin with `name` come first (`rope_axial` for `rope`), then, by similarity, names that contain its last word
-    (`model.optim.lr` for `lr`) and names of similar spelling.
-
-    Args:
-        cutoff: minimum similarity, 0 to 1 as of `difflib`, of names that are similar in spelling only.
+    (`model.optim.lr` for `lr`) and names of similar spelling. `cutoff` is the minimum similarity, 0 to 1 as of `difflib`, of
+    names that are similar in spelling only.
     """
     text = name.lower()
     last = _words(text)[-1:]
@@ -31,7 +29,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) ->
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ": did you mean ...?" with the nearest of the `known` names, as the end of an error; "" without a similar one."""
+    """Return ": did you mean ...?" with the nearest of the `known` names, for the end of an error; "" if none is similar."""
     near = nearest(name, known, 1)
     return f": did you mean {near[0]}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""Reading of YAML as plain values, in which no key is given twice."""
+"""YAML read as plain values; a key that is given twice is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import yaml
 
 
 class PlainLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader, which refuses a key that is given twice; PyYAML itself takes the last value."""
+    """PyYAML's SafeLoader, but a key that is given twice is an error; PyYAML itself takes the last value."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -36,7 +36,7 @@ def read_mapping(text: str) -> dict[str, Any]:
 
 
 def load_yaml(text: str, where: str = "") -> Any:
-    """Return the plain values of YAML text; ValueError, whose message begins with `where`, for anything else."""
+    """Return the plain values of YAML text; ValueError, whose message begins with `where`, for text that is no plain YAML."""
     try:
         return yaml.load(text, Loader=PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError for a date that does not exist

@@ -23,14 +23,14 @@ from vitrel.common.user_modules import import_modules
 
 
 def local_device(name: str) -> torch.device:
-    """The torch.device `name`; "cuda" (and "auto", where there is a GPU) is the GPU numbered LOCAL_RANK."""
+    """Return the torch.device `name`; "cuda", and "auto" if there is a GPU, give the GPU numbered LOCAL_RANK."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device(name)
 
 
 def checked_device(name: str) -> torch.device:
-    """Return `local_device` of the name; ValueError for a name that is none, and for a device that this machine lacks."""
+    """Return the `local_device` of a name; ValueError if there is no such name, or the machine has no such device."""
     try:
         device = local_device(name)
     except RuntimeError as error:
@@ -54,14 +54,14 @@ _ENDED_EARLY = "another process ended before its work was done; its output says 
 
 
 class OtherProcessError(RuntimeError):
-    """Raised in this process because another one failed; the message is that process's error."""
+    """Another process failed; the message is its error."""
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Context with the process group of torchrun's processes; does nothing in a single process (WORLD_SIZE 1).
+    """Context manager with the process group of torchrun's processes; does nothing in a single process (WORLD_SIZE 1).
 
-    SystemExit with status 1 where another process failed; the first process prints that one's error.
+    If another process fails, this one ends by SystemExit with status 1, and the first process prints that one's error.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
@@ -105,7 +105,7 @@ def in_processes(number: int, work: Callable[..., None], *arguments: Any) -> Non
 
 
 def _run(rank: int, number: int, port: int, threads: int, work: Callable[..., None], arguments: tuple) -> None:
-    """Body of a process that `in_processes` starts."""
+    """Do the work of one process that `in_processes` starts."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(number), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(threads)
     if rank > 0:  # the first prints the same warnings
@@ -118,14 +118,14 @@ def _run(rank: int, number: int, port: int, threads: int, work: Callable[..., No
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(rank of this process, number of processes); (0, 1) without a process group."""
+    """Return (rank of this process, number of processes); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def on_all(work: Callable[[], Any]) -> list[Any]:
     """Run `work()` in every process and return all results in the order of ranks; results must be picklable.
 
-    Where `work()` raises, that process raises the same error, and all others raise OtherProcessError with its text.
+    If `work()` raises in a process, that process raises the same error, and all others raise OtherProcessError with its text.
     """
     world = rank_and_world()[1]
     if world == 1:

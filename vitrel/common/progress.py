@@ -12,21 +12,24 @@ EVERY = 20.0  # seconds between two lines of a log
 
 
 class Advance(Protocol):
-    """advance(share, what, cost): add `share` of a unit of that cost; what: text that describes the current work."""
+    """A function that adds `share` of a unit of work that costs `cost` to what is done; `what` describes the current work."""
 
     def __call__(self, share: float, what: str, cost: float = 1.0) -> None: ...
 
 
 @contextmanager
 def progress(total: int, unit: str, every: float = EVERY, work: float | None = None) -> Iterator[Advance]:
-    """Context manager that gives advance(share, what), which adds `share` (may be a fraction) to the units done of `total`.
+    """Context manager that gives the function `Advance`, which adds to the units done of `total`, and shows them on stderr.
 
-    On stderr: a tqdm bar on a terminal. Elsewhere, a line whenever `every` seconds have passed since the last one, and one at
-    the end if the work took longer than that.
+    On a terminal it is a tqdm bar. Elsewhere a line is printed whenever `every` seconds have passed since the last one, and one
+    at the end if the work took longer than that.
 
     Args:
-        work: sum of the costs of all units, in any measure that is proportional to time, for units that differ; by default each
-            costs 1. The time left is that of the work left, at the mean speed so far; a unit that is done already costs 0.
+        total: number of units.
+        unit: what they are called.
+        every: seconds between two lines.
+        work: sum of the costs of all units, in any measure that is proportional to time; by default each costs 1. The time left
+            is that of the work left, at the mean speed so far; a unit that is done already costs 0.
     """
     work = float(total) if work is None else work
     done = worked = 0.0

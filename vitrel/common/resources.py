@@ -1,4 +1,4 @@
-"""Errors that come from a lack of memory, shared memory or loader processes."""
+"""Errors that mean a lack of memory, shared memory or loader processes."""
 
 import multiprocessing
 import re
@@ -18,12 +18,12 @@ _LOADING = ("dataloader worker", "shared memory", "unable to resize file")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; PyTorch reports a failed CPU allocation as a plain RuntimeError."""
+    """Return whether an error means that memory ran out; PyTorch reports a failed CPU allocation as a plain RuntimeError."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _has(error, _OUT_OF_MEMORY))
 
 
 def lacking(error: BaseException) -> bool:
-    """Whether an error is `out_of_memory`, or PyTorch's about loader processes that were killed or lack shared memory."""
+    """Return whether an error is `out_of_memory`, or PyTorch's that loader processes were killed or lack shared memory."""
     return out_of_memory(error) or (isinstance(error, RuntimeError) and _has(error, _LOADING))
 
 
@@ -32,7 +32,7 @@ def _has(error: BaseException, signs: tuple[str, ...]) -> bool:
 
 
 def check_workers(workers: int) -> None:
-    """Raise OSError where no loader process can be started; DataLoader would also print errors of its own cleaning up."""
+    """Raise OSError if no loader process can be started; DataLoader's own error comes with others of its cleaning up."""
     try:
         if workers:
             multiprocessing.Lock()
@@ -42,6 +42,6 @@ def check_workers(workers: int) -> None:
 
 
 def without_traceback(text: str) -> str:
-    """Return the text of an error; DataLoader puts the traceback of a loader process before it."""
+    """Return the text of an error, without the traceback of a loader process that DataLoader puts before it."""
     found = re.match(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback", text)
     return re.split(rf"^(?:\w+\.)*{found[1]}: ", text, flags=re.MULTILINE)[-1] if found else text

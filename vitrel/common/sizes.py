@@ -10,7 +10,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Budget:
-    """Maximum number of patch tokens of an image, given instead of a size in pixels; as text "196t"."""
+    """Maximum number of patch tokens of an image, in place of a size in pixels; as text "196t"."""
 
     tokens: int
 
@@ -48,7 +48,7 @@ def short_size(size: Size) -> str:
 
 
 def nearest_size(size: Size, others: Iterable[Size]) -> Size:
-    """Return that of `others`, (h, w) in pixels, whose area is nearest to that of `size` by ratio; of equal ones the first."""
+    """Return that of the sizes `others`, (h, w) in pixels, whose area is nearest to `size` by ratio; of equals the first."""
     return min(others, key=lambda other: abs(log(other[0] * other[1] / (size[0] * size[1]))))
 
 
@@ -84,7 +84,7 @@ def native_size(height: int, width: int, budget: int, patch: tuple[int, int]) ->
         patch: (height, width) of a patch, in pixels.
 
     Raises:
-        ValueError: a side, the budget or a patch below 1.
+        ValueError: a side, the budget or a patch is below 1.
     """
     if min(height, width, budget, *patch) < 1:
         raise ValueError(f"an image ({height}x{width}), its budget ({budget}) and its patch ({patch}) must be at least 1")
@@ -101,9 +101,7 @@ def native_size(height: int, width: int, budget: int, patch: tuple[int, int]) ->
 
 
 def _whole(above: int, below: int, budget: int) -> list[int]:
-    """Return sqrt(above / below) rounded down and up, within 1..budget; computed by integers, which are
-    exact for whole roots.
-    """
+    """Return sqrt(above / below) rounded down and up, each within 1..budget, by integers, which are exact for whole roots."""
     down = isqrt(above // below)
     up = down + (down * down * below < above)
     return sorted({min(max(side, 1), budget) for side in (down, up)})

@@ -1,4 +1,4 @@
-"""Modules of a user's own, imported by name before a command runs: they register encodings or models."""
+"""Modules of a user's own, which register encodings or models and are imported by name before a command runs."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""push_to_hub: a model, its configuration and a card with its scores at many sizes, in a repository of the Hugging Face hub."""
+"""push_to_hub: upload a model, its configuration and a card with its scores at many sizes to the Hugging Face hub."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,13 +87,15 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
     """Write the folder that `push_to_hub` uploads: model.safetensors, README.md, and config.json for timm; return its path.
 
     Args:
-        model: a ViT or Swin of vitrel as `vitrel.export.export_model` takes it, or a Segmenter, which only vitrel reads.
+        model: a ViT or Swin of vitrel as `vitrel.export.export_model` takes it, or a Segmenter, which only vitrel reads; in
+            evaluation mode.
         folder: is created.
         repository: "OWNER/NAME", for the card.
         evaluation: folder of `vitrel evaluate` with these weights, for the card's table of scores; None: no table.
 
     Raises:
-        ValueError: the model is of timm or in training mode, or the evaluation is of other weights; see `export_model`.
+        OtherWeights: the evaluation is of other weights.
+        ValueError: the model is of timm or in training mode; see `export_model`.
     """
     segments, backbone = isinstance(model, Segmenter), backbone_of(model)
     if backbone is None:

@@ -1,4 +1,4 @@
-"""Export of models: torch.export programs, ONNX graphs, and folders that timm reads.
+"""export_model: write a model as a torch.export program, an ONNX graph, or a folder that timm reads.
 
 A file is written under a temporary name, loaded, and compared with the eager model at several batch and image sizes before it
 gets its final name.
@@ -96,7 +96,7 @@ def export_model(
 
 
 def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield batch size and image size (h, w) in pixels of every check of an export.
+    """Yield the batch size and the image size (h, w) in pixels of every comparison of an exported file with the model.
 
     These are `size` with three batch sizes and, if dynamic_size, other shapes too.
     """
@@ -110,11 +110,12 @@ def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 
 def _preprocessing(model: nn.Module) -> dict[str, Any]:
+    """Return the model's name, its image size and its preprocessing, which every file stores."""
     return {"model": model.pretrained_cfg["architecture"], "img_size": trained_size(model)} | preprocessing_of(model)
 
 
 def _own(model: nn.Module) -> Backbone | None:
-    """Return a vitrel model, or that in a Segmenter; None for other models."""
+    """Return a vitrel model, or the one in a Segmenter; None for other models."""
     own = model.backbone if isinstance(model, Segmenter) else model
     return own if isinstance(own, Backbone) else None
 
@@ -157,6 +158,7 @@ def _check_path(path: Path, format: str, overwrite: bool) -> None:
 
 
 def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> None:
+    """Raise ValueError for an image size that the model does not take, or that cannot be traced for any size."""
     if multiple := side_multiple(model):
         if any(n % multiple or n < multiple for n in size):
             raise ValueError(f"size {size[0]}x{size[1]}: its sides must be multiples of {multiple} pixels")
@@ -172,7 +174,7 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 
 def _least_size(model: nn.Module) -> int:
-    """Return the pixels of a side that leave at least two tokens after the last stage."""
+    """Return the fewest pixels along a side that leave at least two tokens after the last stage."""
     own = _own(model)
     reduction = max([info["reduction"] for info in getattr(own or model, "feature_info", ())], default=32)
     return 2 * reduction if own is None else reduction + 1  # timm's trunks pad less
@@ -187,6 +189,7 @@ def _channels(model: Any) -> int:
 
 
 def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
+    """Run a written file and the model on one random batch; RuntimeError if the file fails, or their logits differ."""
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
     image = torch.randn((batch, _channels(model), *size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -206,6 +209,7 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
 
 
 def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
+    """Return the torch.export program of a model; with dynamic_size it takes any size, else `size` with any batch size."""
     if dynamic_size and _own(model) is None:
         size = 2 * size[0], 2 * size[1]  # more than one window in the last stage, which a graph would take for granted
     free, image = torch.export.Dim.DYNAMIC, torch.randn((2, _channels(model), *size))
@@ -222,12 +226,13 @@ def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch
 
 
 def _free_sizes(program: torch.export.ExportedProgram) -> None:
-    """Remove the conditions on the batch size alone, that some size differs from another, such as "not 1", and that the batch
-    size times a number of windows is above 1.
+    """Remove conditions from a program of timm's trunk that exclude sizes for no reason, in place.
 
-    PyTorch compares sizes where it derives memory layouts, as of a convolution, and records each outcome as a condition on the
-    image. The layout that was recorded serves the excluded sizes too; where it does not, an operator of the program fails, as
-    is tried with one image (`check_sizes`). Conditions that sides are multiples, or not too small, stay.
+    They are those on the batch size alone, that a size differs from another, such as "not 1", and that the batch size times a
+    number of windows is above 1. PyTorch compares sizes where it derives memory layouts, as of a convolution, and records each
+    outcome as a condition on the image. The layout that was recorded serves the excluded sizes too; where it does not, an
+    operator of the program fails, as is tried with one image (`check_sizes`). Conditions that sides are multiples, or not too
+    small, stay.
     """
     image = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == program.graph_signature.user_inputs[0])
     batch = image.meta["val"].shape[0].node.expr
@@ -280,6 +285,7 @@ _WRITERS = {"exported": _write_program, "onnx": _write_onnx, "safetensors": _wri
 
 
 def _move(part: Path, path: Path) -> None:
+    """Move a finished file or folder to its path, in place of what is there."""
     if part.is_dir() and path.exists():  # a folder cannot replace another atomically
         old = part.with_name(f"{part.name}.old")
         path.replace(old)
@@ -297,6 +303,7 @@ def _remove(part: Path) -> None:
 
 
 def _origin(error: BaseException) -> BaseException:
+    """Return the error from which another one was raised in the end."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

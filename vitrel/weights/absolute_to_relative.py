@@ -152,7 +152,7 @@ def absolute_to_relative(
 
 
 class Observed(NamedTuple):
-    """Tensors of one block in one forward pass, [B, N, C] or [B, h, w, C]."""
+    """Tensors inside one block in one forward pass, each [B, N, C] or [B, h, w, C]."""
 
     attended: Tensor  # input of the attention's last linear layer
     between: Tensor  # input of norm2: in pre-norm blocks the tokens after attention
@@ -174,7 +174,7 @@ def observe(block: Block, x: Tensor, grid: Grid) -> Observed:
 
 
 def layers(model: Backbone) -> Iterator[tuple[nn.Module, Block]]:
-    """Yield (what is applied to the tokens before the block, the block) for all blocks in their order."""
+    """Yield every block of a model in order, as (module that is applied to the tokens before the block, the block)."""
     if isinstance(model, Swin):
         for stage in model.layers:
             yield from zip([stage.downsample, *(nn.Identity() for _ in stage.blocks[1:])], stage.blocks, strict=True)
@@ -197,7 +197,7 @@ def cannot_fit(model: Backbone) -> str:
 
 
 class _Fit(NamedTuple):
-    """What the fit of one block adds to the ConversionReport."""
+    """What `_convert` reports of one block; the fields are those of ConversionReport."""
 
     before: Agreement  # as in ConversionReport, and so are the others
     after: Agreement  # after the fit
@@ -206,13 +206,13 @@ class _Fit(NamedTuple):
 
 
 def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, refit: bool) -> list[_Fit]:
-    """Fit the blocks of a model in place, one after the other, to those of the original.
+    """Fit the blocks of a model in place, one after the other, to those of the original, and return what is reported of each.
 
     Args:
         model: changed in place.
         original: the model to follow.
         images: [B, C, height, width].
-        new_rotation: the encodings hold a rotation that was not trained with these q and k.
+        new_rotation: whether the encodings hold a rotation that was not trained with these q and k.
         refit: as in `absolute_to_relative`.
     """
     device = model.patch_embed.proj.weight.device
@@ -239,7 +239,7 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
 
 
 def _few(block: Block, grid: Grid, images: int) -> int:
-    """Return the number of images to whose attention logits the encoding is fitted."""
+    """Return the number of images whose attention logits an encoding is fitted to; their number is limited for memory."""
     keys = grid.tokens if block.window is None else block.window.tokens
     return max(1, min(images, 16, _LOGITS // (block.attn.num_heads * grid.tokens * keys)))
 
@@ -251,7 +251,7 @@ def _chunked(function: Callable, x: Tensor):
 
 
 def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid) -> None:
-    """Refit the last linear layers of attention and MLP of a block in place to the original's tokens.
+    """Refit the last linear layers of a block's attention and MLP, in place, so that its tokens become the original's.
 
     Args:
         block: changed in place.
@@ -280,15 +280,16 @@ def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid) ->
 
 
 def _gain(block: nn.Module, branch: int) -> Tensor | float:
-    """Return the layer scale of a residual branch, 1 without one and for channels scaled by 0, whose weights do not matter."""
+    """Return the layer scale of residual branch 1 or 2, with 1 in place of 0 (weights have no effect there); 1 without one."""
     gain = getattr(getattr(block, f"ls{branch}"), "gamma", None)
     return 1.0 if gain is None else torch.where(gain == 0, 1.0, gain)
 
 
 def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Add to a model, in place, the prefix rows of an embedding `added` [N, C] and its mean over patches.
+    """Add what an embedding `added` [N, C] adds to every image alike to other parameters of a model, in place.
 
-    The prefix rows are added to the prefix tokens, the mean to the bias of the patch embedding, which is created if missing.
+    The rows of prefix tokens are added to these tokens. The mean over patches is added to the bias of the patch embedding,
+    which is created if missing.
     """
     tokens = model.prefix_tokens
     for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
@@ -300,13 +301,14 @@ def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
 
 
 def _unfold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Subtract from a learned embedding what `_fold` has added to prefix tokens and patch embedding."""
+    """Subtract from the model's learned embedding, in place, what `_fold` has moved to prefix tokens and patch embedding."""
     rows = model.pos_embed.pos_embed  # [1, P + h*w, C]
     rows[:, : grid.prefix] = 0
     rows[:, grid.prefix :] -= added[grid.prefix :].mean(0)
 
 
 def _check(model: Backbone, images: Tensor) -> None:
+    """Raise ValueError unless images are [B, C, height, width], finite, and large enough for a patch of the model."""
     channels, patch = model.patch_embed.proj.in_channels, model.patch_embed.patch_size
     shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
     if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] != channels or not len(images):

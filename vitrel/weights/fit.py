@@ -1,4 +1,4 @@
-"""Fits of `absolute_to_relative`: an encoding to attention maps, linear layers to the outputs of a block, a model to features.
+"""The fits of `absolute_to_relative`: an encoding to attention maps, linear layers to a block's outputs, a model to features.
 
 An encoding of any kind is fitted to the attention of the original block on several images: its parameters minimize the
 Kullback-Leibler divergence KL(original || converted), mean over images, heads and queries, by L-BFGS. Before that, those that
@@ -38,7 +38,9 @@ _JUDGED = 64  # images by which it is decided whether `distil` has helped
 
 
 class Attended(NamedTuple):
-    """Queries and keys of a block before position acts on them, for images or for windows of images, which come one by one."""
+    """Queries and keys of a block before position acts on them. In windowed attention every window counts as an image of the
+    batch.
+    """
 
     q: Tensor  # [B, H, N, D]
     k: Tensor  # [B, H, N, D]
@@ -51,12 +53,12 @@ class Attended(NamedTuple):
         return masked_logits(self.q, self.k, terms, self.grid, self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the weighted mean over queries, and mean over heads, of `values` [B, H, N]."""
+        """Return the mean of `values` [B, H, N] over heads, and over queries by their weights."""
         return (values.mean(1) * self.weight).sum()
 
 
 class Agreement(NamedTuple):
-    """How closely attention follows another."""
+    """How closely some attention follows other attention."""
 
     explained: float  # share of the variance of its weights within rows that is explained; 1 is all
     divergence: float  # Kullback-Leibler divergence, in nats
@@ -86,15 +88,15 @@ def attended(block: Block, x: Tensor, grid: Grid) -> Attended:
 def fit_attention(block: Block, x: Tensor, grid: Grid, target: Tensor, new_rotation: bool) -> tuple[Agreement, Agreement]:
     """Fit the encoding of a block in place to attention logits, and return the agreement with them before and after.
 
-    Without parameters nothing is fitted.
+    An encoding without parameters stays as it is.
 
     Args:
         block: changed in place.
         x: the block's input.
         grid: of its tokens.
         target: [B, H, N, N], as of `Attended.logits`.
-        new_rotation: the encoding holds a rotation that was not trained with these q and k; their weights then change too (see
-            the module), unless they are normalized.
+        new_rotation: whether the encoding holds a rotation that was not trained with these q and k. Their weights then change
+            too (see the module), unless q and k are normalized.
     """
     encoding, here = block.position, attended(block, x, grid)
     before = agreement(here, target, here.logits(encoding(here.grid)))
@@ -161,7 +163,7 @@ def fit_encoding(
 
 
 def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> None:
-    """Fit the parameters that a bias depends on by least squares to the mean gap in logits; others are left as they are."""
+    """Fit the parameters of an encoding that its bias depends on, in place, by least squares to the mean gap in logits."""
     with torch.no_grad():
         terms = encoding(here.grid)
         seen = torch.ones_like(target[:, :1]) if here.mask is None else (here.mask == 0).to(target.dtype)
@@ -179,12 +181,12 @@ def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> Non
 
 
 def minimize(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
-    """Minimize a loss in place by L-BFGS, and return the least value, whose parameters are kept.
+    """Minimize a loss in place by L-BFGS, and return the least value found; the parameters keep the values that gave it.
 
     Args:
-        parameters: those that the loss does not depend on, and others that the fit makes worse, keep their values.
-        loss: computed from their current values.
-        iterations: of L-BFGS.
+        parameters: to fit. Those that the loss does not depend on stay as they are.
+        loss: is computed from their current values.
+        iterations: of L-BFGS, at most.
     """
     needed = [parameter.requires_grad for parameter in parameters]
     best, kept = math.inf, [parameter.detach().clone() for parameter in parameters]
@@ -224,7 +226,7 @@ def _restore(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def change_basis(attn: Attention, here: Attended) -> None:
-    """Change the rows of `attn.qkv` that make q and k, in place, so that a rotation pairs the strongest channels of each head.
+    """Change the basis of q and k in `attn.qkv` in place, so that a rotation pairs the strongest channels of each head.
 
     q . k before position does not change. Over the patch tokens in `here`, the channels of q are then uncorrelated, and so are
     those of k; both have equal power in each channel, and the pairs (p, p + D/2) are in descending order of power. The layer
@@ -247,6 +249,7 @@ def change_basis(attn: Attention, here: Attended) -> None:
 
 
 def _covariance(tokens: Tensor) -> Tensor:
+    """Return the covariance [D, D] of tokens [n, D], with a little added to its diagonal, so that it can be inverted."""
     centered = tokens - tokens.mean(0)
     covariance = centered.mT @ centered / len(tokens)
     covariance.diagonal().add_(1e-4 * covariance.diagonal().mean())  # channels may be constant
@@ -255,11 +258,11 @@ def _covariance(tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
-    """Set the frequencies of all heads: a share of the pairs at rest, the others slow to fast in all directions.
+    """Set the frequencies of all heads in place: some pairs do not rotate, the others slow to fast in all directions.
 
     Args:
         part: changed in place.
-        still: the share of the pairs at rest, 0 to 1.
+        still: share of the pairs that do not rotate, 0 to 1.
         factor: multiplies all frequencies.
     """
     pairs = part.freqs.shape[-1]
@@ -363,6 +366,6 @@ def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> N
 
 
 def _draw(n: int, count: int, generator: torch.Generator) -> Iterator[int]:
-    """Yield at least `count` indices below n: permutations, one after another."""
+    """Yield at least `count` indices below n: one random permutation after another."""
     for _ in range(-(-count // n)):
         yield from torch.randperm(n, generator=generator).tolist()

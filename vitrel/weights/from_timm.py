@@ -162,7 +162,7 @@ def timm_model(name: str, checkpoint_path: str | Path, native: bool = False, **a
 
 
 def _converts(model: nn.Module) -> bool:
-    """Return whether vitrel converts a timm model, whose values are not read."""
+    """Return whether a timm model becomes a vitrel model, by its modules alone, so that it may be on the meta device."""
     try:
         recognize(model)
     except ValueError:
@@ -171,10 +171,12 @@ def _converts(model: nn.Module) -> bool:
 
 
 def _trained_size(state: dict[str, Tensor], model: Any, wanted: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the image size that the embedding or tables in a file were trained at, None where that is the model's.
+    """Return the image size (h, w) in pixels that the weights in a file were trained at; None if it is the model's or unknown.
+
+    It follows from the number of rows of the absolute embedding, or else of a relative table.
 
     Args:
-        state: of the file.
+        state: the tensors in the file.
         model: the timm model at its own size.
         wanted: a size in pixels, preferred where the number of rows allows it.
 

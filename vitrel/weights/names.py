@@ -1,4 +1,4 @@
-"""Rename and rearrange tensors of timm's ViTs and Swins as vitrel's.
+"""Conversion of timm's tensors of ViTs and Swins to vitrel's names and layouts.
 
 Beside the names these differ: separate q, k and v, or biases of q and v alone; SwiGLU's two halves in one tensor; one table
 shared by all blocks; learned frequencies of all blocks in one tensor; the order of rotary channels.
@@ -28,21 +28,21 @@ _IN_ATTENTION = re.compile(r"(?:(.*)attn|(shared_position))\.(relative_position_
 
 
 class Rotation(NamedTuple):
-    """Order of the channels of q and k in timm's weights; vitrel's pairs are (p, p + D/2), with the angles of rows first."""
+    """Order of the channels of q and k in timm's weights. vitrel rotates pairs (p, p + D/2), with angles of rows first."""
 
     interleaved: bool  # channels (2p, 2p+1) form a pair
     x_first: bool  # angles of columns come before those of rows
 
 
 def to_vitrel(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | None = None) -> dict[str, Tensor]:
-    """Return tensors with timm's names or vitrel's under vitrel's names, without buffers, and rearranged for vitrel.
+    """Return tensors that have timm's names, or vitrel's, under vitrel's names and in vitrel's layout, without buffers.
 
-    Names that neither has are returned as they are.
+    Tensors whose names neither has are returned as they are.
 
     Args:
         state: the tensors by name.
-        model: for which they are; to a timm model they are returned as they are.
-        rotation: layout of the rotary channels; None: unknown, vitrel's unless the names are those of timm's rotary models.
+        model: the model to load them into; for a timm model they are returned unchanged.
+        rotation: layout of the rotary channels. None: unknown, which is vitrel's unless the names are of timm's rotary models.
 
     Raises:
         ValueError: `rotation` is None, and the names are those of timm's rotary models; two tensors get one name; q, k or v is
@@ -81,7 +81,7 @@ def to_vitrel(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | N
 
 
 def _join_qkv(state: dict[str, Tensor]) -> None:
-    """Join separate projections of q, k and v into one qkv, in place; zeros for the bias of k if only q and v have one."""
+    """Join separate projections of q, k and v into one qkv, in place. If only q and v have a bias, that of k is zeros."""
     for name in [name for name in state if name.endswith((".attn.q_proj.weight", ".attn.q_proj.bias"))]:
         stem, kind = name.split("q_proj.")
         q, k, v = (state.pop(f"{stem}{part}_proj.{kind}", None) for part in "qkv")
@@ -93,7 +93,7 @@ def _join_qkv(state: dict[str, Tensor]) -> None:
 
 
 def _split_swiglu(state: dict[str, Tensor]) -> None:
-    """Split a SwiGLU's packed first layer into gate and value, in place."""
+    """Split the packed first layer of every SwiGLU into gate and value, in place."""
     for name in [name for name in state if ".mlp.fc1." in name]:
         stem, kind = name.split("fc1.")
         out = state.get(f"{stem}fc2.weight")
@@ -102,7 +102,7 @@ def _split_swiglu(state: dict[str, Tensor]) -> None:
 
 
 def _permute(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | None) -> None:
-    """Permute the q and k rows of every qkv, and norms of q and k, to vitrel's order of channels, in place."""
+    """Bring q and k, and the norms of them, from timm's order of channels to vitrel's, in place."""
     if rotation is None or not any(rotation):
         return
     for name, value in state.items():
@@ -115,7 +115,7 @@ def _permute(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | No
 
 
 def _order(channels: int, rotation: Rotation) -> Tensor:
-    """Return the index in timm's order of each channel of a head in vitrel's order."""
+    """Return [D]: for each channel of a head in vitrel's order, its index in timm's order."""
     order = torch.arange(channels, device="cpu")
     if rotation.interleaved:
         order = order.view(-1, 2).T.flatten()
@@ -125,7 +125,7 @@ def _order(channels: int, rotation: Rotation) -> Tensor:
 
 
 def _positions(state: dict[str, Tensor], own: list[str]) -> dict[str, Tensor]:
-    """Return the tensors with those of encodings under the names `own` of a model, inside compositions too."""
+    """Return the tensors with the model's names `own` for those of encodings, and one copy per block of a shared table."""
     shared = "shared_position.relative_position_bias_table"
     if shared in state and not any(name.startswith("shared_position.") for name in own):
         blocks = [name for name in own if re.fullmatch(r"blocks\.\d+\.position\..*relative_position_bias_table", name)]
@@ -136,7 +136,7 @@ def _positions(state: dict[str, Tensor], own: list[str]) -> dict[str, Tensor]:
 
 
 def _own_name(name: str, own: list[str]) -> str:
-    """Return the model's name of a tensor; `name` itself if it has none."""
+    """Return the name in the model of a tensor that timm names `name`; `name` itself if the model has none."""
     if name in own:
         return name
     if name == "pos_embed":

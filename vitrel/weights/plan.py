@@ -31,9 +31,9 @@ KNOWN = (
 
 
 class WeightPlan(NamedTuple):
-    """How tensors fit a model; nothing is loaded yet.
+    """The result of `plan_weights`: how tensors fit a model. Nothing is loaded yet.
 
-    `state` also holds unused tensors and those of another shape, which `apply_plan` leaves out.
+    `state` also holds tensors that are unused or of another shape; `apply_plan` leaves them out.
     """
 
     state: dict[str, Tensor]  # the tensors under the model's names
@@ -52,22 +52,24 @@ def load_pretrained(
 ) -> nn.Module:
     """Load the weights of another vitrel model, of a state dict, or of a file that holds one, and return the model.
 
-    Names in a state dict are vitrel's, or those of timm's ViT, DeiT, DeiT III, BEiT, DINOv2, SAM, Swin and Swin V2. For others,
-    and for models that rotate q and k, pass the model: `vitrel.from_timm(a timm model)`. float16, bfloat16 and float64 tensors
-    are cast to the model's dtype. Tables and embeddings of another training grid are resampled to the model's, once. Models,
-    and files of `vitrel.save` and vitrel train, also say which encoding they have with which options; another than the model's
-    is an error, and another training grid is for an encoding that refers to it (`PositionEncoding.refers_to_grid`). A first
-    convolution for another number of channels is adapted as timm does (timm.models.adapt_input_conv).
+    Names in a state dict are vitrel's, or those of timm's ViT, DeiT, DeiT III, BEiT, DINOv2, SAM, Swin and Swin V2. For other
+    models of timm, and for those that rotate q and k, pass the converted model: `vitrel.from_timm(model)`. float16, bfloat16
+    and float64 tensors are cast to the model's dtype. Tables and embeddings of another training grid are resampled to the
+    model's, once. A first convolution for another number of channels is adapted as timm does (timm.models.adapt_input_conv).
+
+    Models, and files of `vitrel.save` and vitrel train, also say which encoding they have with which options; another than the
+    model's is an error. So is another training grid for an encoding that refers to it (`PositionEncoding.refers_to_grid`).
 
     Args:
         model: a vitrel model, changed in place.
         source: a vitrel model, a state dict, a .safetensors file, or a file that torch.load reads with weights_only=True.
             Nested dictionaries ("model", "state_dict") and a prefix of all names are unwrapped; averaged weights
             ("state_dict_ema", "model_ema", "ema", "teacher") are preferred (see `unwrap`).
-        reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
-            number the file's is loaded in any case.
+        reset_head: allow that the source has no classifier, or one for another number of classes: the model keeps its own. With
+            the same number the source's is loaded in any case.
         allow_unused: names, or patterns with *, of tensors in the source that the model may ignore.
-        allow_unset: those of tensors in the model that may keep their values, also where the source's has another shape.
+        allow_unset: names, or patterns with *, of tensors in the model that may keep their values if the source has none of
+            their name and shape.
 
     Raises:
         RuntimeError: other tensors, listed in the message, are unused, unset or of another shape, or hold NaN or infinity.
@@ -83,14 +85,12 @@ def apply_plan(
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
 ) -> nn.Module:
-    """Copy the tensors of a plan of `plan_weights` into its model, in place, and return the model.
+    """Copy the tensors of a plan into its model, in place, and return the model.
 
     Args:
         model: for which the plan was made.
         plan: of `plan_weights`.
-        reset_head: as in `load_pretrained`.
-        allow_unused: as in `load_pretrained`.
-        allow_unset: as in `load_pretrained`.
+        reset_head: as in `load_pretrained`, and so are the patterns.
 
     Raises:
         RuntimeError: tensors are unused, unset or of another shape and not allowed to be, or hold NaN or infinity; the model is
@@ -110,16 +110,10 @@ def apply_plan(
 
 
 def plan_weights(model: nn.Module, source: nn.Module | str | Path | dict[str, Tensor]) -> WeightPlan:
-    """Return how the tensors of a model, file or state dict would be renamed, rearranged and resampled; nothing is loaded.
+    """Return how the tensors of a model, file or state dict would be renamed, rearranged and resampled for a model.
 
-    Tensors that are unused, unset or of another shape are listed in the plan.
-
-    Args:
-        model: a vitrel model, not changed.
-        source: as in `load_pretrained`.
-
-    Raises:
-        ValueError: as in `load_pretrained`.
+    Nothing is loaded. `source` and errors are as in `load_pretrained`, but tensors that are unused, unset or of another shape
+    are listed in the plan.
     """
     for given in (model, source):
         if isinstance(given, nn.Module) and not isinstance(given, Backbone | Segmenter):
@@ -143,7 +137,7 @@ def fitted(
     Args:
         model: a vitrel model, not changed.
         state: tensors with vitrel's names or timm's.
-        record: of the encodings for which they were trained (vitrel.weights.record), {} where that is unknown.
+        record: of the encodings that they were trained with (see vitrel.weights.record), {} if unknown.
         rotation: as in `to_vitrel`.
     """
     own = model.state_dict()
@@ -183,7 +177,7 @@ def model_for(
     model_args: dict[str, Any],
     loaded: object,
 ) -> tuple[nn.Module, WeightPlan]:
-    """Return a model, and the plan for a file's weights, which are not loaded into it (`apply_plan` does).
+    """Return a new model of a name, and the plan for a file's weights, which are not loaded into it (`apply_plan` does).
 
     The model has as many classes as the file's classifier, 0 if the file has none, unless model_args sets num_classes.
 
@@ -205,14 +199,11 @@ def model_for(
 
 
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict renamed and, where the grids differ, resampled for `model`: the filter of our models' `pretrained`.
+    """Return a state dict renamed and, where grids differ, resampled for `model`; timm calls it for `pretrained=True`.
 
-    The classifier and the first convolution are returned in the file's shape, since timm fits them itself.
-
-    Raises:
-        RuntimeError: as in `load_pretrained`, but for NaN. The errors are raised here since timm loads with strict=False, and
-            so ignores misfits, where the number of classes differs.
-        ValueError: as in `load_pretrained`.
+    The classifier and the first convolution keep the file's shape, since timm fits them itself. Errors are those of
+    `load_pretrained`, except for NaN. They are raised here because timm loads with strict=False, and so ignores misfits, if the
+    number of classes differs.
     """
     try:
         plan = plan_weights(model, state)
@@ -225,18 +216,17 @@ def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, T
 
 
 def _but(names: Iterable[str], patterns: list[str]) -> list[str]:
-    """Return the names that match no pattern."""
+    """Return the names that match none of the patterns."""
     return [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], allow_unset: list[str]) -> str:
-    """Return the text of an error that names the tensors that do not fit a model, "" if all fit.
+    """Return an error's text that names the tensors that do not fit a model, "" if all fit.
 
     Args:
         plan: for the model.
         own: the model's state dict.
-        allow_unused: names or patterns of tensors that the model may ignore.
-        allow_unset: of those that may keep their values, also where the file's has another shape.
+        allow_unused: as in `load_pretrained`, and so is allow_unset.
     """
     unset, unused, differ = _but(plan.unset, allow_unset), _but(plan.unused, allow_unused), _but(plan.differ, allow_unset)
     if not (unset or unused or differ):

@@ -1,4 +1,4 @@
-"""Fit tables and embeddings to a model's grid: rows of prefix tokens are added or left out, others resampled.
+"""Tables and embeddings fitted to a model's grid: rows of prefix tokens are added or left out, the others are resampled.
 
 Tables are resampled by their `policy`, an absolute embedding bicubic and antialiased (DeiT).
 """
@@ -20,17 +20,17 @@ from vitrel.weights.record import recorded_grid
 
 
 class Resampled(NamedTuple):
-    """A tensor that was trained on another grid than the model's."""
+    """A tensor that was trained on another grid than the model's, and was resampled to that."""
 
     target: str  # its name in the model
     resampled: str  # from which grid to which, and how: "14x14 -> 24x24, bicubic"
 
 
 def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, dict[str, Any]]) -> list[Resampled]:
-    """Fit tables and embeddings to the model's grid, in place, and return those that were resampled.
+    """Fit the tables and embeddings in a state dict to the model's grid, in place, and return those that were resampled.
 
-    The training grid of each is, in this order, the first with as many rows as the tensor (with or without rows for prefix
-    tokens): that in `record`, the model's, a square one.
+    The training grid of each is the first of these that has as many rows as the tensor, with or without rows for prefix tokens:
+    that in `record`, the model's, a square one.
 
     Args:
         state: tensors with the model's names.
@@ -38,7 +38,7 @@ def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, 
         record: of the file's encodings (vitrel.weights.record).
 
     Raises:
-        ValueError: there is no such grid.
+        ValueError: no such grid has the number of rows.
     """
     done = []
     for part, owner in model.named_modules():
@@ -51,7 +51,7 @@ def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, 
 
 
 def _source(name: str, value: Tensor, owner: Any, recorded: Grid | None) -> Grid:
-    """Return the training grid of a file's tensor."""
+    """Return the grid that a file's tensor was trained on; see `fit_positions`."""
     # numbers of rows for prefix tokens; of an embedding for all, for none (DeiT III), for the class token (DINOv2)
     extra = (owner.grid.prefix, 0, 1) if isinstance(owner, Absolute) else (0,) if isinstance(owner, Decomposed) else (3, 0)
     rows = value.shape[1] if isinstance(owner, Absolute) else len(value)
@@ -73,7 +73,7 @@ def _source(name: str, value: Tensor, owner: Any, recorded: Grid | None) -> Grid
 
 
 def _fitted(name: str, value: Tensor, owner: PositionEncoding, source: Grid) -> tuple[Tensor, str]:
-    """Return a tensor fitted to its encoding's grid, and how it was resampled, "" if it was not."""
+    """Return a tensor fitted to the grid of its encoding `owner`, and from which grid and how, "" if it was not resampled."""
     own: Any = owner.grid
     same = source[:2] == own[:2]
     if isinstance(owner, Decomposed):

@@ -1,4 +1,4 @@
-"""Read weights from a file: check that it is complete and undamaged, and load nothing but tensors and plain values.
+"""Files of weights: they are read only if complete and undamaged, and only tensors and plain values are loaded from them.
 
 Damage by a disk or a bad copy is found by checksums: a torch file is a zip archive with a CRC-32 per record (which torch itself
 does not check), and .safetensors of vitrel hold a CRC-32 of all tensors. Other libraries' .safetensors and torch's old format
@@ -48,7 +48,7 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
 def read_file(path: str | Path) -> Any:
     """Return the content of a .safetensors file or a torch checkpoint, with tensors on the CPU.
 
-    Of .safetensors this is {"state_dict": tensors, "vitrel": metadata of `vitrel.save`, {} without}.
+    For .safetensors it is {"state_dict": tensors, "vitrel": the metadata of `vitrel.save`, or {}}.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -95,9 +95,9 @@ def read_file(path: str | Path) -> Any:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise ValueError, as `read_file` does, where a folder that timm reads has weights that are damaged or hold code.
+    """Raise ValueError, as `read_file` does, if a folder that timm will read has torch files that are damaged or hold code.
 
-    timm finds no damage, and its message for code tells how to run it. Only torch files can hold code.
+    timm finds no damage, and its message for code tells how to run it.
     """
     for file in Path(folder).glob("*.bin"):
         read_file(file)
@@ -106,7 +106,7 @@ def check_folder(folder: str | Path) -> None:
 def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
     """Return the state dict in nested dictionaries, without a prefix that all of its names share ("module.", "model.").
 
-    Averaged weights ("state_dict_ema", "model_ema", "ema", "teacher", ...) are preferred.
+    If there are several, averaged weights ("state_dict_ema", "model_ema", "ema", "teacher", ...) are preferred.
 
     Args:
         loaded: content of a file.
@@ -126,7 +126,7 @@ def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
 
 
 def _find(loaded: object, origin: str) -> dict[str, Tensor] | None:
-    """Return the preferred dictionary of tensors, None without one."""
+    """Return the state dict that `unwrap` prefers in nested dictionaries, None if there is none."""
     if not isinstance(loaded, dict) or not loaded:
         return None
     if all(isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()):
@@ -149,7 +149,7 @@ def _holds_weights(value: object) -> bool:
 
 
 def write_safetensors(path: Path, state: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write tensors as .safetensors, with `about` as JSON under "vitrel" in its metadata and a CRC-32 of the tensors beside it.
+    """Write tensors as .safetensors, with `about` as JSON under "vitrel" in its metadata, and a CRC-32 of the tensors there.
 
     Args:
         path: of the file.
@@ -168,7 +168,7 @@ def write_safetensors(path: Path, state: dict[str, Tensor], about: dict[str, Any
 
 
 class _Damaged(Exception):
-    """A checksum does not match, or a record cannot be read."""
+    """A file does not match a checksum, or a record of it cannot be read."""
 
 
 def _read_torch(path: Path) -> object:
@@ -188,7 +188,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _crc_of_tensors(path: Path) -> int:
-    """Return the CRC-32 of a .safetensors file after its header."""
+    """Return the CRC-32 of what follows the header of a .safetensors file."""
     crc = 0
     with path.open("rb") as file:
         file.seek(int.from_bytes(file.read(8), "little"), 1)
@@ -198,9 +198,9 @@ def _crc_of_tensors(path: Path) -> int:
 
 
 def _check_records(path: Path) -> None:
-    """Raise `_Damaged` with the name of the first record of a zip archive that does not match its CRC-32.
+    """Raise `_Damaged` for a zip archive with a record that does not match its CRC-32.
 
-    An archive that unpacks to more than its own size is refused before: torch stores its records as they are.
+    An archive that unpacks to more than its own size is refused before: torch does not compress.
     """
     with zipfile.ZipFile(path) as archive:
         records, size = archive.infolist(), path.stat().st_size

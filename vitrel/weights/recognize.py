@@ -53,7 +53,7 @@ _INSIDE = re.compile(r"(rel_pos|cpb_mlp|global_pool)\.")  # in names of parts of
 
 
 class Recognized(NamedTuple):
-    """The vitrel architecture and arguments for a timm model, and its weights: vitrel.weights.names rearranges them."""
+    """The result of `recognize`: the vitrel architecture and arguments that equal a timm model, and its weights."""
 
     architecture: str  # "vitrel_vit" or "vitrel_swin"
     arguments: dict[str, Any]  # of the trunk's constructor
@@ -62,7 +62,7 @@ class Recognized(NamedTuple):
 
 
 def recognize(model: nn.Module) -> Recognized:
-    """Return the vitrel architecture and arguments for a timm model, and its weights under timm's names, not yet rearranged.
+    """Return the vitrel architecture and arguments that equal a timm model, and its weights, still in timm's names and layout.
 
     Raises:
         ValueError: vitrel has no such model; the message gives the reason.
@@ -75,7 +75,7 @@ def recognize(model: nn.Module) -> Recognized:
 
 
 def as_vitrel(model: nn.Module) -> Backbone:
-    """Return a timm model converted to a new vitrel model, in its dtype, device and training mode, or a vitrel model itself.
+    """Return a timm model converted to a new vitrel model, in its dtype, device and training mode; a vitrel model as it is.
 
     Raises:
         ValueError: the model has no counterpart, for a reason in the message, or keeps timm's trunk in `from_timm`.
@@ -102,7 +102,7 @@ def as_vitrel(model: nn.Module) -> Backbone:
 
 
 def refusal(model: nn.Module, reason: str) -> ValueError:
-    """Return the ValueError for a model without a counterpart in vitrel."""
+    """Return the ValueError for a timm model that has no counterpart in vitrel."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     name = cfg.get("architecture") or ""
     return ValueError(f"{f'{name} ({type(model).__name__})' if name else type(model).__name__} has no vitrel model: {reason}")
@@ -206,10 +206,10 @@ def _unlike(model: Any) -> Iterator[str]:
 
 
 def _position(model: Any) -> tuple[str, dict[str, Any], Rotation, dict[str, Tensor]]:
-    """Return (encodings, joined by '+', or "none"; their options; the rotary layout; weights) of a plain ViT.
+    """Return what a plain ViT has of position: (keys of encodings joined by '+', or "none"; their options; Rotation; weights).
 
-    The weights are its state dict under timm's names, but with the table of every bias MLP in place of the MLP's tensors, and
-    with mixed frequencies in the order columns, rows.
+    The weights are its state dict under timm's names. In place of every bias MLP they have the table that it computes, and
+    mixed frequencies are in the order columns, rows.
     """
     keys: list[str] = []
     options: dict[str, Any] = {}
@@ -257,13 +257,13 @@ def _table_of_mlp(bias: RelPosMlp) -> Tensor:
 
 
 def _shared(model: Any) -> nn.Module | None:
-    """Return the bias module that all blocks share, None without one."""
+    """Return the bias module that all blocks share, None if there is none."""
     biases = [getattr(model, name, None) for name in ("shared_rel_pos", "rel_pos_bias")]
     return next((bias for bias in biases if bias is not None), None)
 
 
 def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
-    """Return {"mlp": kind} for `block_args`; {} for an activation or order of the gate that vitrel lacks."""
+    """Return {"mlp": kind} for `block_args`; {} if vitrel lacks the activation or the order of the gate."""
     act = type(getattr(mlp, "act", None)).__name__
     if isinstance(mlp, Mlp):
         tanh = getattr(mlp.act, "approximate", "none") == "tanh"
@@ -276,7 +276,7 @@ def _pool_args(model: Any) -> dict[str, Any] | None:
     """Return `pool_args` for attention pooling as in SigLIP, None for other pooling.
 
     Raises:
-        ValueError: attention pooling differs from SigLIP's.
+        ValueError: it is attention pooling that differs from SigLIP's.
     """
     pool = getattr(model, "attn_pool", None)
     if pool is None:
@@ -372,7 +372,7 @@ def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
 
 
 def _strange(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
-    """Yield parts that vitrel does not have: of classes beside `kinds` and _PARTS, with hooks, overlapping patches."""
+    """Yield what vitrel does not have: modules of classes beside `kinds` and _PARTS, hooks, overlapping patches."""
     for name, part in model.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
             yield f"{name or 'it'} has a hook, or a forward that is not its class's"
@@ -386,7 +386,8 @@ def _strange(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
 
 
 def _unlike_the_first(blocks: list[Any]) -> Iterator[str]:
-    """Yield the differences of blocks from block 0, whose arguments are taken for all: missing parts, types, eps, GELU variant.
+    """Yield the differences of blocks from block 0, whose arguments are taken for all: missing parts, classes, eps, kind of
+    GELU.
 
     Shapes, and the rates of dropout and DropPath, are not compared.
     """
@@ -410,7 +411,7 @@ def _is_norm(module: nn.Module | None) -> bool:
 
 
 def _present(block: nn.Module, *names: str) -> bool:
-    """Return whether one of these parts exists and is not an identity."""
+    """Return whether a block has one of these parts, and it is not an identity."""
     parts = (getattr(block, name, None) for name in names)
     return any(part is not None and not isinstance(part, nn.Identity) for part in parts)
 
@@ -422,7 +423,7 @@ def _has_qkv_bias(attn: Any) -> bool:
 
 
 def _ratio(hidden: int, width: int) -> float:
-    """Return r with int(width * r) == hidden."""
+    """Return an MLP ratio r for which int(width * r) == hidden."""
     return hidden / width if int(width * (hidden / width)) == hidden else (hidden + 0.5) / width
 
 

@@ -1,8 +1,8 @@
-"""A record of a model's encodings for files of weights: training grids, and the options that a state dict does not show; and
-the digest of its weights.
+"""The record of a model's encodings in files of weights, and the digest of its weights.
 
-Files of `vitrel.save` and training checkpoints hold the record. It tells the grid of tables that are not square, and loading
-raises an error if the model would compute something else from the same weights.
+Files of `vitrel.save` and training checkpoints hold the record: the training grid of each encoding, and options that a state
+dict does not show. The grid is needed to read tables that are not square. Loading raises an error if the model would compute
+something else from the same weights.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _FREE = {"training", "grid", "init_std", "policies", "temperature", "temperature
 
 
 def state_hash(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's state dict, in hexadecimal: of every name, dtype, shape and byte, in order."""
+    """Return the SHA-256 of a model's state dict in hexadecimal, over names, dtypes, shapes and bytes in their order."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
@@ -34,9 +34,9 @@ def state_hash(model: nn.Module) -> str:
 
 
 def position_record(model: nn.Module, free: bool = False) -> dict[str, dict[str, Any]]:
-    """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
+    """Return the record of a model: {module name of an encoding: {"key", "grid": [h, w, prefix], option: value}}, plain values.
 
-    An encoding that is not of this package also has "module", where its class is. A composition is recorded by its parts.
+    An encoding from outside this package also has "module", where its class is. Of a composition the parts are recorded.
 
     Args:
         model: the model, or a part of one.
@@ -54,7 +54,7 @@ def position_record(model: nn.Module, free: bool = False) -> dict[str, dict[str,
 
 
 def check_encodings(record: Any, path: Path) -> None:
-    """Raise ValueError, with the module to import, if an encoding in the record of the file `path` is not registered."""
+    """Raise ValueError, naming the module to import, if an encoding in the record of the file `path` is not registered."""
     for entry in record.values() if isinstance(record, dict) else ():
         module = entry.get("module") if isinstance(entry, dict) else None
         if module is not None and entry.get("key") not in POSITIONS:

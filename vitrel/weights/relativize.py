@@ -110,12 +110,14 @@ def drop_absolute(model: ViT, force: bool = False) -> ViT:
 
 
 def _checked(model: nn.Module) -> ViT:
+    """Return the model; ValueError if it is no vitrel ViT."""
     if not isinstance(model, ViT):
         raise ValueError(f"{type(model).__name__} is no vitrel ViT: pass the model that relativize returned, unwrapped")
     return model
 
 
 def _check_position(position: str, args: dict) -> None:
+    """Raise ValueError for encodings that add to tokens, and for init_std where learned rows start at 0."""
     tokens, _ = split_position(position)
     if tokens:
         raise ValueError(
@@ -127,7 +129,10 @@ def _check_position(position: str, args: dict) -> None:
 
 
 def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
-    """Return (keys that add to the tokens, joined by '+'; the key that rotates q and k), each "" if there is none.
+    """Return the model's own keys that `position` may stand beside: (those that add to tokens, joined by '+'; one that
+    rotates).
+
+    Each is "" if there is none.
 
     Raises:
         ValueError: the model cannot be relativized.
@@ -149,7 +154,7 @@ def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
 
 
 def _encodings(encoding: PositionEncoding | None) -> dict[str, PositionEncoding]:
-    """Return {key: encoding} of the parts of an encoding, which may be a composition."""
+    """Return {key: encoding} of the parts of an encoding, which may be a composition; {} for None."""
     return {} if encoding is None else {key_of(part): part for part in parts_of(encoding)}
 
 
@@ -178,7 +183,7 @@ def _copy(model: Backbone, result: Backbone) -> None:
 
 @torch.no_grad()
 def _zero(result: Backbone, added: list[str]) -> None:
-    """Set the learned rows of the encodings with a key in `added` to 0 in all blocks, in place."""
+    """Set to 0, in place, the learned rows of encodings whose key is in `added`, in all blocks."""
     for block in (module for module in result.modules() if isinstance(module, Block)):
         for key, part in _encodings(block.position).items():
             if key in added and _learns_rows(type(part)):

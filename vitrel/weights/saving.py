@@ -1,4 +1,4 @@
-"""save and load: write a vitrel model to one file, and read such files, checkpoints and others' weights as vitrel models.
+"""save and load: a vitrel model is written to one file; such files, checkpoints and others' weights are read as vitrel models.
 
 A file is .safetensors. Its metadata hold, as JSON under "vitrel": `format`, an integer; `model`, the configuration of
 vitrel.models.config; `position`, the description of the encodings by vitrel.weights.record.
@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_rebuilds(model: nn.Module, built: nn.Module) -> None:
-    """Raise ValueError unless the weights and encodings of a model have the names, shapes and options of one built anew."""
+    """Raise ValueError unless the model has weights and encodings of the names, shapes and options of `built`, built anew."""
 
     def described(part: nn.Module) -> dict[str, Any]:
         shapes = {name: getattr(value, "shape", None) for name, value in part.state_dict().items()}
@@ -161,13 +161,13 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
 
 
 def not_finite(model: nn.Module) -> str:
-    """Return the names of at most 5 weights that hold NaN or infinity, "" if there are none."""
+    """Return the names of at most 5 weights that hold NaN or infinity, joined by commas; "" if there are none."""
     state = model.state_dict().items()
     return ", ".join([name for name, value in state if value.is_floating_point() and not value.isfinite().all()][:5])
 
 
 def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
-    """Return the model of a file of `save`, `about` being its metadata."""
+    """Return the model of a file of `save`, whose content is `loaded` with the metadata `about`."""
     check_encodings(about.get("position"), path)
     if about.get("format") != FORMAT or "model" not in about:
         raise ValueError(
@@ -196,7 +196,7 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
 
 
 def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
-    """Return the model of a run's folder, or of timm's with config.json as a vitrel model, in evaluation mode.
+    """Return the model in the folder of a run, or of one with timm's config.json, as a vitrel model in evaluation mode.
 
     Args:
         folder: of the run, or written by timm.
@@ -219,7 +219,7 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
 
 
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> nn.Module:
-    """Return a model with weights that come without a configuration; `like` as in `load`."""
+    """Return a model with weights that come without a configuration; `like` and `changes` are as in `load`."""
     if like is None:
         first = ", ".join([*unwrap(loaded, str(path))][:5])
         raise ValueError(
@@ -241,7 +241,7 @@ def _load(model: nn.Module, loaded: dict[str, Any], position: Any, path: Path, c
     Args:
         model: of vitrel or timm, changed in place.
         loaded: the file's content.
-        position: the file's description of the encodings.
+        position: the file's record of the encodings (vitrel.weights.record).
         path: names the file in errors.
         changes: the arguments in which the model differs from the file's. Without any, tables and embeddings of another grid
             are an error, else they are resampled; with `num_classes` the head may be new.
