@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from helpers import ROOT
+from vitrel.cli.compare import compare
 from vitrel.compare.config import load_comparison
 from vitrel.compare.jobs import epochs_done
 from vitrel.compare.models import untrained_models
@@ -193,3 +194,15 @@ def test_the_configurations_of_the_repository_are_valid(path):
     header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
     for word in ("Command", "Hardware", "Time", "Expected", "Measured"):
         assert any(line.startswith(f"# {word}:") for line in header)
+
+
+def test_of_a_seed_the_longest_training_comes_first(load, monkeypatch):
+    """At the end it would run alone."""
+    order = []
+    monkeypatch.setattr("vitrel.compare.jobs.train_all", lambda runs, jobs: order.extend(folder.name for folder in runs))
+    monkeypatch.setattr("vitrel.compare.models.evaluate", lambda comparison, how: None)
+    models = [
+        ROPE | {"label": name, "train": {"data": {"n_train": n}}} for name, n in (("few", 10), ("all", None), ("many", 99))
+    ]
+    compare(load(models=models), 1, {})
+    assert order == [f"{name}-seed{seed}" for seed in (0, 1) for name in ("all", "many", "few")]

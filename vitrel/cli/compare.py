@@ -4,10 +4,10 @@
     vitrel compare my_comparison.yaml --data /data/flowers
 
 Writes an evaluation and a folder per model and seed into runs/<name>/, or into runs/<name>/<data set>/ where the configuration
-has several data sets; --data path/to/NAME uses only the one of this name. Models are trained seed by seed, those that are
-tuned from another after all seeds of the others. The same command goes on where it was stopped; one with other sizes, models
-or protocols adds rows. On a CPU, one model per core is trained at a time, and as many processes share the images of the
-evaluation; --jobs sets the number.
+has several data sets; --data path/to/NAME uses only the one of this name. Models are trained seed by seed, of a seed those with
+more images first; those that are tuned from another after all seeds of the others. The same command goes on where it was
+stopped; one with other sizes, models or protocols adds rows. On a CPU, one model per core is trained at a time, and as many
+processes share the images of the evaluation; --jobs sets the number.
 """
 
 import argparse
@@ -98,7 +98,8 @@ def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
           f"in {comparison.folder}", flush=True)  # fmt: skip
     with only_writer(comparison.folder):
         for tuned in (False, True):  # what is tuned comes after what it starts from
-            runs = sorted((run for run in trainings.values() if run.tuned == tuned), key=lambda run: seeds.index(run.seed))
+            runs = [run for run in trainings.values() if run.tuned == tuned]
+            runs.sort(key=lambda run: (seeds.index(run.seed), -run.images))  # the longest first: it would be alone at the end
             train_all({run.folder: run.training for run in runs}, jobs)
     trained = time.perf_counter()
     if jobs > 1 and local_device(comparison.settings.get("device", "auto")).type == "cpu":

@@ -1,5 +1,6 @@
 """The YAML file of a comparison: models, seeds, how they are trained, how they are evaluated."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,6 +38,12 @@ class Run:
     def checkpoint(self) -> Path:
         """The file from which it is evaluated."""
         return self.folder / "checkpoints" / "last.ckpt"
+
+    @property
+    def images(self) -> float:
+        """Training images of all epochs; infinite where the configuration does not say how many an epoch has."""
+        epochs, images = self.training["trainer"]["max_epochs"], self.training["data"].get("n_train")
+        return epochs * images if isinstance(epochs, int) and isinstance(images, int) else math.inf
 
 
 @dataclass(frozen=True)

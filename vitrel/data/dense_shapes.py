@@ -134,12 +134,12 @@ def _with_room(center: np.ndarray) -> np.ndarray:
     Args:
         center: [B, T, 2, 2] of the objects.
     """
-    apart = np.full((*center.shape[:2], center.shape[1]), np.inf)
+    y, x = center[..., 0], center[..., 1]  # [B, T, 2]
+    near = np.zeros((*center.shape[:2], center.shape[1]), bool)  # [B, T, T]
     for i in range(2):
         for j in range(2):
-            distance = np.abs(center[:, :, None, i] - center[:, None, :, j]).max(-1)  # [B, T, T]
-            np.minimum(apart, distance, out=apart)
-    near = apart <= CLEARANCE
+            beside, above = (np.abs(part[:, :, None, i] - part[:, None, :, j]) <= CLEARANCE for part in (x, y))
+            near |= beside & above
     placed = np.zeros(center.shape[:2], bool)
     for t in range(center.shape[1]):
         placed[:, t] = ~(near[:, t, :t] & placed[:, :t]).any(1)
