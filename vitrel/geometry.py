@@ -52,8 +52,8 @@ def cached_geometry(function: F) -> F:
     The results are shared: callers must not change them in place.
 
     Args:
-        function: depends on its key and the device alone; a key is integers, tuples of integers, strings without blanks, floats
-            and booleans, with a type for each. It must also run with symbolic integers, so it may not branch on them.
+        function: depends on its key and the device alone. A key is integers, tuples of integers, strings without blanks, floats
+            and booleans, each annotated with its type. It must also run with symbolic integers, so it may not branch on them.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     types = dict(function.__annotations__)
@@ -100,32 +100,32 @@ def clear() -> None:
 
 
 def is_exporting() -> bool:
-    """Return torch.compiler.is_exporting(), which before torch 2.14 is also True under torch.compile (pytorch issue 176347)."""
+    """Return whether torch.export is tracing; torch.compiler.is_exporting() tells it only from torch 2.14 on (issue 176347)."""
     return torch.compiler.is_exporting() if _DISTINGUISHES_EXPORT else torch.compiler._is_exporting_flag  # noqa: SLF001
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type, e.g. "float32": a key of cached geometry, `getattr(torch, name)` is the type again."""
+    """Return the name of a dtype, for example "float32", for a key of cached geometry; getattr(torch, name) is the dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_known(*sizes: int) -> bool:
-    """Return whether these sizes are plain numbers, on which code may branch.
-
-    They are not in a graph that serves any size, where they are symbols.
-    """
+    """Return whether these sizes are plain numbers, on which code may branch; in a graph for any size they are symbols."""
     if torch.compiler.is_dynamo_compiling():
         return all([has_static_value(size) for size in sizes])
     return all([not isinstance(size, torch.SymInt) or has_static_value(size) for size in sizes])
 
 
 def is_traced(device: torch.device | str | None) -> bool:
-    """Return whether tensors created now (outside torch.compile) are recorded, transformed, fake or without values."""
+    """Return whether tensors created now on `device` have no values or are recorded (see `_is_recorded`)."""
     return _device(device).type == "meta" or _is_recorded()
 
 
 def _is_recorded() -> bool:
-    """Return whether tensors created now (outside torch.compile) are recorded, transformed or fake, and must not be cached."""
+    """Return whether a tracer, function transform or fake mode, other than torch.compile, holds the tensors created now.
+
+    Such tensors must not be cached.
+    """
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.jit.is_tracing()
@@ -135,6 +135,7 @@ def _is_recorded() -> bool:
 
 
 def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[Tensor, ...]:
+    """Return the cached tensors of a function and key; compute them if they are not cached."""
     global _cached_bytes
     device = _device(device)
     entry = (name, key, device)
@@ -160,7 +161,7 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
 
 
 def _traced(function: Callable[..., Any], kinds: Sequence[type], key: tuple, device: torch.device | str | None) -> Any:
-    """Compute a result by operators that are recorded; torch.export records them once, and all layers share the result."""
+    """Compute a result in a trace, which records its operators; torch.export records them once, for all layers."""
     mode = None
     if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is
         mode = get_proxy_mode()
@@ -207,9 +208,9 @@ def _integers(key: tuple) -> list[int]:
 
 
 def _plain(part: Any) -> Any:
-    """Return a part of a key with plain numbers instead of symbols that have one value.
+    """Return a part of a key in which symbols that can have one value only are plain numbers.
 
-    Such are a side of a window cut from any grid, and under dynamic=True every number that a module holds.
+    Such symbols are a side of a window cut from any grid, and under dynamic=True every number that a module holds.
     """
     if isinstance(part, tuple):
         return tuple([operator.index(n) for n in part])
@@ -220,10 +221,7 @@ def _plain(part: Any) -> Any:
 
 @torch._dynamo.assume_constant_result
 def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -> str:
-    """Return the names of the attributes of `_graphs` that hold a result, joined by spaces.
-
-    They are one string, since torch.compile handles strings.
-    """
+    """Return the names of the attributes of `_graphs` that hold a result, joined by spaces: torch.compile handles strings."""
     device = _device(device)
     with _lock:
         entry = (name, key, device)
@@ -264,7 +262,7 @@ def _flat(kinds: Sequence[type], key: tuple) -> tuple[str, list[int], list[float
 
 
 def _key(kinds: Sequence[type], words: str, integers: Sequence[int], floats: Sequence[float]) -> tuple:
-    """Join again what `_flat` has split."""
+    """Return the key that `_flat` has split."""
     word, whole, real, key = iter(words.split(" ")), iter(integers), iter(floats), []
     for kind in kinds:
         if kind is str:

@@ -17,7 +17,7 @@ AXES = ("hw", "h", "w", "h+w")
 class Grid(NamedTuple):
     """A grid of h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
 
-    An offset class numbers one offset, query minus key in patches, along an axis:
+    An offset class is the number of an offset, query minus key in patches, along an axis:
 
     - "hw": offset (dy, dx) is class (dy + h-1)(2w-1) + dx + w-1 of (2h-1)(2w-1);
     - "h": offset dy is class dy + h-1 of 2h-1;
@@ -43,11 +43,11 @@ class Grid(NamedTuple):
         return self.prefix + self.h * self.w
 
     def places(self, axis: str) -> int:
-        """Return the number of places of the tokens along "h" (rows), "w" (columns) or "h+w" (diagonals, of equal y + x)."""
+        """Return how many rows ("h"), columns ("w") or diagonals of equal y + x ("h+w") the patches have."""
         return self.h if axis == "h" else self.w if axis == "w" else self.h + self.w - 1
 
     def offset_classes(self, axis: str = "hw") -> int:
-        """Return the number of offset classes, without the three prefix classes."""
+        """Return the number of different offsets between patches along `axis`; prefix tokens do not count."""
         if _checked(axis) == "hw":
             return (2 * self.h - 1) * (2 * self.w - 1)
         return 2 * self.places(axis) - 1
@@ -57,9 +57,9 @@ class Grid(NamedTuple):
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
-        """Return the offset (query minus key, in patches) of every class but the prefix classes.
+        """Return every offset, query minus key in patches, in the order of its class: (dy, dx) [R, 2] for "hw", else [R].
 
-        The int64 tensor, [R, 2] with (dy, dx) for "hw" and [R] for other axes, R = offset_classes(axis), is shared, so do not
+        The tensor is int64 with R = offset_classes(axis), since the prefix classes have no offset. It is shared, so do not
         change it in place.
         """
         return _offsets(self.h, self.w, _checked(axis), device=device)
@@ -112,7 +112,7 @@ def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tens
 def same_size(a: Grid, b: Grid) -> bool:
     """Return whether both grids have the same h and w.
 
-    Always False in a graph compiled for any size, which may not branch on it.
+    In a graph compiled for any size, which may not branch on sizes, the result is always False.
     """
     return is_known(*a[:2], *b[:2]) and a[:2] == b[:2]
 
@@ -124,9 +124,9 @@ def unseen_share(source: Grid, target: Grid) -> float:
 
 
 def clip_saturated(trained: Grid, grid: Grid, radius: tuple[int, int]) -> float:
-    """Return the share of the offsets of `grid`, 0 to 1, that are unseen but whose clipped row was trained.
+    """Return the share of the offsets of `grid`, 0 to 1, that no pair of patches of `trained` has, but whose row one reads.
 
-    An offset is unseen if no pair of `trained` has it; a row was trained if some pair of `trained` reads it.
+    Offsets that are clipped to the same value share a row.
 
     Args:
         trained: the training grid.

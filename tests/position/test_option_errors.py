@@ -9,11 +9,6 @@ from vitrel import Grid, create_position
 @each(
     ("key", "options", "text"),
     [
-        (
-            "xpos",
-            dict(one_sided=False),
-            "cannot be bidirectional: .* without bound for offsets d < 0; keep one_sided=True",
-        ),
         ("lookhere", dict(fov=60), "fields of view of 180, 90, 45 degrees, not 60"),
         ("t5", dict(mode="cross"), "t5 option mode='cross' is unknown; choose one of product, sum"),
         ("t5", dict(num_buckets=7), "even number of buckets, one half for each sign, not 7"),

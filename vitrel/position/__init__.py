@@ -84,7 +84,7 @@ _UNIVERSAL = {"temperature"}  # option of create_position, for any encoding
 
 
 def split_position(position: str) -> tuple[str, str]:
-    """Split a composition into its keys that add to tokens and its keys that act in attention, each joined by '+' or "".
+    """Return the keys in `position` that add to tokens, and those that act in attention, each joined by '+' ("" for none).
 
     >>> split_position("absolute+rope_mixed+table")
     ('absolute', 'rope_mixed+table')
@@ -118,9 +118,8 @@ def create_position(
         temperature: of the logits on other grids: "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
         device: of the parameters, as for torch's modules.
         dtype: of the parameters, as for torch's modules.
-        options: each goes to every part of a composition that has it. `policy` is one policy or several joined by '+', each for
-            the parts that have it. `shift_coords`, `jitter_coords`, `rescale_coords` perturb coordinates in training, for
-            absolute and the rope_* keys (vitrel.position.perturb).
+        options: of the encodings; each goes to every part of a composition that has it. `policy` is one policy or several
+            joined by '+', each for the parts that have it.
 
     Raises:
         TypeError: no part has the option.
@@ -155,7 +154,7 @@ def key_of(encoding: PositionEncoding) -> str:
 
 
 def select_options(position: str, options: dict) -> dict:
-    """Return those of `options` that some part of `position` has; none for ""."""
+    """Return those of `options` that some encoding in `position` has; an empty dict if `position` is ""."""
     taken = _options(position) | _UNIVERSAL if position else ()
     return {name: value for name, value in options.items() if name in taken}
 
@@ -187,6 +186,7 @@ def _numbers(value: object) -> list:
 
 
 def _keys(position: str) -> list[str]:
+    """Return the keys in `position`; raise ValueError for an unknown or repeated key, and for two rotations."""
     keys = position.split("+")
     for key in keys:
         if key not in POSITIONS:
@@ -201,6 +201,7 @@ def _keys(position: str) -> list[str]:
 
 
 def _options(position: str) -> set[str]:
+    """Return the names of the options that some encoding in `position` has, without `temperature`, which all have."""
     keys = _keys(position)
     common = {"policy"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
     return common.union(*(_keywords(POSITIONS[key]) for key in keys))
@@ -208,5 +209,6 @@ def _options(position: str) -> set[str]:
 
 @cache
 def _keywords(encoding: type[PositionEncoding]) -> set[str]:
+    """Return the names of the keyword-only parameters of an encoding's constructor, which are its options."""
     parameters = inspect.signature(encoding).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

@@ -20,7 +20,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_prefix
 
 
 class Absolute(PositionEncoding):
-    """Learned absolute embedding, `pos_embed` as in timm.
+    """Learned embedding of every token, which is added to the tokens; the parameter is `pos_embed` as in timm.
 
     Args:
         init_std: standard deviation of the initial values.

@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, upcast
 
 
 class AbsoluteFactorized(PositionEncoding):
-    """Learned embedding of the row plus one of the column.
+    """Learned embedding of a patch's row plus one of its column, which are added to the tokens.
 
     Args:
         init_std: standard deviation of the initial values.

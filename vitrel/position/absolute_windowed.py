@@ -19,7 +19,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_prefix
 
 
 class AbsoluteWindowed(PositionEncoding):
-    """Stretched embedding plus one that repeats in every window.
+    """Learned embedding that is interpolated over the grid, plus one that repeats in every window, added to the tokens.
 
     Args:
         period: sides (m, m') of the windows in patches, one number for both.
@@ -75,6 +75,6 @@ class AbsoluteWindowed(PositionEncoding):
 
 @cached_geometry
 def _place_in_window(h: int, w: int, period: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the row of `pos_embed_win` of every patch, [h*w] int64."""
+    """Return the row of `pos_embed_win` that every patch reads, [h*w] int64."""
     y, x = Grid(h, w).coordinates(device).unbind(-1)
     return (y % period[0]) * period[1] + x % period[1]

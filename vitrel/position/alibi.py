@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Alibi(PositionEncoding):
-    """Linear distance bias. Without options it has no parameters.
+    """Bias that falls linearly with the distance between query and key. Without options it has no parameters.
 
     Args:
         distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.

@@ -16,7 +16,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Clipped(PositionEncoding):
-    """Bias table over clipped offsets.
+    """Learned bias per head and offset, where all offsets beyond a radius share the bias at the radius.
 
     Args:
         radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.

@@ -20,7 +20,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class CPB(PositionEncoding):
-    """Bias from a small MLP of the log-spaced offset.
+    """Bias that a small MLP computes from the offset on a logarithmic scale.
 
     Args:
         hidden: width of the MLP.
@@ -78,6 +78,7 @@ class CPB(PositionEncoding):
 
 @cached_geometry
 def _log_spaced_offsets(h: int, w: int, side: tuple[int, int], device: torch.device) -> Tensor:
+    """Return (g(dy), g(dx)) of every offset of an h x w grid, [R, 2], where M0 is `side`."""
     y, x = Grid(h, w).offsets(device=device).float().unbind(-1)
     return torch.stack((_log_spaced(y, side[0]), _log_spaced(x, side[1])), -1)
 

@@ -1,4 +1,4 @@
-"""Distances of all offsets of a grid, for the encodings that decay with distance (alibi, log_decay, fire, lookhere)."""
+"""Lengths of all offsets of a grid, for the encodings that decay with distance (alibi, log_decay, fire, lookhere)."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def scaled_distances(
     axis: str = "hw",
     direction: Tensor | None = None,
 ) -> Tensor:
-    """Return the length of the offset of every class but the prefix classes, [R] float32, or [H, R] with `direction`.
+    """Return the lengths of all R offsets between patches, [R] float32, or [H, R] with `direction`.
 
     Without direction the result is cached and shared: do not change it in place.
 
@@ -29,10 +29,10 @@ def scaled_distances(
         trained: the training grid.
         grid: the grid whose offsets are measured.
         policy: "keep", offsets in patches, or "renormalize", offsets multiplied by trained side / current side.
-        kind: see `distances`.
+        kind: "euclidean", "l1" or "squared".
         device: of the result.
-        axis: "hw", or "h" or "w" for the classes of that axis alone.
-        direction: see `distances`.
+        axis: "hw" for all pairs of a row and a column offset, "h" or "w" for the offsets along that axis alone.
+        direction: as in `distances`.
     """
     key = (*grid[:2], trained[:2], policy, axis)
     if direction is None:
@@ -42,7 +42,7 @@ def scaled_distances(
 
 @cached_geometry
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], policy: str, axis: str, device: torch.device) -> Tensor:
-    """Return offsets (dy, dx), [R, 2]; of an axis "h" or "w" with 0 as the other component."""
+    """Return all offsets (dy, dx) between patches, [R, 2], scaled by the policy; of an axis "h" or "w" the other one is 0."""
     offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":
         offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))
@@ -59,13 +59,13 @@ def _scaled_distances(
 
 
 def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Tensor:
-    """Return the length of offsets, [R, 2] -> [R], or [H, R] with `direction`.
+    """Return the lengths of offsets, [R, 2] -> [R], or [H, R] with `direction`.
 
     Args:
         offsets: (dy, dx), query minus key, [R, 2].
         kind: "euclidean", "l1" or "squared".
-        direction: [4, H], logarithms of the factors per head on a component with dy > 0 (key above), dy < 0 (below), dx > 0
-            (left), dx < 0 (right).
+        direction: [4, H], logarithms of factors by which each head multiplies a component of the offset before its length is
+            taken: dy > 0 (key above), dy < 0 (below), dx > 0 (left), dx < 0 (right).
     """
     if direction is not None:
         up, down, left, right = upcast(direction).exp()[..., None]  # [H, 1] each
@@ -78,5 +78,5 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
 
 @cached_geometry
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Return ALiBi's slopes 2^(-8 n / H) for heads n = 1..H, [H]; the same formula where H is not a power of two."""
+    """Return ALiBi's slopes 2^(-8 n / H) for heads n = 1..H, [H], also where H is not a power of two."""
     return 2.0 ** (-8.0 * (torch.arange(num_heads, device=device) + 1).float() / num_heads)

@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Factorized(PositionEncoding):
-    """Bias per row offset plus bias per column offset.
+    """Learned bias per head and row offset, plus one per head and column offset.
 
     Args:
         init_std: standard deviation of the initial values.

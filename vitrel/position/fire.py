@@ -18,14 +18,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class FIRE(PositionEncoding):
-    """Bias from an MLP of the distance relative to the longer side of the grid.
+    """Bias that an MLP computes from the distance between query and key relative to the longer side of the grid.
 
     Args:
         hidden: width of the MLP.
 
     Attributes:
-        c: learned [1]; its absolute value acts.
-        L: learned [1]; its absolute value acts.
+        c: learned [1]: |c| multiplies distances in psi.
+        L: learned [1]: |L| times the longer training side is the least side by which distances are normalized.
         mlp: Linear(1, hidden), ReLU, Linear(hidden, H).
         prefix_bias: learned biases [3, H] of the prefix classes, if there are prefix tokens.
     """
@@ -52,14 +52,14 @@ class FIRE(PositionEncoding):
 
     @property
     def refers_to_grid(self) -> bool:
-        return True  # `threshold` counts in sides of the training grid
+        return True  # L counts in sides of the training grid
 
     def terms(self, grid: Grid) -> Terms:
         check_prefix("fire", self.grid, grid)
-        c, threshold = upcast(self.c).abs(), upcast(self.L).abs() * max(self.grid.h, self.grid.w)
+        c, least = upcast(self.c).abs(), upcast(self.L).abs() * max(self.grid.h, self.grid.w)
         distance = scaled_distances(grid, grid, "keep", "euclidean", c.device)
-        one = torch.ones_like(threshold)  # tensors, since max() of integers would branch on the size
-        side = torch.maximum(threshold, torch.maximum(one * grid.h, one * grid.w))
+        one = torch.ones_like(least)  # tensors, since max() of integers would branch on the size
+        side = torch.maximum(least, torch.maximum(one * grid.h, one * grid.w))
         position = torch.log1p(c * distance) / torch.log1p(c * side)  # [R]
         rows = run_upcast(self.mlp, position[:, None]).to(self.c.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))

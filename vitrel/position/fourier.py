@@ -19,7 +19,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, first_of, ru
 
 
 class Fourier(PositionEncoding):
-    """Linear function of waves of the relative place.
+    """Learned linear function of sines and cosines of the relative row and column, which is added to the tokens.
 
     Args:
         bands: numbers per axis, half of them sines; an even number.
@@ -52,7 +52,7 @@ class Fourier(PositionEncoding):
         self.token_projection = nn.Linear(2 * bands, num_heads * head_dim, **factory)
 
     def reset_parameters(self) -> None:
-        """Initialize the linear layer as torch does, and as XCiT leaves its convolution."""
+        """Initialize the linear layer as torch does; XCiT does not change torch's initial values either."""
         self.token_projection.reset_parameters()
 
     def terms(self, grid: Grid) -> Terms:
@@ -68,7 +68,7 @@ class Fourier(PositionEncoding):
 
 @cached_geometry
 def fourier_waves(h: int, w: int, bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
-    """Return the waves of every patch, [h*w, 2 * bands]: those of its row, then those of its column."""
+    """Return waves(a) of every patch, [h*w, 2 * bands]: first those of the angle of its row, then those of its column."""
     kind = getattr(torch, dtype)
     period = base ** (2 * (torch.arange(bands, device=device) // 2).to(kind) / bands)
     axes = []

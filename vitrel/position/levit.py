@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class LeViT(PositionEncoding):
-    """Bias table over absolute offsets.
+    """Learned bias per head, |row offset| and |column offset|.
 
     Args:
         init_std: standard deviation of the initial values.
@@ -51,18 +51,18 @@ class LeViT(PositionEncoding):
 
 
 def signed_offsets(biases: Tensor, grid: Grid) -> Tensor:
-    """Return the table over signed offsets of a table over absolute ones, [H, h*w (+3)] -> [R, H].
+    """Return LeViT's biases with a row for every signed offset, as in `table`: [H, h*w (+3)] -> [R, H].
 
     Args:
-        biases: by |row offset| * w + |column offset|, then those of prefix classes.
-        grid: the grid of the table.
+        biases: as `attention_biases` of LeViT.
+        grid: the grid of the biases.
     """
     return biases.index_select(1, absolute_offsets(grid.h, grid.w, bool(grid.prefix), device=biases.device)).mT
 
 
 @cached_geometry
 def absolute_offsets(h: int, w: int, prefix: bool, device: torch.device) -> Tensor:
-    """Return |dy| * w + |dx| of every offset class, and h*w + 0, 1, 2 of the prefix classes if there are any, [R] int64."""
+    """Return the column of `attention_biases` that each offset class reads, [R] int64: |dy| * w + |dx|; prefix classes last."""
     dy, dx = Grid(h, w).offsets(device=device).abs().unbind(-1)
     index = dy * w + dx
     return torch.cat((index, torch.arange(3, device=device) + h * w)) if prefix else index

@@ -9,7 +9,7 @@ prefix token have no bias.
 from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES, scaled_distances
@@ -17,7 +17,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class LogDecay(PositionEncoding):
-    """Logarithmic distance bias.
+    """Bias that falls with the logarithm of the distance between query and key.
 
     Args:
         decay: a fixed lambda of 0 or more for all heads; None: a and b are learned.
@@ -66,16 +66,12 @@ class LogDecay(PositionEncoding):
         if self.direction is not None:
             self.direction.zero_()
 
-    def log_distances(self, grid: Grid) -> Tensor:
-        """Return log(1 + b distance) of every offset class of `grid` but the prefix classes, [H, R]; b = 1 with `decay`."""
+    def terms(self, grid: Grid) -> Terms:
         grids, device = (self.grid, grid, self.policy), self.device_marker.device
         distance = scaled_distances(*grids, self.distance, device, direction=self.direction)  # [R] or [H, R]
         if self.decay is None:
             distance = upcast(self.log_b).exp()[:, None] * distance
-        return torch.log1p(distance).expand(self.num_heads, -1)
-
-    def terms(self, grid: Grid) -> Terms:
         factor = upcast(self.log_a).exp()[:, None] if self.decay is None else self.decay
-        bias = -factor * self.log_distances(grid)  # [H, R]
+        bias = -factor * torch.log1p(distance).expand(self.num_heads, -1)  # [H, R]
         bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
         return Terms(tables=(Table("hw", bias=pad_prefix(bias, grid)),))

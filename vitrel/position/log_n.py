@@ -16,7 +16,11 @@ POWERS = {"none": 0.0, "log_n": 0.5}
 
 
 def checked_power(power: str | float) -> float:
-    """Return the power p: 0 for "none", 1/2 for "log_n", a finite number above 0 itself; ValueError for anything else."""
+    """Return the power p that the option `temperature` gives: 0 for "none", 1/2 for "log_n", or the number itself.
+
+    Raises:
+        ValueError: it is another word, or a number that is not finite and above 0.
+    """
     if isinstance(power, int | float) and not isinstance(power, bool):
         if not 0 < power < float("inf"):
             raise ValueError(f"position option temperature={power!r} must be a finite number greater than 0, or 'none'")

@@ -27,10 +27,10 @@ FIELDS_OF_VIEW = (180, 90, 45)
 
 
 class LookHere(PositionEncoding):
-    """Distance penalties without parameters; a directed head also hides the keys outside its field of view.
+    """Bias that falls linearly with the distance; a directed head also hides the keys outside its field of view.
 
-    Distances are in patches. The last min(4, num_heads // 3) heads, at least one, are undirected, the heads before them
-    directed. It warns if num_heads is 1, since then no head is directed. With few heads some directions have none.
+    The last min(4, num_heads // 3) heads, at least one, are undirected, the heads before them directed. The constructor warns
+    if num_heads is 1, since then no head is directed. There are no parameters.
 
     Args:
         fov: field of view of the directed heads in degrees, 180, 90 or 45.
@@ -67,6 +67,7 @@ class LookHere(PositionEncoding):
 
 @cached_geometry
 def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, device: torch.device) -> Tensor:
+    """Return the bias of every head and offset class, [H, R]; it is -inf outside the field of view, 0 for prefix classes."""
     grid, head, directed = Grid(h, w, prefix), torch.arange(num_heads, device=device), _directed(num_heads)
     offsets = grid.offsets(device=device).float()
     views = _views(offsets, fov)  # [V, R] bool
@@ -79,11 +80,12 @@ def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, d
 
 
 def _directed(num_heads: int) -> int:
+    """Return how many of the heads have a field of view; the others see in all directions."""
     return num_heads - max(1, min(4, num_heads // 3))
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:
-    """Return whether each view sees each offset (query minus key), [V, R] bool."""
+    """Return for each of the V views whether it sees each offset, query minus key [R, 2] -> [V, R] bool."""
     y, x = offsets.unbind(-1)
     halves = up, down, left, right = y >= 0, y <= 0, x >= 0, x <= 0  # "up": keys above the query
     if fov == 180:

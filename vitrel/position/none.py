@@ -11,7 +11,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class NoPosition(PositionEncoding):
-    """An encoding that adds nothing, on any grid."""
+    """Encoding that adds nothing on any grid."""
 
     at_larger_grid = "nothing"
 

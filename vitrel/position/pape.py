@@ -8,10 +8,10 @@ a prefix token have no term.
 
 Per query and head the first term is a quadratic form of the offset (dy, dx), A_yy dy^2 + 2 A_yx dy dx + A_xx dx^2, and so a sum
 of tables over rows, columns and diagonals, since 2 dy dx = (dy + dx)^2 - dy^2 - dx^2. Nothing is computed for all (2h-1)(2w-1)
-offsets. The three cancel where parabolas are flat, so the error of a logit is about eps |A| |o|^2, not eps times the logit.
-Measured at 64x64 for logits above -12: 6e-6 in float32 with initial weights, and 7e-3 with all w_m within 2 % of one diagonal.
-In that case tables rounded to bfloat16 would be wrong by 100, so they are summed in float32 and the sum is rounded (0.04, as a
-bias), and augmented_qk refuses half precision.
+offsets. The three tables cancel where parabolas are flat, so the error of a logit is about eps |A| |o|^2, not eps times the
+logit. Measured at 64x64 for logits above -12, it is 6e-6 in float32 with initial weights, and 7e-3 with all w_m within 2 % of
+one diagonal. In that case tables rounded to bfloat16 would give logits that are wrong by 100. So attention sums the tables in
+float32 and rounds the sum (an error of 0.04, as of any bias), and its backend augmented_qk refuses half precision.
 """
 
 import math
@@ -25,7 +25,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 
 
 class PaPE(PositionEncoding):
-    """Sum of M parabolas per head.
+    """Query-dependent bias that is a sum of M parabolas per head, each of the offset along a learned direction.
 
     Args:
         parabolas: number M of parabolas per head.

@@ -23,7 +23,7 @@ def perturb(
     jitter_coords: float | None = None,
     rescale_coords: float | None = None,
 ) -> Tensor:
-    """Return coordinates shifted, then stretched per axis, then rescaled; one draw for all n, in float32.
+    """Return the coordinates shifted, then stretched per axis, then rescaled; all n have the same random numbers, float32.
 
     Args:
         coordinates: (y, x) [n, 2].

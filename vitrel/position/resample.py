@@ -22,7 +22,7 @@ POLICIES = ("geometric", "clip", "bicubic")
 
 
 class Taps(NamedTuple):
-    """For each of T target rows, the K source rows of its weighted sum and their weights."""
+    """The K source rows of which each of T target rows is a weighted sum, and their weights."""
 
     index: Tensor  # type: ignore[assignment]  # [T, K] int64
     weight: Tensor  # [T, K] float32
@@ -70,14 +70,12 @@ def resample_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Te
 
 @cached_geometry
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """Return the taps of a table over one axis of offsets, T = 2*target-1.
-
-    The arguments are those of `resample_axis`, but not policy "clip".
-    """
+    """Return the taps by which `resample_axis` computes its 2*target-1 rows, for any of its policies but "clip"."""
     return _padded(_line_taps(source, target, policy, device))
 
 
 def _line_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
+    """Return the taps of `axis_taps` before they are padded; for an axis that does not grow they are the exact rows."""
     exact = clipped_rows(target, source - 1, device=device)
     taps, weights = (t.mT for t in _TAPS[policy](source, target, device))  # [2*target-1, K] each
     grows = torch.ones((), dtype=torch.int64, device=device) * target > source  # a tensor, to avoid a branch on the size
@@ -87,7 +85,7 @@ def _line_taps(source: int, target: int, policy: str, device: torch.device) -> T
 
 @cached_geometry
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
-    """Return the taps of a table over both axes, all products of a tap of each axis.
+    """Return the taps by which `resample_table` computes its rows: every product of a tap along y and a tap along x.
 
     Args:
         source: (h, w) of the table in patches.
@@ -134,19 +132,20 @@ def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool
 
 @cached_geometry
 def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
-    """Return the row of every offset of an axis of `length` patches in a table of 2*radius+1 rows, [2*length-1] int64."""
+    """Return the row of a table of 2*radius+1 rows that every offset of `length` patches reads, [2*length-1] int64."""
     return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
 
 
 @cached_geometry
 def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
+    """Return the row of a table of `source` that every offset of `target` reads if clipped, then the prefix rows, int64."""
     y, x = (clipped_rows(m, n - 1, device=device) for n, m in zip(source, target, strict=True))
     index = (y[:, None] * (2 * source[1] - 1) + x).flatten()
     return torch.cat((index, torch.arange(prefix, device=device) + (2 * source[0] - 1) * (2 * source[1] - 1)))
 
 
 def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
-    """Apply the taps, [S, X] -> [T, X], in at least float32 with one rounding at the end."""
+    """Return the weighted sums of rows that the taps name, [S, X] -> [T, X], computed in at least float32 and rounded once."""
     exact = upcast(rows)
     weight = taps.weight.to(exact.dtype)
     if torch.compiler.is_compiling() or is_traced(rows.device):
@@ -159,7 +158,7 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
 def resampled_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
     """Return {"key policy": number of values resampled} on `grid`, for an encoding with one table per axis.
 
-    Only the tables of axes that grow are resampled: empty if no axis grows, 0 for "clip".
+    Only the tables of axes that grow are resampled. The result is empty if no axis grows; the number is 0 for "clip".
 
     Args:
         key: name of the encoding.
@@ -198,11 +197,13 @@ def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
 
 
 def _linear(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return source rows and weights, [2, 2*target-1] each, that stretch a table of 2*source-1 rows linearly."""
     at = (torch.arange(2 * target - 1, device=device) + 0.5) * ((2 * source - 1) / (2 * target - 1)) - 0.5
     return _between(at, 2 * source - 1)
 
 
 def _between(at: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the two rows of `length` next to each position `at` [T], and their linear weights, [2, T] each."""
     at = at.clamp(0, length - 1)
     below = at.floor()
     taps = torch.stack((below, below + 1)).long().clamp(max=length - 1)
@@ -210,6 +211,7 @@ def _between(at: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _bicubic(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return source rows and weights, [4, 2*target-1] each, that stretch a table as torch's bicubic interpolation does."""
     last = 2 * source - 2
     at = (torch.arange(2 * target - 1, device=device) + 0.5) * ((2 * source - 1) / (2 * target - 1)) - 0.5
     below = at.floor()
@@ -222,6 +224,7 @@ def _bicubic(source: int, target: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def _geometric(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return source rows and weights, [2, 2*target-1] each, of BEiT's interpolation between geometrically spaced offsets."""
     n, reach = source - 1, target - 1  # largest trained and target distance
     offset = torch.arange(1 - target, target, device=device)
     if n == 0:  # a single trained row: nothing to spread

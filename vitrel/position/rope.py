@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.rope_policies import POLICIES, RotaryPolicy
-from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, of_axes, split_axes, upcast
+from vitrel.position.terms import (
+    Factory,
+    PositionEncoding,
+    Terms,
+    band_frequencies,
+    check_sides,
+    of_axes,
+    split_axes,
+    upcast,
+)
 
 
 class RotaryEncoding(PositionEncoding, abc.ABC):
@@ -61,7 +70,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
     @property
     def rotary_policy(self) -> RotaryPolicy:
-        """The policy in use, with its numbers."""
+        """The policy in use, with the encoding's training grid and numbers."""
         return RotaryPolicy(self.policy, self.grid, self.yarn_turns, self.policy_strength)
 
     @property
@@ -69,7 +78,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         return self.policy != "keep" or super().refers_to_grid
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """Change options as PositionEncoding.switch, `policy_strength` and `yarn_turns` too.
+        """Change `policy`, `policy_strength` and `yarn_turns`, and return the names of those applied; others are ignored.
 
         Raises:
             ValueError: a number is impossible.
@@ -83,7 +92,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         return applied
 
     def resampled(self, grid: Grid) -> dict[str, int]:
-        """Return the policy in force on a larger grid, as PositionEncoding.resampled; 0, since no parameter is resampled."""
+        """Return {"key policy": 0} if a policy changes the frequencies on `grid`, else {}: no parameter is interpolated."""
         strength = "" if self.policy_strength == 1 else f" {self.policy_strength:g}"
         return {f"{self.key} {self.policy}{strength}": 0} if self.rotary_policy.acts_on(grid) else {}
 
@@ -92,7 +101,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
 
 class RopeAxial(RotaryEncoding):
-    """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads.
+    """Rotation by fixed frequencies, of half the channel pairs by the row, of the others by the column; without parameters.
 
     Args:
         base: of the fixed frequencies.
@@ -154,7 +163,7 @@ class RopeAxial(RotaryEncoding):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of all angles."""
+    """Cosines and sines of the angles of all tokens."""
 
     cos: Tensor  # [H|1, N, D/2]; 1 on prefix rows
     sin: Tensor  # [H|1, N, D/2]; 0 on prefix rows
@@ -166,9 +175,8 @@ def _frequencies(
     strength: float, reference: tuple[int, int], dtype: str, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Return the radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
-    band = torch.arange(bands, device=device)
     lowered = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
-    theta = lowered.frequencies(axial_frequencies(band, base, dtype).expand(2, -1), bands, Grid(h, w))
+    theta = lowered.frequencies(band_frequencies(bands, base, dtype, device).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
         return theta
     one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
@@ -180,6 +188,7 @@ def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], dtype: str, axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
+    """Return the rotation of every token; `prefix` and `axes` are added to the arguments of `_frequencies`."""
     theta = _frequencies(h, w, bands, base, policy, trained, slow, fast, strength, reference, dtype, device=device)
     return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
@@ -191,7 +200,7 @@ def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
 
 
 class RopeMixed(RotaryEncoding):
-    """Rotation by frequencies learned per head.
+    """Rotation by an angle f_y y + f_x x, whose frequencies are learned per head and channel pair.
 
     Args:
         base: of the magnitudes at which the learned frequencies start (`reset_parameters`).
@@ -240,7 +249,7 @@ class RopeMixed(RotaryEncoding):
         """
         _, heads, pairs = self.freqs.shape
         n = math.ceil(pairs / 2)
-        magnitude = self.base ** (-torch.arange(n, device=self.freqs.device).float() / n)
+        magnitude = band_frequencies(n, self.base, "float32", self.freqs.device)
         angle = torch.rand(heads, 1, device=self.freqs.device) * 2 * math.pi
         direction = torch.cat((angle.expand(heads, n), angle.expand(heads, n) + math.pi / 2), 1)[:, :pairs]  # [H, D/2]
         self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2)[:pairs])
@@ -258,26 +267,12 @@ class RopeMixed(RotaryEncoding):
 
 
 def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
-    """Return the cosines and sines of the patches' angles, with rows of prefix tokens, which are not rotated, before them.
+    """Return the rotation of the tokens of `grid` from the angles of its patches, [1, N, D/2]; prefix tokens have angle 0.
 
     Args:
         angle: [h*w, 2, T], angles along y and x.
-        axes: "hw", "h" or "w", the axes that take part.
+        axes: "hw", "h" or "w", the axes that have channels (`split_axes`).
         grid: of the tokens.
-
-    Returns:
-        Cosines and sines, [1, N, D/2] each.
     """
     angle = F.pad(of_axes(axes, angle, 1).flatten(1)[None], (0, 0, grid.prefix, 0))  # prefix rows: angle 0
     return Rotary(angle.cos(), angle.sin())
-
-
-def axial_frequencies(band: Tensor, base: float, dtype: str = "float32") -> Tensor:
-    """Return base^(-t/T) for the T bands of one axis.
-
-    Args:
-        band: the integers t, [T].
-        base: of the frequencies.
-        dtype: "float32" or "float64".
-    """
-    return base ** (-band.to(getattr(torch, dtype)) / len(band))

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from vitrel.geometry import cached_geometry, dtype_name
 from vitrel.grid import Grid
-from vitrel.position.rope import Rotary, axial_frequencies, rotary_terms
-from vitrel.position.terms import Factory, PositionEncoding, Terms, split_axes
+from vitrel.position.rope import Rotary, rotary_terms
+from vitrel.position.terms import Factory, PositionEncoding, Terms, band_frequencies, split_axes
 
 
 class RopeNormalized(PositionEncoding):
-    """Rotation by normalized coordinates; no parameters, the same for all heads.
+    """Rotation by angles proportional to row and column from -1 to 1; it has no parameters and is the same for all heads.
 
     Args:
         base: of the periods.
@@ -72,10 +72,12 @@ def _rotation(
 
 @cached_geometry
 def _coordinates(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
+    """Return row and column of every patch, from -1 to 1, [h*w, 2]."""
     y, x = Grid(h, w).coordinates(device).to(getattr(torch, dtype)).unbind(-1)
-    return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]
+    return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)
 
 
 def _rotation_at(coordinates: Tensor, grid: Grid, axes: str, bands: int, base: float) -> Rotary:
-    frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base, dtype_name(coordinates.dtype))
+    """Return the rotation of the tokens of `grid`, whose patches have these coordinates [h*w, 2] from -1 to 1."""
+    frequency = band_frequencies(bands, base, dtype_name(coordinates.dtype), coordinates.device)
     return rotary_terms(2 * math.pi * coordinates[..., None] * frequency, axes, grid)

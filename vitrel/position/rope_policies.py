@@ -28,7 +28,7 @@ POLICIES = ("keep", "linear", "ntk", "yarn")
 
 
 class RotaryPolicy(NamedTuple):
-    """A policy for rotary frequencies on larger grids.
+    """A policy that changes rotary frequencies on larger grids, with its numbers.
 
     Args:
         name: one of POLICIES.
@@ -55,11 +55,11 @@ class RotaryPolicy(NamedTuple):
         return self.name, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
-        """Return frequencies changed for `grid`, of the shape of `freqs`.
+        """Return the frequencies that the policy uses on `grid`, of the shape of `freqs`.
 
         Args:
-            freqs: [2, .., P], radians per patch along y and x; P repeats the bands 0..bands-1.
-            bands: number of different bands.
+            freqs: trained frequencies [2, .., P] in radians per patch along y and x; pair p belongs to band p % bands.
+            bands: number of bands.
             grid: the current grid.
         """
         if self.name == "keep":
@@ -86,10 +86,12 @@ class RotaryPolicy(NamedTuple):
 
 @cached_geometry
 def _growth(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
+    """Return s^strength along y and along x, [2]."""
     one = torch.ones((), device=device)  # tensors: a float would cost a compiled graph per size
     return torch.stack((one * h / trained[0], one * w / trained[1])).clamp(min=1) ** strength  # [2]
 
 
 @cached_geometry
 def _temperature(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
+    """Return yarn's factor of content logits, 0-d."""
     return (0.1 * _growth(h, w, trained, strength, device=device).log().mean() + 1).square()

@@ -20,9 +20,9 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_
 
 
 class Shaw(PositionEncoding):
-    """Key and value vectors per clipped offset and axis.
+    """Learned vectors for every clipped offset along each axis, which are added to keys and to values.
 
-    Each vector is row clip(offset) + R of a learned table: [2R+1, D], or [H, 2R+1, D] with per_head.
+    The vector of an offset is row clip(offset) + R of a table [2R+1, D], or [H, 2R+1, D] with per_head.
 
     Args:
         radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Terms, of_axes, split_axes
+from vitrel.position.terms import Factory, PositionEncoding, Terms, band_frequencies, of_axes, split_axes
 
 
 class SinCos(PositionEncoding):
-    """Fixed embedding without parameters.
+    """Fixed embedding of row and column by sines and cosines, which is added to the tokens; it has no parameters.
 
     Args:
         base: of the frequencies f_t = base^(-t / (C/4)).
@@ -42,7 +42,8 @@ class SinCos(PositionEncoding):
 
 @cached_geometry
 def _rows(h: int, w: int, prefix: int, axes: str, bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
-    frequency = base ** (-torch.arange(bands, device=device).to(getattr(torch, dtype)) / bands)  # [T]
+    """Return the embedding of every token, [N, C]."""
+    frequency = band_frequencies(bands, base, dtype, device)  # [T]
     angle = of_axes(axes, Grid(h, w).coordinates(device), 1)[..., None] * frequency  # [h*w, 1|2, T]
     rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]
     return torch.cat((rows.new_zeros(prefix, rows.shape[1]), rows))

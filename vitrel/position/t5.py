@@ -20,7 +20,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class T5(PositionEncoding):
-    """Bias per bucket of offsets, with n_h and n_w buckets along the axes.
+    """Learned bias per head and bucket of offsets; the axes have n_h and n_w buckets.
 
     Args:
         num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch has
@@ -95,7 +95,7 @@ class T5(PositionEncoding):
 
 
 class Rule(NamedTuple):
-    """Assignment of the offsets along one axis to buckets."""
+    """How the offsets along one axis are divided into buckets."""
 
     first: tuple[int, ...]  # first distance of every bucket of one sign, from 0
     bidirectional: bool  # False: all offsets below 0 are in bucket 0
@@ -131,7 +131,10 @@ def _pairs(
     h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
     w_signed: bool, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the row of the table of bucket pairs for every offset of an h x w grid, [(2h-1)(2w-1)] int64."""
+    """Return the row of `relative_attention_bias` that every offset of an h x w grid reads, [(2h-1)(2w-1)] int64.
+
+    The other arguments are the rules of both axes.
+    """
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()
@@ -146,7 +149,7 @@ def _pair(name: str, value: int | Sequence[int | None] | None) -> Sequence[int |
 
 
 def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> Rule:
-    """Return the buckets of a training axis of `length` patches."""
+    """Return the rule of an axis from the options of T5; `length` is the training grid's side in patches."""
     if num_buckets == 1:
         return Rule((0,), bidirectional, False)
     return Rule(tuple(_first(length, num_buckets, max_distance, bidirectional)), bidirectional, bidirectional)
@@ -174,6 +177,7 @@ def _first(length: int, num_buckets: int | None, max_distance: int | None, bidir
 
 
 def _boundaries(count: int, max_distance: int) -> list[int]:
+    """Return the first distance of each of `count` buckets: half hold one distance, the others grow up to `max_distance`."""
     exact = count // 2
     logs = count - exact
     first = list(range(exact))

@@ -17,7 +17,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class OffsetTable(PositionEncoding):
-    """Bias table over all offsets.
+    """Learned bias per head and offset.
 
     Args:
         per_head: False for one bias for all heads, a table [R, 1].

@@ -206,9 +206,10 @@ class PositionEncoding(nn.Module, abc.ABC):
                 not have are ignored.
         """
         applied = set()
-        for policy in supported_policies(self, options.get("policy", "")):
-            self.policy = policy
-            applied.add("policy")
+        for policy in options.get("policy", "").split("+"):
+            if policy in self.policies:
+                self.policy = policy
+                applied.add("policy")
         return applied
 
     def resampled(self, grid: Grid) -> dict[str, int]:
@@ -284,11 +285,6 @@ class Composition(PositionEncoding):
         return max(part.saturated(grid) for part in self.parts.values())
 
 
-def supported_policies(encoding: PositionEncoding, policy: str) -> list[str]:
-    """Return the names in `policy`, one or several joined by '+', that `encoding` has."""
-    return [name for name in policy.split("+") if name in encoding.policies]
-
-
 def parts_of(encoding: PositionEncoding) -> tuple[PositionEncoding, ...]:
     """Return the parts of a composition, or the encoding itself as the only part."""
     return tuple(encoding.parts.values()) if isinstance(encoding, Composition) else (encoding,)
@@ -342,7 +338,7 @@ def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int,
 
 
 def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> tuple[int, int]:
-    """Return the radius (rows, columns) in patches.
+    """Return the option `radius` as (rows, columns) in patches.
 
     Args:
         key: name of the encoding, for errors.
@@ -361,10 +357,10 @@ def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> t
 
 
 def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, int]:
-    """Return the axes to which an encoding gives pairs of channels, and the bands per axis: ("hw", width / 4).
+    """Return the axes among which an encoding by sines and cosines divides its channels, and the number of bands of each axis.
 
-    Where 4 does not divide the width, but 2 does, all pairs belong to the one axis of a training grid of one row or column:
-    ("w" or "h", width / 2).
+    They are ("hw", width / 4). If only 2 divides the width, the training grid must have one row or column, and its other axis
+    has all channels: ("w" or "h", width / 2).
 
     Args:
         key: name of the encoding, for errors.
@@ -385,13 +381,18 @@ def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, 
     )
 
 
+def band_frequencies(bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
+    """Return the frequencies base^(-t / bands) of the bands t = 0..bands-1 of one axis, [bands], of the type named `dtype`."""
+    return base ** (-torch.arange(bands, device=device).to(getattr(torch, dtype)) / bands)
+
+
 def of_axes(axes: str, values: Tensor, dim: int) -> Tensor:
-    """Return the part of a tensor that belongs to some axes.
+    """Return the values of the axes that `split_axes` chose.
 
     Args:
         axes: "hw", "h" or "w".
         values: a tensor.
-        dim: the dimension of `values` that has y and x.
+        dim: the dimension of `values`, of length 2, that has the values of y and of x.
     """
     return values.narrow(dim, "hw".index(axes[0]), len(axes))
 

@@ -14,11 +14,21 @@ from torch import Tensor, nn
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, split_axes, upcast
+from vitrel.position.terms import (
+    Factory,
+    PositionEncoding,
+    Table,
+    Terms,
+    band_frequencies,
+    no_autocast,
+    pad_prefix,
+    split_axes,
+    upcast,
+)
 
 
 class TransformerXL(PositionEncoding):
-    """Query-dependent bias from a projected sinusoid of the offset.
+    """Query-dependent bias: the product of the query and a learned projection of sines and cosines of the offset.
 
     Args:
         base: of the sinusoid's frequencies base^(-t / (C/4)).
@@ -68,6 +78,6 @@ class TransformerXL(PositionEncoding):
 
 @cached_geometry
 def _sinusoid(h: int, w: int, axis: str, bands: int, base: float, device: torch.device) -> Tensor:
-    frequency = base ** (-torch.arange(bands, device=device).float() / bands)
-    angle = Grid(h, w).offsets(axis, device).float()[:, None] * frequency
+    """Return the sines, then the cosines, of every offset along "h" or "w" in all bands, [R, 2 * bands]."""
+    angle = Grid(h, w).offsets(axis, device).float()[:, None] * band_frequencies(bands, base, "float32", device)
     return torch.cat((angle.sin(), angle.cos()), -1)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
-from vitrel.position.rope import axial_frequencies, rotary_terms
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, split_axes
+from vitrel.position.rope import rotary_terms
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, band_frequencies, pad_prefix, split_axes
 
 
 class XPos(PositionEncoding):
@@ -29,10 +29,9 @@ class XPos(PositionEncoding):
         base: of the frequencies, as in rope_axial.
         scale_base: patches over which band t decays by zeta_t; None: half of the longer training side.
         gamma: the larger, the slower the decay.
-        one_sided: must be True.
 
     Raises:
-        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or one_sided is False.
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
     """
 
     rotates = True
@@ -47,13 +46,9 @@ class XPos(PositionEncoding):
         base: float = 100.0,
         scale_base: float | None = None,
         gamma: float = 0.4,
-        one_sided: bool = True,
         **factory: Unpack[Factory],
     ):
         super().__init__()
-        if not one_sided:
-            reason = "its scale zeta^(d/scale_base) grows without bound for offsets d < 0"
-            raise ValueError(f"xpos cannot be bidirectional: {reason}; keep one_sided=True, or use rope_axial+log_decay")
         self.grid, self.base, self.gamma = grid, base, gamma
         self.scale_base = max(grid.h, grid.w) / 2 if scale_base is None else scale_base
         self.num_heads = num_heads
@@ -86,9 +81,10 @@ def _rotations(
     h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
     gamma: float, scale_base: float, dtype: str, device: torch.device,
 ) -> _Rotations:  # fmt: skip
+    """Return the rotations of all tokens and heads; `trained` is (h, w) of the training grid, in patches."""
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
     at = grid.coordinates(device).to(getattr(torch, dtype))  # [h*w, 2]
-    cos, sin = rotary_terms(at[..., None] * axial_frequencies(band, base, dtype), axes, grid)  # [1, N, D/2]
+    cos, sin = rotary_terms(at[..., None] * band_frequencies(bands, base, dtype, device), axes, grid)  # [1, N, D/2]
     # Positions are centered to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
     along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
     grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
@@ -100,15 +96,16 @@ def _rotations(
 
 @cached_geometry
 def _one_sided(h: int, w: int, prefix: int, num_heads: int, dtype: str, device: torch.device) -> Tensor:
+    """Return a bias for every head and offset class, [H, R]: 0 where the head sees the key, -inf elsewhere."""
     hidden = _along(Grid(h, w).offsets(device=device).float(), num_heads) < 0  # [H, R]
     bias = torch.zeros((), dtype=getattr(torch, dtype), device=device).masked_fill(hidden, float("-inf"))
     return pad_prefix(bias, Grid(h, w, prefix))
 
 
 def _along(at: Tensor, num_heads: int) -> Tensor:
-    """Return positions or offsets (y, x) [.., 2] along each head's direction, [H, ..].
+    """Return what each head counts of positions or offsets (y, x) [.., 2]: y, -y, x or -x, in turn, [H, ..].
 
-    They are larger the farther from the keys that the head sees.
+    An offset, query minus key, is then positive if the head sees the key.
     """
     y, x = at.unbind(-1)
     return torch.stack((y, -y, x, -x)).index_select(0, torch.arange(num_heads, device=at.device) % 4)
