@@ -204,10 +204,6 @@ def test_refusals():
     heads = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=3, num_heads=2, position="rope_axial").double()
     with pytest.raises(ValueError, match="memory has 4 heads of width 8, the model 2 of width 16"):
         forward_memory(heads, image, memory)
-    with pytest.raises(TypeError, match=r"memory must be None or the second value .* not tuple"):
-        forward_memory(model, image, forward_memory(model, image))
-    with pytest.raises(TypeError, match=r"height a number of pixels, not 1 and \(32, 12\)"):
-        forward_memory(model, image, height=(32, 12))
     windowed = model_of("table", prefix=0, block_args=dict(window=2))
     with pytest.raises(ValueError, match="memory needs global attention in all blocks"):
         forward_memory(windowed, image)

@@ -183,10 +183,8 @@ def test_the_window_of_the_bias_is_that_of_each_stage():
     image = torch.randn(1, 3, 256, 256)
     torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
     tuned = timm.create_model("vitrel_swinv2_t", position_args=dict(pretrained_window=(12, 12, 12, 6)), **small).eval()
-    theirs = perturb(
-        timm.create_model("swinv2_base_window12to16_192to256", **small)
-    )  # it was trained at 192 px in windows of 12
+    theirs = perturb(timm.create_model("swinv2_base_window12to16_192to256", **small))  # trained at 192 px in windows of 12
     vitrel.load_pretrained(tuned, theirs.state_dict())
     torch.testing.assert_close(tuned(image), theirs(image), atol=2e-5, rtol=0)
-    with pytest.raises(ValueError, match="pretrained_window must be one side or"):
+    with pytest.raises(ValueError, match="pretrained_window must be a whole number of 1 or more, or two"):
         timm.create_model("vitrel_swinv2_t", position_args=dict(pretrained_window=(12, 12, 6)), **small)

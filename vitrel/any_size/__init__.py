@@ -63,15 +63,12 @@ _WITH_POSITION = (AttentionPool2d, RotAttentionPool2d, BottleneckAttn, HaloAttn,
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """Return the adapter by which `any_size` exchanges modules of a timm model, None if there is none.
-
-    It is found by the model's class; classes derived from timm's have none.
-    """
+    """Return the adapter by which `any_size` exchanges modules of a timm model; None for a class that no adapter names."""
     return next((adapter for adapter in ADAPTERS if type(model) in adapter.models), None)
 
 
 def takes(model: nn.Module) -> bool:
-    """Return whether `any_size` knows an adapter for a timm model, or that it has no position."""
+    """Return whether `any_size` takes a timm model: there is an adapter for it, or it is known to have no position."""
     if adapter_of(model) is not None:
         return True
     return _file(model) in WITHOUT_POSITION and not any(isinstance(part, _WITH_POSITION) for part in model.modules())
@@ -101,11 +98,14 @@ def any_size(model: nn.Module) -> nn.Module:
 
 
 def side_multiple(model: nn.Module) -> int:
-    """Return the number of pixels that must divide both sides of the images of a result of `any_size`; 0 for other models."""
-    return int(getattr(model, "side_multiple", takes(model) and adapter_of(model) is None))
+    """Return the number of pixels that must divide both sides of an image, for models that `any_size` returns; 0 for others."""
+    if hasattr(model, "side_multiple"):
+        return model.side_multiple  # type: ignore[return-value]
+    return 1 if adapter_of(model) is None and takes(model) else 0  # without position: any_size returns it unchanged
 
 
 def _file(model: nn.Module) -> str:
+    """Return the name of the file in timm.models that defines the model's class, "" for other classes."""
     package, _, file = type(model).__module__.rpartition(".")
     return file if package == "timm.models" else ""
 
@@ -113,16 +113,16 @@ def _file(model: nn.Module) -> str:
 def _sized(
     model: nn.Module, arguments: tuple[Tensor, ...], multiple: int, padded: tuple[int, int]
 ) -> tuple[Tensor, ...] | None:
-    """Check the sides of the image [B, C, H, W], and in an exported graph for any size write them as multiples.
+    """Check the image's sides before a model's forward (a hook of torch); return new arguments for an export of any size.
 
-    Sides written as 32 * n keep the sizes of all later maps short expressions: a graph is traced in seconds, not minutes, and
-    has few conditions on the image but this one.
+    There the sides are written as multiples, 32 * n, so that the sizes of all later maps are short expressions: a graph is
+    traced in seconds, not minutes, and has few conditions on the image but this one.
 
     Args:
         model: of timm, whose forward follows.
-        arguments: of its forward.
+        arguments: of its forward; the first is the image [B, C, H, W].
         multiple: number of pixels that must divide both sides.
-        padded: (h, w) of the patches to whole numbers of which the model pads an image, (1, 1) if it does not.
+        padded: (h, w) of a patch in pixels if the model pads images to whole patches, otherwise (1, 1).
     """
     if torch.compiler.is_dynamo_compiling():  # of this function alone: its result would be a graph of its own
         return None

@@ -20,7 +20,7 @@ from vitrel.layers.patches import PatchEmbed
 
 
 class _Patches(AnySize):
-    """A model whose timm PatchEmbed gives a map [B, h, w, C] of any image."""
+    """Mixin of models that start with timm's PatchEmbed and add an absolute embedding to its patches."""
 
     def adopted(self: Any, model: Any) -> None:
         embed = self.patch_embed
@@ -29,6 +29,7 @@ class _Patches(AnySize):
         embed.flatten, embed.strict_img_size, embed.dynamic_img_pad = False, False, True
 
     def _embedded(self: Any, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return the patches with their embedding, [B, h*w, C], and (h, w)."""
         x = self.patch_embed(image)  # [B, C, h, w]
         size = x.shape[-2:]
         x = x.flatten(2).mT
@@ -38,7 +39,7 @@ class _Patches(AnySize):
 
 
 class Cait(_Patches, cait.Cait):
-    """CaiT of any image."""
+    """timm's CaiT, for images of any size."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x, _ = self._embedded(x)
@@ -47,7 +48,7 @@ class Cait(_Patches, cait.Cait):
 
 
 class GPSA(convit.GPSA):
-    """Gated attention of ConViT over a map [B, h, w, C] (arXiv 2103.10697, eq. 7)."""
+    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7), on tokens of any grid [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -64,13 +65,13 @@ class GPSA(convit.GPSA):
 
 @cached_geometry
 def _polynomial(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
-    """Return column and row offset, key minus query, and squared distance of every offset class, [R, 3]."""
+    """Return (dx, dy, dx^2 + dy^2), key minus query, of every offset of an h x w grid, [R, 3]."""
     y, x = Grid(h, w).offsets(device=device).to(getattr(torch, dtype)).unbind(-1)
     return torch.stack((-x, -y, y * y + x * x), -1)
 
 
 class ConVit(_Patches, convit.ConVit):
-    """ConViT of any image; the class token joins after the gated layers."""
+    """timm's ConViT, for images of any size; the class token joins after the gated layers, as in timm."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x, size = self._embedded(x)
@@ -83,7 +84,7 @@ class ConVit(_Patches, convit.ConVit):
 
 
 class CrossVit(AnySize, crossvit.CrossVit):
-    """CrossViT of any image: each branch sees the image scaled by its factor, to the nearest multiple of its patches."""
+    """timm's CrossViT, for images of any size: a branch scales the image by its factor, rounded to whole patches."""
 
     def adopted(self, model: Any) -> None:
         self.trained_sizes = [embed.img_size for embed in self.patch_embed]
@@ -108,7 +109,7 @@ class CrossVit(AnySize, crossvit.CrossVit):
 
 
 class NestAttention(nest.Attention):
-    """Attention in blocks [B*L, N, C]."""
+    """timm's attention of a nested transformer, within L blocks of N tokens [B*L, N, C] and with a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -118,7 +119,7 @@ class NestAttention(nest.Attention):
 
 
 class NestLevel(nest.NestLevel):
-    """Level of a nested transformer (arXiv 2105.12723): attention in blocks of one size, for any map [B, C, h, w].
+    """timm's level of a nested transformer (arXiv 2105.12723), for any map [B, C, h, w]; its blocks keep their size in tokens.
 
     The embedding of all blocks [1, T, N, C] is resampled as a map of the whole level.
     """
@@ -139,11 +140,11 @@ class NestLevel(nest.NestLevel):
 
 
 class Nest(_Patches, nest.Nest):
-    """Nested transformer of any image; blocks are padded, and no token sees the padding."""
+    """timm's nested transformer, for images of any size; blocks are padded, and no token sees the padding."""
 
 
 class PoolingVisionTransformer(pit.PoolingVisionTransformer):
-    """PiT of any image."""
+    """timm's PiT, for images of any size."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self.patch_embed(x)
@@ -153,7 +154,7 @@ class PoolingVisionTransformer(pit.PoolingVisionTransformer):
 
 
 class PixelEmbed(tnt.PixelEmbed):
-    """Pixels of every patch, [B, C, H, W] -> [B*N, n, C], of any image."""
+    """timm's embedding of the n pixels of each of N patches, [B, C, H, W] -> [B*N, n, C], for images of any size."""
 
     def forward(self, x: Tensor, pixel_pos: Tensor) -> Tensor:
         size: Any = self.new_patch_size if self.legacy else self.patch_size
@@ -164,7 +165,7 @@ class PixelEmbed(tnt.PixelEmbed):
 
 
 class TransformerInTransformer(tnt.TNT):
-    """Transformer in transformer of any image of whole patches."""
+    """timm's Transformer in Transformer, for any image of whole patches."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         size = self.pixel_embed.dynamic_feat_size(x.shape[-2:])
@@ -178,7 +179,7 @@ class TransformerInTransformer(tnt.TNT):
 
 
 class Visformer(visformer.Visformer):
-    """Visformer of any image."""
+    """timm's Visformer, for images of any size."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = x if self.stem is None else self.stem(x)
@@ -191,7 +192,7 @@ class Visformer(visformer.Visformer):
 
 
 class VisionOutlooker(volo.VOLO):
-    """VOLO of any image."""
+    """timm's VOLO, for images of any size."""
 
     def forward_tokens(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.network):
@@ -203,7 +204,7 @@ class VisionOutlooker(volo.VOLO):
 
 
 class OutlookAttention(volo.OutlookAttention):
-    """Outlook attention of any map [B, h, w, C], without the rounding of Python, which fixes a size in a graph."""
+    """timm's outlook attention of VOLO, for any map [B, h, w, C]; timm rounds sizes in Python, which fixes them in a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]

@@ -1,5 +1,5 @@
-"""Models whose position is a convolution of the tokens (timm.models.coat, twins, davit
-and others), and models whose trunk evaluates or resamples its position for any grid by itself.
+"""Models whose position is a convolution of the tokens (timm.models.coat, twins, davit and others), and models of timm that
+evaluate or resample their position for any grid themselves.
 
 CPE and PEG (arXiv 2102.10882) are depthwise convolutions, which see the zeros beyond the border. Nothing is resampled; CoaT's
 fixed image size is lifted, and windows and pooling are written so that one graph serves any size.
@@ -23,7 +23,7 @@ from vitrel.position.terms import upcast
 
 
 class CoaT(coat.CoaT):
-    """CoaT of any image of whole patches of the last stage, 32 pixels."""
+    """timm's CoaT, for images whose sides are multiples of the last stage's patches, 32 pixels."""
 
     def forward_features(self, x0: Tensor) -> Any:
         x, outputs, sizes = x0, [], []
@@ -46,7 +46,7 @@ class CoaT(coat.CoaT):
 
 
 class LocallyGroupedAttention(twins.LocallyGroupedAttn):
-    """Attention of Twins in windows of tokens [B, h*w, C], which attend to their padding as in timm."""
+    """timm's windowed attention of Twins, for any grid; tokens [B, h*w, C] attend to the zeros that pad windows, as in timm."""
 
     def forward(self, x: Tensor, size: Size) -> Tensor:
         window = (self.ws, self.ws)
@@ -61,7 +61,7 @@ class LocallyGroupedAttention(twins.LocallyGroupedAttn):
 
 
 class FourierTokens(edgenext.PositionalEncodingFourier):
-    """Fourier encoding of the relative place on the grid, (B, h, w) -> [B, C, h, w], projected to the width of the tokens."""
+    """timm's Fourier encoding of EdgeNeXt, (B, h, w) -> [B, C, h, w], with sines and cosines from the cache."""
 
     def forward(self, shape: tuple[int, int, int]) -> Tensor:
         weight = self.token_projection.weight
@@ -72,14 +72,14 @@ class FourierTokens(edgenext.PositionalEncodingFourier):
 
 
 class Stem(davit.Stem):
-    """Patches of DaViT: what timm pads to whole strides, the convolution's own zeros cover."""
+    """timm's patch embedding of DaViT without timm's padding to whole strides: the convolution's own padding suffices."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x))
 
 
 class Downsample(davit.Downsample):
-    """Patch merging of DaViT, odd sides padded with zeros where the kernel is even."""
+    """timm's downsampling of DaViT, which pads odd sides with zeros if the kernel is even."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -87,7 +87,7 @@ class Downsample(davit.Downsample):
 
 
 class SpatialBlock(davit.SpatialBlock):
-    """Block of DaViT with attention in windows of any map [B, C, h, w], which attend to their padding as in timm."""
+    """timm's block of DaViT with windows, for any map [B, C, h, w]; tokens attend to the zeros that pad windows, as in timm."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.cpe1(x).permute(0, 2, 3, 1)
@@ -102,7 +102,7 @@ class SpatialBlock(davit.SpatialBlock):
 
 
 class LocalWindowAttention(efficientvit_msra.LocalWindowAttention):
-    """Attention of EfficientViT in windows of any map [B, C, h, w], which attend to their padding as in timm."""
+    """timm's windowed attention of EfficientViT, for any map [B, C, h, w]; tokens attend to padding, as in timm."""
 
     def forward(self, x: Tensor) -> Tensor:
         window = (self.attn.resolution, self.attn.resolution)
@@ -113,14 +113,14 @@ class LocalWindowAttention(efficientvit_msra.LocalWindowAttention):
 
 
 class CascadedGroupAttention(efficientvit_msra.CascadedGroupAttention):
-    """Attention of EfficientViT whose biases are read from the table in every pass: a graph keeps no cache."""
+    """timm's attention of EfficientViT, which reads its biases from the table in every pass, since graphs keep no cache."""
 
     def get_attention_biases(self, device: torch.device) -> Tensor:
         return self.attention_biases[:, self.attention_bias_idxs]
 
 
 class SpatialAttention(TimmSpatialAttention):
-    """Attention of CSATv2 over a map of 7 x 7 means. Graphs for any size pool by two products of matrices."""
+    """timm's attention of CSATv2 over 7 x 7 means of a map, which graphs for any size compute by products of matrices."""
 
     def forward(self, x: Tensor) -> Tensor:
         if is_known(*x.shape[-2:]):
@@ -135,14 +135,9 @@ class SpatialAttention(TimmSpatialAttention):
 
 @cached_geometry
 def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tensor:
-    """Return the matrix of adaptive average pooling, [bins, n]: bin i is the mean of positions floor(i n / bins) to
-    ceil((i + 1) n / bins) - 1.
+    """Return the matrix of adaptive average pooling from n values to `bins` means, [bins, n], of the type named `dtype`.
 
-    Args:
-        n: number of positions.
-        bins: number of means.
-        dtype: name of the type.
-        device: of the result.
+    Mean i is that of the values floor(i n / bins) to ceil((i + 1) n / bins) - 1, as in torch.
     """
     bin, place = torch.arange(bins, device=device)[:, None], torch.arange(n, device=device)
     first, last = bin * n // bins, ((bin + 1) * n + bins - 1) // bins
@@ -151,7 +146,7 @@ def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tenso
 
 
 class NaFlexEmbeds(naflexvit.NaFlexEmbeds):
-    """Patches of NaFlexViT, whose factorized embedding does not ask in a graph for any size which side is longer."""
+    """timm's embedding of NaFlexViT, whose factorized position does not branch on which side of the grid is longer."""
 
     def _apply_factorized_pos_embed(self, x: Tensor, grid_size: list[int]) -> None:
         h, w = grid_size
@@ -162,7 +157,7 @@ class NaFlexEmbeds(naflexvit.NaFlexEmbeds):
 
 
 def _interpolated(table: Tensor, length: int, count: int) -> Tensor:
-    """Return the first `count` rows of a table [1, n, C] interpolated linearly to `length`."""
+    """Return the first `count` rows of a table [1, n, C] that is interpolated linearly to `length` rows."""
     if not is_known(length) or length != table.shape[1]:
         table = F.interpolate(upcast(table).mT, size=length, mode="linear").mT
     return table[:, :count] if is_known(length) else table.index_select(1, torch.arange(count, device=table.device))

@@ -1,4 +1,4 @@
-"""MViTv2 and SAM's encoder with its neck (timm.models.mvitv2, vision_transformer_sam): a table for each axis.
+"""MViTv2 and SAM's image encoder with its neck (timm.models.mvitv2, vision_transformer_sam): a table for each axis.
 
 logit[i, j] += q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], with q unscaled (MViTv2, arXiv 2112.01526, eq. 4). Where queries or
 keys are pooled, their places are those in the larger of the two grids, and the offset is the floor of the difference. Otherwise
@@ -22,7 +22,10 @@ from vitrel.position.resample import resample_axis
 
 
 def axis_rows(table: Tensor, queries: int, keys: int) -> Tensor:
-    """Return the row of every query and key along one axis, [q, k, D], of a table [2n-1, D] by offset."""
+    """Return the row of a table [2n-1, D] by offset that every query and key along one axis read, [q, k, D].
+
+    The table is resampled to the longer of both lengths, `queries` and `keys`, if that is not n.
+    """
     longest = queries if is_known(queries, keys) and queries >= keys else torch.sym_max(queries, keys)
     rows = resample_axis(table, (len(table) + 1) // 2, longest, "linear")
     index = _axis_index(queries, keys, device=table.device)
@@ -31,13 +34,13 @@ def axis_rows(table: Tensor, queries: int, keys: int) -> Tensor:
 
 @cached_geometry
 def _axis_index(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the offset of query i and key j in places of the longer axis, counted from its smallest, [q, k]."""
+    """Return the offset class of query i and key j, [q, k] int64, where the shorter axis is spread over the longer one."""
     i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     return (i * keys + (keys - 1 - j) * queries) // torch.sym_min(queries, keys)
 
 
 def axis_bias(q: Tensor, size: tuple[int, int], keys: tuple[int, int], tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the biases [B, H, q_h*q_w, k_h*k_w] of queries.
+    """Return q_i . (row of the row offset + row of the column offset) for all queries and keys, [B, H, q_h*q_w, k_h*k_w].
 
     Args:
         q: [B, H, q_h*q_w, D], not scaled.
@@ -52,9 +55,10 @@ def axis_bias(q: Tensor, size: tuple[int, int], keys: tuple[int, int], tables: t
 
 
 class MultiScaleAttention(mvitv2.MultiScaleAttention):
-    """Attention of MViTv2 with pooled queries, keys and values, of any grid."""
+    """timm's attention of MViTv2 with pooled queries, keys and values, for any grid."""
 
     def _pooled(self, x: Tensor, size: Any, pool: Any, norm: Any) -> tuple[Tensor, Any]:
+        """Return q, k or v [B, H, N, D] of a grid of `size` after pooling and norm, and the size of its new grid."""
         if pool is not None:
             x, first = mvitv2.reshape_pre_pool(x, size, self.has_cls_token)
             x, size = mvitv2.reshape_post_pool(pool(x), self.num_heads, first)
@@ -76,7 +80,7 @@ class MultiScaleAttention(mvitv2.MultiScaleAttention):
 
 
 class SamAttention(vision_transformer_sam.Attention):
-    """Attention of SAM's encoder over a map or windows [B, h, w, C]."""
+    """timm's attention of SAM's encoder, over any map or windows [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -90,7 +94,7 @@ class SamAttention(vision_transformer_sam.Attention):
 
 
 class SamBlock(vision_transformer_sam.Block):
-    """Block of SAM's encoder over any map [B, h, w, C]; windows attend to padding, as the weights were trained."""
+    """timm's block of SAM's encoder, for any map [B, h, w, C]; tokens attend to the zeros that pad windows, as in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         (h, w), n, y = x.shape[1:3], self.window_size, self.norm1(x)
@@ -100,7 +104,7 @@ class SamBlock(vision_transformer_sam.Block):
 
 
 class VisionTransformerSAM(AnySize, vision_transformer_sam.VisionTransformerSAM):
-    """SAM's encoder and neck, of any image."""
+    """timm's image encoder of SAM with its neck, for images of any size."""
 
     def adopted(self, model: Any) -> None:
         if any(getattr(block.attn, "rope", None) is not None for block in self.blocks):

@@ -14,14 +14,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Adapter(NamedTuple):
-    """What is exchanged in the models of one file of timm, and how they behave at another size.
+    """Which classes `exchange` replaces in some models of timm, and how these models behave at another size.
 
     Args:
         models: classes of timm's models.
         exchanged: {class of timm: subclass that takes any grid}.
-        position: what carries position, in the words of the encodings.
-        elsewhere: what is resampled or evaluated at another size, and where the result differs from timm's.
-        multiple: sides are multiples of this number of pixels; others are refused.
+        position: the models' position encodings, for documentation.
+        elsewhere: what is resampled or evaluated at another size, and where the result differs from timm's, for documentation.
+        multiple: sides of an image must be multiples of this number of pixels.
     """
 
     models: tuple[type[nn.Module], ...]
@@ -64,14 +64,18 @@ def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def adopt(kind: type[M], module: nn.Module) -> M:
-    """Return an object of `kind`, a subclass of the module's class, with the module's attributes, parameters and submodules."""
+    """Return an object of `kind`, a subclass of the module's class, that shares all attributes of the module."""
     new = kind.__new__(kind)
     vars(new).update(vars(module))
     return new
 
 
 class AnySize:
-    """Mixin of exchanged modules that record something of the size they were built for, before the first forward."""
+    """Mixin of exchanged modules that prepare the model for other sizes, or refuse it, before the first forward."""
 
     def adopted(self, model: Any) -> None:
-        """Record what forward needs; called once, when all modules of `model` are exchanged."""
+        """Set the attributes that forward needs; `exchange` calls it once, when all modules of `model` are exchanged.
+
+        Raises:
+            ValueError: an option of the model rules out other sizes.
+        """

@@ -1,8 +1,8 @@
 """LeViT, EfficientFormer V1 and V2, TinyViT (timm.models.levit, efficientformer, efficientformer_v2, tiny_vit).
 
-One bias per absolute row and column offset and head (arXiv 2104.01136, sec. 4.2); a layer that halves the map has queries at
-every second row and column. At another grid the table over signed offsets is resampled. Tokens keep their map: between the
-layers x is [B, h, w, C], since a sequence does not say its sides.
+They learn one bias per |row offset|, |column offset| and head (arXiv 2104.01136, sec. 4.2); a layer that halves the map has
+queries at every second row and column. At another grid the table over signed offsets is resampled. Between layers tokens are a
+map [B, h, w, C], where timm has a sequence, since a sequence does not say its sides.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from vitrel.grid import Grid
 
 
 class LinearNorm(levit.LinearNorm):
-    """Linear layer and batch norm of [B, h, w, C]."""
+    """timm's linear layer with batch norm of LeViT, for a map [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -24,7 +24,7 @@ class LinearNorm(levit.LinearNorm):
 
 
 class Downsample(levit.Downsample):
-    """Every second row and column, or their mean, of [B, h, w, C]."""
+    """timm's downsampling of LeViT, for a map [B, h, w, C]: it takes every second row and column, or pools."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pool is not None:
@@ -33,11 +33,12 @@ class Downsample(levit.Downsample):
 
 
 def _bias(module: Any, size: Size, stride: int = 1) -> Tensor:
+    """Return the biases [H, N', N] of an attention module on a grid of `size` (h, w) keys; see `distance_bias`."""
     return distance_bias(module.attention_biases, Grid(*module.resolution), Grid(*size), stride)
 
 
 class Attention(levit.Attention):
-    """Attention over a map, [B, C, h, w] if convolutional, else [B, h, w, C]."""
+    """timm's attention of LeViT, for any map, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.key_dim, self.key_dim, self.val_dim]
@@ -53,7 +54,7 @@ class Attention(levit.Attention):
 
 
 class AttentionDownsample(levit.AttentionDownsample):
-    """Attention that halves a map, [B, C, h, w] if convolutional, else [B, h, w, C]."""
+    """timm's attention of LeViT that halves a map, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.key_dim, self.val_dim]
@@ -73,7 +74,7 @@ class AttentionDownsample(levit.AttentionDownsample):
 
 
 class _Levit:
-    """LeViT whose tokens keep their map between the layers; the result is a sequence [B, N, C], as timm's."""
+    """Mixin of LeViT whose tokens are a map between the layers; its features are a sequence [B, N, C], as timm's."""
 
     def forward_features(self: Any, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -83,22 +84,22 @@ class _Levit:
 
 
 class Levit(_Levit, levit.Levit):
-    """LeViT of any image."""
+    """timm's LeViT, for images of any size."""
 
 
 class LevitDistilled(_Levit, levit.LevitDistilled):
-    """LeViT with a second head for distillation, of any image."""
+    """timm's LeViT with a second head for distillation, for images of any size."""
 
 
 class FlatMap(efficientformer.Flat):
-    """Channels to the end; the rows and columns stay: [B, C, h, w] -> [B, h, w, C]."""
+    """Replacement of EfficientFormer's Flat that keeps rows and columns, [B, C, h, w] -> [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1)
 
 
 class FormerAttention(efficientformer.Attention):
-    """Attention of EfficientFormer over a map [B, h, w, C]."""
+    """timm's attention of EfficientFormer, for any map [B, h, w, C]."""
 
     resolution = (7, 7)  # at construction, in all of timm's models
 
@@ -111,7 +112,7 @@ class FormerAttention(efficientformer.Attention):
 
 
 class EfficientFormer(efficientformer.EfficientFormer):
-    """EfficientFormer of any image; its features are a sequence [B, N, C], as timm's."""
+    """timm's EfficientFormer, for images of any size; its features are a sequence [B, N, C], as timm's."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self.norm(self.stages(self.stem(x)))
@@ -119,7 +120,7 @@ class EfficientFormer(efficientformer.EfficientFormer):
 
 
 class Attention2d(efficientformer_v2.Attention2d):
-    """Attention of EfficientFormer V2 with mixed heads over a map [B, C, h, w]."""
+    """timm's attention of EfficientFormer V2 with talking heads, for any map [B, C, h, w]."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[-2:]
@@ -138,7 +139,7 @@ class Attention2d(efficientformer_v2.Attention2d):
 
 
 class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):
-    """Attention of EfficientFormer V2 that halves a map [B, C, h, w]."""
+    """timm's attention of EfficientFormer V2 that halves a map, for any map [B, C, h, w]."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, v = self.q(x), self.v(x)
@@ -151,7 +152,7 @@ class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):
 
 
 class TinyAttention(tiny_vit.Attention):
-    """Attention of TinyViT in windows [B*L, N, C]."""
+    """timm's attention of TinyViT within windows [B*L, N, C], with a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(self.norm(x)).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -161,7 +162,7 @@ class TinyAttention(tiny_vit.Attention):
 
 
 class TinyVitBlock(tiny_vit.TinyVitBlock):
-    """Block of TinyViT over any map [B, h, w, C]."""
+    """timm's block of TinyViT, for any map [B, h, w, C]; no token sees the padding of windows."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]

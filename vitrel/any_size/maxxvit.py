@@ -21,7 +21,7 @@ from vitrel.position.resample import resample_table
 
 
 def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor:
-    """Return the biases [H, N, N] of one of timm's modules on a grid of `size` (h, w) tokens, which may differ from its own."""
+    """Return the biases [H, N, N] of one of timm's modules on a grid of `size` (h, w) tokens, which may not be its own."""
     source, target = Grid(*module.window_size), Grid(*size)
     if isinstance(module, RelPosMlp):
         trained = (0, 0)
@@ -39,7 +39,7 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
 
 
 class Attention2d(maxxvit.Attention2d):
-    """Attention over a map [B, C, h, w], global, or in windows with a mask [L*N, N]."""
+    """timm's attention of a map [B, C, h, w], which is any grid, or a window of in_windows with a mask [L*N, N]."""
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         h, w = x.shape[-2:]
@@ -54,7 +54,7 @@ class Attention2d(maxxvit.Attention2d):
 
 
 class AttentionCl(maxxvit.AttentionCl):
-    """Attention over windows [B*L, N, C] of `window` (h, w) tokens with a mask [L*N, N]."""
+    """timm's attention within windows [B*L, N, C], with an additive mask [L*N, N]."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if self.head_first:
@@ -67,14 +67,14 @@ class AttentionCl(maxxvit.AttentionCl):
 
 
 class PartitionAttentionCl(maxxvit.PartitionAttentionCl):
-    """Attention in windows or strided windows of any map [B, h, w, C]."""
+    """timm's block of MaxViT with attention in windows or in strided windows, for any map [B, h, w, C]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         return in_windows(x, self.partition_size, self.attn, strided=not self.partition_block)
 
 
 class ParallelPartitionAttention(maxxvit.ParallelPartitionAttention):
-    """Attention in windows and in strided windows side by side, of any map [B, h, w, C]."""
+    """timm's block with attention in windows and in strided windows side by side, for any map [B, h, w, C]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         parts = [
@@ -84,7 +84,7 @@ class ParallelPartitionAttention(maxxvit.ParallelPartitionAttention):
 
 
 class PartitionAttention2d(maxxvit.PartitionAttention2d):
-    """Attention in windows or strided windows of any map [B, C, h, w]."""
+    """timm's block of MaxViT with attention in windows or in strided windows, for any map [B, C, h, w]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         def attend(tokens: Tensor, mask: Tensor | None) -> Tensor:
@@ -96,10 +96,10 @@ class PartitionAttention2d(maxxvit.PartitionAttention2d):
 
 
 class Conv2dSame(layers.Conv2dSame):
-    """Convolution with TensorFlow's SAME padding of a map [B, C, h, w] whose sides are multiples of the stride.
+    """timm's convolution with TensorFlow's SAME padding, for a map [B, C, h, w] whose sides are multiples of the stride.
 
-    The padding, which timm computes from the size of the map, is then a constant, so a graph for any size compiles in seconds.
-    All maps here have such sides, so they are not checked.
+    The padding is then a constant, so a graph for any size compiles in seconds; timm computes it from the size of the map. All
+    maps here have such sides, so they are not checked.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,14 +108,15 @@ class Conv2dSame(layers.Conv2dSame):
 
 
 class AvgPool2dSame(TimmAvgPool2dSame):
-    """Pooling with such padding."""
+    """timm's average pooling with TensorFlow's SAME padding, for maps as those of Conv2dSame."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super(TimmAvgPool2dSame, self).forward(_pad_same(x, self.kernel_size, self.stride))
 
 
 def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size = (1, 1)) -> Tensor:
-    pads = pad_same_arg(stride, kernel, stride, dilation)  # a map of one stride is padded as all multiples of it
+    """Pad a map whose sides are multiples of the stride with zeros, as TensorFlow's SAME."""
+    pads = pad_same_arg(stride, kernel, stride, dilation)  # the padding of a map of one stride is that of every multiple
     return F.pad(x, pads) if any(pads) else x
 
 

@@ -26,7 +26,7 @@ def in_windows(
     shift: Size = (0, 0),
     strided: bool = False,
 ) -> Tensor:
-    """Apply attention in L windows of N tokens an image, [B, h, w, C] -> [B, h, w, C'].
+    """Apply attention within windows, L in an image and N tokens each, [B, h, w, C] -> [B, h, w, C'].
 
     Args:
         x: tokens. Sides that are not whole windows are padded on the right and below, and no token sees the padding.
@@ -42,10 +42,12 @@ def in_windows(
 
 
 def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
-    """Apply attention in windows whose padding is zero and takes part, as when SAM and SAM 2 were trained, [B, h, w, C'].
+    """Apply attention within windows whose tokens see the zeros that pad them, [B, h, w, C] -> [B, h / stride, w / stride, C'].
+
+    SAM and other models were trained so. Zeros pad a map on the right and below to whole windows.
 
     Args:
-        x: tokens [B, h, w, C], padded on the right and below to whole windows.
+        x: tokens [B, h, w, C].
         window: (y, z), rows and columns of a window.
         attend: a function of windows [B*L, y, z, C] -> [B*L, y / stride, z / stride, C'].
         stride: factor by which `attend` reduces both sides of a window, and so of the map; h and w are multiples of it.
@@ -62,7 +64,11 @@ def _over_windows(
     stride: int = 1,
     zeros: bool = False,
 ) -> Tensor:
-    """Apply `attend` to the tokens of all windows [B*L, N, C]; padding is zero with `zeros`, otherwise it repeats a token."""
+    """Apply `attend` to the tokens of all windows [B*L, N, C] and return a map.
+
+    The arguments are those of `in_windows` and `in_padded_windows`, but `attend` gets no mask. Padding is zero with `zeros`;
+    otherwise it repeats a token.
+    """
     b, h, w, _ = x.shape
     layout = windows(h, w, window, shift, x.device, strided)
     x = x.flatten(1, 2).index_select(1, layout.source)
@@ -101,9 +107,9 @@ def masked_attention(
 
 
 def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) -> Tensor:
-    """Return the sum of a bias [H, N, N] and the mask of L windows [L*N, N], [L*H, N, N].
+    """Return the sum of a bias [H, N, N] and the mask of L windows [L*N, N], for all heads and windows, [L*H, N, N].
 
-    A graph for any size gets no dimension of L: torch would compile another one for a single window.
+    In a graph for any size no tensor has a dimension of L: torch would compile another graph for a single window.
     """
     if is_known(mask.shape[0]):
         logits = mask.unflatten(0, (-1, 1, n))
@@ -114,7 +120,7 @@ def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) ->
 
 
 def table_bias(table: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Return the biases [H, N, N] of a table over offsets.
+    """Return the bias of every pair of tokens [H, N, N] from a table of biases by offset, resampled if the grids differ.
 
     Args:
         table: [(2h-1)(2w-1), H], query minus key.
@@ -125,20 +131,20 @@ def table_bias(table: Tensor, source: Grid, target: Grid) -> Tensor:
 
 
 def pair_bias(rows: Tensor, grid: Grid) -> Tensor:
-    """Return the biases [H, N, N] of rows [R, H] of the offset classes of `grid`."""
+    """Return the bias of every pair of tokens [H, N, N] from the biases [R, H] of all offsets of `grid`."""
     index = grid.index(device=rows.device)
     return rows.mT.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
 @cached_geometry
 def log_offsets(h: int, w: int, trained: Size, dtype: str, device: torch.device) -> Tensor:
-    """Return sign(d) * log(1 + |d|) of the offsets d of every class of a grid, [R, 2].
+    """Return sign(d) * log(1 + |d|) of both components d of every offset of an h x w grid, [R, 2].
 
     Args:
         h: rows of the grid.
         w: columns of the grid.
-        trained: (h, w) of a window whose largest offsets count as 8, with logarithms to base 8 (Swin V2); (0, 0): offsets as
-            they are, natural logarithms.
+        trained: (h, w) of a window whose largest offset is scaled to 8, with logarithms to base 8 (Swin V2); (0, 0): offsets
+            are not scaled, and logarithms are natural.
         dtype: name of the type.
         device: of the result.
     """
@@ -150,13 +156,13 @@ def log_offsets(h: int, w: int, trained: Size, dtype: str, device: torch.device)
 
 
 def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1) -> Tensor:
-    """Return the biases of LeViT's table over |row offset| and |column offset| (arXiv 2104.01136, sec. 4.2), [H, N', N].
+    """Return the bias of every query and key [H, N', N] from LeViT's biases by |row offset| and |column offset|.
 
     Args:
-        biases: [H, h*w], of the absolute offsets of the `source` grid.
-        source: grid of the table.
+        biases: [H, h*w], by |row offset| * w + |column offset| (arXiv 2104.01136, sec. 4.2), resampled if the grids differ.
+        source: grid of the biases, h x w.
         target: grid of the keys, N tokens.
-        stride: queries are every stride-th row and column.
+        stride: the N' queries are at every stride-th row and column of `target`.
     """
     if same_size(source, target):
         index = _distance_index(target.h, target.w, stride, device=biases.device)
@@ -168,13 +174,14 @@ def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1) -
 
 @cached_geometry
 def _offset_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
-    """Return the offset class of every strided query and every key, [N', N]."""
+    """Return the offset class of every query at a stride-th row and column and every key, [N', N]."""
     index = Grid(h, w).index(device=device)
     return index.unflatten(0, (h, w))[::stride, ::stride].flatten(0, 1)
 
 
 @cached_geometry
 def _distance_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
+    """Return |row offset| * w + |column offset| of the queries and keys of `_offset_index`, [N', N]."""
     return absolute_offsets(h, w, False, device=device)[_offset_index(h, w, stride, device=device)]
 
 

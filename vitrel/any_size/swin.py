@@ -16,12 +16,12 @@ from vitrel.any_size.exchange import Adapter, AnySize
 from vitrel.any_size.parts import in_windows, log_offsets, masked_attention, pair_bias, table_bias
 from vitrel.geometry import dtype_name
 from vitrel.grid import Grid
-from vitrel.layers.block import pad_to_even
+from vitrel.layers.block import join_neighbors
 from vitrel.layers.patches import PatchEmbed, pad_to_whole
 
 
 class WindowAttention(swin_transformer.WindowAttention):
-    """Attention with a table in windows [B*L, N, C]."""
+    """timm's attention of Swin with a table, within windows [B*L, N, C] and with a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -32,39 +32,40 @@ class WindowAttention(swin_transformer.WindowAttention):
 
 
 class SwinTransformerBlock(swin_transformer.SwinTransformerBlock):
-    """Block of any grid [B, h, w, C]."""
+    """timm's block of Swin, for any grid [B, h, w, C]."""
 
     def _attn(self, x: Tensor) -> Tensor:
         return in_windows(x, self.window_size, self.attn, self.target_shift_size)
 
 
 class _Merging:
-    """Patch merging of any grid, odd sides padded with zeros."""
+    """Mixin of patch merging, for any grid [B, h, w, C]; odd sides are padded with zeros."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = pad_to_even(pad_to_even(x, 1), 2).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
-        return self.reduction(self.norm(x.permute(0, 1, 3, 4, 2, 5).flatten(3)))
+        return self.reduction(self.norm(join_neighbors(x)))
 
 
 class PatchMerging(_Merging, swin_transformer.PatchMerging):
-    """Swin's patch merging for any grid."""
+    """timm's patch merging of Swin, for any grid."""
 
 
 class PatchMergingCr(_Merging, swin_transformer_v2_cr.PatchMerging):
-    """Swin V2-CR's patch merging for any grid."""
+    """timm's patch merging of Swin V2-CR, for any grid."""
 
 
 class _AnyImage(AnySize):
+    """Mixin of models whose patch embedding takes images of any size and pads them."""
+
     def adopted(self, model: Any) -> None:
         model.patch_embed.strict_img_size, model.patch_embed.dynamic_img_pad = False, True
 
 
 class SwinTransformer(_AnyImage, swin_transformer.SwinTransformer):
-    """Swin whose patches cover any image."""
+    """timm's Swin, for images of any size."""
 
 
 class WindowMultiHeadAttention(swin_transformer_v2_cr.WindowMultiHeadAttention):
-    """Cosine attention with an MLP of log offsets in windows [B*L, N, C]."""
+    """timm's cosine attention of Swin V2-CR with an MLP of log offsets, within windows [B*L, N, C] and with a mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -77,7 +78,7 @@ class WindowMultiHeadAttention(swin_transformer_v2_cr.WindowMultiHeadAttention):
 
 
 class SwinTransformerV2CrBlock(swin_transformer_v2_cr.SwinTransformerV2CrBlock):
-    """Block of any grid [B, h, w, C]."""
+    """timm's block of Swin V2-CR, for any grid [B, h, w, C]."""
 
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         shift = tuple(n // 2 for n in self.window_size) if any(self.target_shift_size) else (0, 0)
@@ -85,14 +86,14 @@ class SwinTransformerV2CrBlock(swin_transformer_v2_cr.SwinTransformerV2CrBlock):
 
 
 class PatchEmbedCr(swin_transformer_v2_cr.PatchEmbed):
-    """Patches of Swin V2-CR that cover any image, [B, 3, H, W] -> [B, C, h, w]; timm's would leave out the last pixels."""
+    """timm's patch embedding of Swin V2-CR, [B, 3, H, W] -> [B, C, h, w], with padding; timm leaves out the last pixels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(pad_to_whole(x, self.patch_size))
 
 
 class SwinTransformerV2Cr(_AnyImage, swin_transformer_v2_cr.SwinTransformerV2Cr):
-    """Swin V2-CR of any image."""
+    """timm's Swin V2-CR, for images of any size."""
 
 
 ADAPTER = Adapter(

@@ -36,7 +36,7 @@ def timm_sizes(model: Any) -> nn.Module:
 
 
 def _resize(model: Any, arguments: tuple[Tensor, ...]) -> None:
-    """Resize the model to its image [B, C, H, W], and keep what it was."""
+    """Resize the model to its image [B, C, H, W] before forward, and keep its former attributes for `_restore`."""
     size = tuple(arguments[0].shape[-2:])
     if size == to_2tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or model.img_size):
         return
@@ -52,6 +52,7 @@ def _resize(model: Any, arguments: tuple[Tensor, ...]) -> None:
 
 
 def _restore(model: Any, arguments: tuple[Tensor, ...], output: Any) -> None:
+    """Give the model back, after forward, the attributes that `_resize` kept."""
     for part, attributes in vars(model).pop("_before_resize", ()):
         vars(part).clear()
         vars(part).update(attributes)

@@ -1,8 +1,8 @@
 """Plain ViTs that vitrel.models.ViT does not express (timm.models.vision_transformer, eva).
 
 These are hybrid ViTs and ViTamin (a convolutional stem), AIMv2 (RMSNorm), parallel and differential blocks, normalized patches,
-Perception Encoder (a rotation that counts from 1), and SAM's encoder with its neck. The absolute embedding is resampled from
-the trained one, a rotation is computed for the grid of the image.
+and Perception Encoder (a rotation that counts from 1). The absolute embedding is resampled from the trained one, a rotation is
+computed for the grid of the image.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from vitrel.layers.patches import PatchEmbed
 
 
 class _Embedding(AnySize):
-    """The trunk's way from patches [B, h, w, C] to tokens [B, P + h*w, C], for any grid."""
+    """Mixin of timm's ViT and EVA that adds the absolute embedding and prefix tokens for any grid."""
 
     def adopted(self, model: Any) -> None:
         embed = model.patch_embed
@@ -35,6 +35,7 @@ class _Embedding(AnySize):
             raise ValueError("it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0")
 
     def _tokens(self: Any, x: Tensor) -> Tensor:
+        """Return the tokens of patches, [B, h, w, C] -> [B, P + h*w, C], with P prefix tokens and the absolute embedding."""
         h, w = x.shape[1:3]
         x = x.flatten(1, 2)
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
@@ -50,21 +51,21 @@ class _Embedding(AnySize):
 
 
 class VisionTransformer(_Embedding, vision_transformer.VisionTransformer):
-    """timm's ViT with an absolute embedding for any grid."""
+    """timm's ViT, for images of any size: the absolute embedding is resampled."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         return self.pos_drop(self._tokens(x))
 
 
 class Eva(_Embedding, eva.Eva):
-    """timm's EVA with an absolute embedding and a rotation for any grid."""
+    """timm's EVA, for images of any size: the absolute embedding is resampled, the rotation evaluated."""
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.pos_drop(self._tokens(x)), _rotation(self.rope, x.shape[1:3])
 
 
 def _rotation(rope: Any, size: tuple[int, int]) -> Tensor | None:
-    """Return the sines and cosines [N, 2D] of timm's rotary encoding on a grid of `size` (h, w) patches."""
+    """Return the sines and cosines [h*w, 2D] of timm's rotary encoding on a grid of `size` (h, w); None without encoding."""
     if rope is None:
         return None
     trained = getattr(rope, "feat_shape", None)
@@ -87,7 +88,7 @@ def _rotation(rope: Any, size: tuple[int, int]) -> Tensor | None:
 
 
 class StdConv2dSame(AnySize, layers.StdConv2dSame):
-    """Convolution of a hybrid's stem with padding in whole numbers: timm rounds a quotient, which is no size in a graph."""
+    """timm's convolution in the stem of hybrid ViTs, which computes its padding in integers; in graphs floats are no sizes."""
 
     def adopted(self, model: Any) -> None:
         self.pads, self.same_pad = self.same_pad, False
@@ -97,7 +98,7 @@ class StdConv2dSame(AnySize, layers.StdConv2dSame):
 
 
 class MaxPool2dSame(TimmMaxPool2dSame):
-    """Pooling of a hybrid's stem, padded so too."""
+    """timm's max pooling in the stem of hybrid ViTs, with padding as in StdConv2dSame."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = _pad_same(x, self.kernel_size, self.stride, self.dilation, -float("inf"))
@@ -105,7 +106,7 @@ class MaxPool2dSame(TimmMaxPool2dSame):
 
 
 def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size, value: float = 0.0) -> Tensor:
-    """Pad a map as TensorFlow's SAME: ceil(n / stride) results along every axis of n pixels, the larger half at the end."""
+    """Pad a map as TensorFlow's SAME: an axis of n pixels gives ceil(n / stride) results, and its end has the larger half."""
     pads: list[Any] = []
     for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True):
         pad = torch.sym_max(((n + s - 1) // s - 1) * s + (k - 1) * d + 1 - n, 0)

@@ -19,7 +19,10 @@ from vitrel.grid import Grid
 
 
 class Unroll(hiera.Unroll):
-    """Order of the tokens by mask unit, [B, h, w, C] -> [B, h*w, C]: tokens that are pooled together lie equally far apart."""
+    """timm's order of Hiera's tokens, for any grid, [B, h, w, C] -> [B, h*w, C]; it makes pooling a maximum over a dimension.
+
+    Tokens are sorted by their place in a mask unit, then by mask unit.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = zip(*self.schedule, strict=True)
@@ -29,13 +32,13 @@ class Unroll(hiera.Unroll):
 
 @cached_geometry
 def unrolled(h: int, w: int, rows: tuple[int, ...], columns: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the tokens of a grid in the order of `Unroll`, [h*w]: by their place in a cell, then by cell.
+    """Return the indices of the tokens of an h x w grid in the order of `Unroll`, [h*w] int64.
 
     Args:
         h: rows of the grid.
         w: columns of the grid.
-        rows: number of rows that each stage pools, the first one outermost in the order; a cell holds what all of them pool.
-        columns: number of columns that each stage pools.
+        rows: number of rows that each stage pools, the first one outermost in the order; their product is a cell's height.
+        columns: number of columns that each stage pools; their product is a cell's width.
         device: of the result.
     """
     y, z = math.prod(rows), math.prod(columns)
@@ -49,7 +52,7 @@ def unrolled(h: int, w: int, rows: tuple[int, ...], columns: tuple[int, ...], de
 
 
 class HieraPatchEmbed(hiera.PatchEmbed):
-    """Patches as a map, [B, C, H, W] -> [B, h, w, C]."""
+    """timm's patch embedding of Hiera, which returns a map, [B, C, H, W] -> [B, h, w, C]."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
@@ -58,7 +61,10 @@ class HieraPatchEmbed(hiera.PatchEmbed):
 
 
 class MaskUnitAttention(hiera.MaskUnitAttention):
-    """Attention of Hiera over tokens [B, N, C] in the order of `Unroll`, mask units as heads: ONNX takes 4 dimensions only."""
+    """timm's attention of Hiera over tokens [B, N, C] in the order of `Unroll`.
+
+    Mask units are heads of one attention, since ONNX takes 4 dimensions only.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.use_mask_unit_attn:
@@ -73,7 +79,7 @@ class MaskUnitAttention(hiera.MaskUnitAttention):
 
 
 class Hiera(AnySize, hiera.Hiera):
-    """Hiera of any image of whole mask units."""
+    """timm's Hiera, for any image of whole mask units."""
 
     def adopted(self, model: Any) -> None:
         if self.pos_embed is None:
@@ -91,7 +97,7 @@ class Hiera(AnySize, hiera.Hiera):
 
 
 class MultiScaleAttention(hieradet_sam2.MultiScaleAttention):
-    """Attention of SAM 2's encoder over a map or windows [B, h, w, C]."""
+    """timm's attention of SAM 2's encoder, over any map or windows [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -105,7 +111,7 @@ class MultiScaleAttention(hieradet_sam2.MultiScaleAttention):
 
 
 class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
-    """Block of SAM 2's encoder over any map [B, h, w, C]; windows attend to padding, as the weights were trained."""
+    """timm's block of SAM 2's encoder, for any map [B, h, w, C]; tokens attend to zeros that pad windows, as in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut, x = x, self.norm1(x)
@@ -122,7 +128,7 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
 
 
 class HieraDet(hieradet_sam2.HieraDet):
-    """SAM 2's encoder of any image."""
+    """timm's image encoder of SAM 2, for images of any size."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -134,7 +140,7 @@ class HieraDet(hieradet_sam2.HieraDet):
 
 
 class WindowAttentionGlobal(gcvit.WindowAttentionGlobal):
-    """Attention of GCViT in windows [B*L, N, C], whose queries may be those of the whole image."""
+    """timm's attention of GCViT within windows [B*L, N, C], with a mask; `q_global` are queries of the whole image."""
 
     def forward(self, x: Tensor, q_global: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         parts = self.qkv(x).unflatten(2, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
@@ -151,14 +157,14 @@ class WindowAttentionGlobal(gcvit.WindowAttentionGlobal):
 
 
 class GlobalContextVitBlock(gcvit.GlobalContextVitBlock):
-    """Block of GCViT over any map [B, h, w, C]."""
+    """timm's block of GCViT, for any map [B, h, w, C]; no token sees the padding of windows."""
 
     def _window_attn(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
         return in_windows(x, self.window_size, lambda tokens, mask: self.attn(tokens, q_global, mask))
 
 
 class GlobalContextVitStage(gcvit.GlobalContextVitStage):
-    """Stage of GCViT over any map: the query of the whole image is interpolated to one window."""
+    """timm's stage of GCViT, for any map [B, C, h, w]; the queries of the whole image are interpolated to one window."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(x)

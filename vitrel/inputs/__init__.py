@@ -1,7 +1,4 @@
-"""Inputs other than whole images: tiles of a large image, strips of tiles with memory.
-
-All functions use the model's forward pass or its blocks as they are.
-"""
+"""Images that are too large for one forward pass: overlapping tiles, and strips of tiles with a memory of the tiles above."""
 
 from vitrel.inputs.crop import Crop, crop_terms
 from vitrel.inputs.memory import Memory, forward_memory

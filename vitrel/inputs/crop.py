@@ -35,13 +35,12 @@ class Crop(NamedTuple):
 
 
 def crop_terms(terms: Terms, crop: Crop) -> Terms:
-    """Return the terms of a crop; the crop's tokens then have the same logits as in the whole grid.
+    """Return the terms of a crop from those of the whole grid; the crop's tokens have the same logits as in the whole grid.
 
-    Rows of tokens and rotations are those of the crop, and tables keep the offsets |dy| < h, |dx| < w; everything else is
-    unchanged.
+    Taken are the rows of the crop's tokens, and of tables the rows of offsets |dy| < h, |dx| < w. The rest is unchanged.
 
     Args:
-        terms: on `crop.whole`.
+        terms: what an encoding returns for `crop.whole`.
         crop: the part of the grid.
 
     Raises:

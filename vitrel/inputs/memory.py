@@ -65,11 +65,10 @@ def forward_memory(
         The tokens [B, N, C] as of `forward_features`, and the memory.
 
     Raises:
-        TypeError: the memory is of another type.
         ValueError: a block has windows, the tile does not continue the strip, or height is missing for encodings that add to
             tokens (absolute, sincos, ...), since every tile would have the positions of the first.
     """
-    _check(model, memory, length, height)
+    _check(model, length)
     x = model.embed_patches(image if memory is None else _filled(model, image))  # [B, h, w, C]
     h, w = x.shape[1:3]
     above, below = ((), 0) if memory is None else (memory.heights, memory.below)
@@ -124,7 +123,7 @@ def segment_attention(
 
 
 def with_past(current: Past, past: Past | None, prefix: int) -> Past:
-    """Insert cached keys and values, if any, between the prefix tokens and the patches of the current ones."""
+    """Return the current keys and values with the cached ones, if any, between those of prefix tokens and of patches."""
     if past is None:
         return current
     k, v = (torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(current, past, strict=True))
@@ -134,7 +133,7 @@ def with_past(current: Past, past: Past | None, prefix: int) -> Past:
 def _run_block(
     block: Block, x: Tensor, terms: Terms, keys: Grid, past: Past | None, remembered: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens after the block, and the last `remembered` keys and values of cached and current patches."""
+    """Run a block on the tokens of a tile; return its tokens, and the last `remembered` keys and values of all patches."""
     attn = block.attn
     last: list[Tensor] = []
 
@@ -150,11 +149,7 @@ def _run_block(
     return x, k, v
 
 
-def _check(model: ViT, memory: Memory | None, length: int, height: int | None) -> None:
-    if not isinstance(memory, Memory | None):
-        raise TypeError(f"memory must be None or the second value that forward_memory returned, not {type(memory).__name__}")
-    if not isinstance(length, int) or not isinstance(height, int | None):
-        raise TypeError(f"length is a number of tiles and height a number of pixels, not {length!r} and {height!r}")
+def _check(model: ViT, length: int) -> None:
     if any(block.window is not None for block in model.blocks):
         raise ValueError("memory needs global attention in all blocks, but this model has blocks with a window")
     if length < 0:

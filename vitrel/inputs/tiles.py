@@ -101,14 +101,14 @@ def tiled_features(
 
 
 class _Kept(NamedTuple):
-    """Slices of the features to keep."""
+    """The features of a tile to keep after a stage, along one axis."""
 
     tile: slice  # in tokens of the tile
     whole: slice  # in tokens of the whole image
 
 
 class _Span(NamedTuple):
-    """A tile along one axis, in patches, and what to keep of it."""
+    """A tile along one axis, and which of its features to keep."""
 
     start: int  # first patch
     stop: int  # patch after the last
@@ -116,7 +116,7 @@ class _Span(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """A model along one axis."""
+    """What tiling needs to know of a model along one axis, rows or columns."""
 
     # for each stage the merging factor (1 or 2) and (window, shift) of its blocks, in tokens
     stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -131,19 +131,19 @@ class _Axis(NamedTuple):
 
     @property
     def strides(self) -> list[int]:
-        """Patches per token of each stage."""
+        """Number of patches along the axis that a token of each stage covers."""
         return list(accumulate((merge for merge, _ in self.stages), mul))
 
     @property
     def alignment(self) -> int:
-        """Patches at whose multiples tiles begin, so that their windows are windows of the whole image."""
+        """Number of patches at whose multiples tiles begin, so that their windows are windows of the whole image."""
         stages = zip(self.strides, self.stages, strict=True)
         return math.lcm(*self.strides, *(stride * window for stride, (_, blocks) in stages for window, _ in blocks))
 
     def exact(self, start: int, stop: int, n: int) -> list[tuple[int, int]]:
-        """Return for each stage the tokens [lo, hi) of an axis for which a tile is exact: equal to those of the whole image.
+        """Return for each stage the range [lo, hi) of the tokens that a tile computes as the whole image would.
 
-        Tokens are numbered on the whole axis. No token is exact if lo >= hi.
+        Tokens are numbered on the whole axis. The range is empty if lo >= hi.
 
         Args:
             start: first patch of the tile.
@@ -166,20 +166,20 @@ class _Axis(NamedTuple):
         return ranges
 
     def margins(self) -> tuple[int, int]:
-        """Return the patches of a tile before and after its exact features, where it is cut on both sides."""
+        """Return how many patches at the start and at the end of a tile that is cut on both sides give no exact features."""
         step, stride = self.alignment, self.strides[-1]
         before = self.exact(step, _ENDLESS, _ENDLESS)[-1][0] * stride - step
         ends = [(stop, self.exact(0, stop, _ENDLESS)[-1][1] * stride) for stop in range(2 * step, 4 * step + 1)]
         return before, max(stop - hi for (_, shorter), (stop, hi) in pairwise(ends) if hi > shorter)
 
     def smallest(self) -> int:
-        """Return the patches of the smallest tile whose successor can begin one alignment later."""
+        """Return the least length of a tile in patches with which the next tile can begin one alignment later."""
         step = self.alignment
         target = self.exact(2 * step, _ENDLESS, _ENDLESS)[-1][0]
         return next(n for n in count(step) if self.exact(step, step + n, _ENDLESS)[-1][1] >= target)
 
     def spans(self, n: int, longest: int) -> list[_Span]:
-        """Return as few tiles of at most `longest` patches as cover an axis of n, each as short as possible."""
+        """Return the fewest tiles of at most `longest` patches that cover an axis of n patches, each as short as possible."""
         strides, done = self.strides, [0] * len(self.stages)
         spans: list[_Span] = []
         while not spans or spans[-1].stop < n:
@@ -194,9 +194,9 @@ class _Axis(NamedTuple):
         return spans
 
     def _next(self, done: int, n: int, longest: int) -> tuple[int, int]:
-        """Return start and stop, in patches, of the next tile; the first `done` tokens of the last stage are computed already.
+        """Return start and stop of the next tile, in patches, where the first `done` tokens of the last stage are computed.
 
-        It is the latest tile of at most `longest` patches whose exact tokens continue those, without patches at its end that
+        It is the latest tile of at most `longest` patches whose exact tokens continue these, without patches at its end that
         add none.
         """
         starts = range(done * self.strides[-1] // self.alignment * self.alignment, -1, -self.alignment)
@@ -240,7 +240,7 @@ def _spans(model: Backbone, size: tuple[int, int], tile: tuple[int, int]) -> lis
 
 
 def _pixels(image: Any, crop: Crop, patch: tuple[int, int]) -> Tensor:
-    """Return the crop's part of the image [B, C, height, width] as a tensor of floats."""
+    """Return the pixels of the crop, a tensor [B, C, height, width] of floats; `patch` is (h, w) of a patch in pixels."""
     y, x = (slice(first * p, (first + n) * p) for first, n, p in zip(crop.origin, (crop.h, crop.w), patch, strict=True))
     pixels = image[:, :, y, x]
     pixels = pixels if isinstance(pixels, Tensor) else torch.from_numpy(np.array(pixels))
@@ -250,7 +250,14 @@ def _pixels(image: Any, crop: Crop, patch: tuple[int, int]) -> Tensor:
 
 
 def _run(model: Backbone, pixels: Tensor, added: Terms | None, crop: Crop) -> Iterator[Tensor]:
-    """Yield the features [B, h, w, C] of a crop after each stage, then after the last norm."""
+    """Yield the features [B, h, w, C] of a crop after each stage, then after the last norm.
+
+    Args:
+        model: as in `tiled_features`.
+        pixels: of the crop, [B, in_chans, height, width].
+        added: the absolute embedding of the whole grid, or None.
+        crop: the tile's patches.
+    """
     weight = model.patch_embed.proj.weight
     x = model.patch_embed(pixels.to(weight))  # without the size check, since the last tile may be less than a patch
     if added is not None:

@@ -1,6 +1,6 @@
-"""Layers: patches, attention with position terms, the drop-in RelativeAttention, transformer blocks, patch merging, Fade.
+"""Layers of ViT and Swin: they take tokens and their grid, and work with any position encoding.
 
-Layers receive tokens and a grid, and an encoding as an argument; none depends on a particular encoding.
+RelativeAttention is for models of your own: self-attention that holds its encoding.
 """
 
 from vitrel.layers.attention import Attention, RelativeAttention

@@ -88,7 +88,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize cosine attention: scale 10 per head, zero biases. Linear layers have their own method."""
+        """Initialize the parameters of cosine attention, a scale of 10 per head and zero biases; not the linear layers."""
         if self.cosine:
             nn.init.constant_(self.logit_scale, math.log(10.0))
             for bias in (self.q_bias, self.v_bias):
@@ -109,10 +109,10 @@ class Attention(nn.Module):
         return self.output(self.attend(self.project(x), terms, grid, mask))
 
     def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
-        """Return attention of the projected tokens, before `output`: [B, N, 3C] -> [B, N, C].
+        """Return what attention gives before the layer's last projection (`output`), [B, N, 3C] -> [B, N, C].
 
         Args:
-            qkv: of `project`; in windows also [B, h, w, 3C], the result then is [B, h, w, C].
+            qkv: what `project` returns; in windows also [B, h, w, 3C], the result then is [B, h, w, C].
             terms: as in `forward`.
             grid: of the tokens.
             mask: as in `forward`; a windowed layer ignores it.
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         return self.normalized(self.qkv(x))
 
     def normalized(self, qkv: Tensor) -> Tensor:
-        """Return the output of the linear layer `qkv` [..., 3C] with q and k normalized by qk_norm or cosine."""
+        """Return the linear layer's output `qkv` [..., 3C] with q and k normalized, if the layer has qk_norm or cosine."""
         if self.cosine:
             return self._cosine(qkv)
         if isinstance(self.q_norm, nn.Identity):
@@ -140,7 +140,7 @@ class Attention(nn.Module):
         return torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), -3).flatten(-3)
 
     def output(self, x: Tensor) -> Tensor:
-        """Return the layer's output from the result of `attend`: norm, projection, dropout, [..., C] -> [..., C]."""
+        """Apply norm, projection and dropout to the result of `attend`, [..., C] -> [..., C]."""
         return self.proj_drop(self.proj(self.norm(x)))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,9 +153,9 @@ class Attention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
     def _cosine(self, qkv: Tensor) -> Tensor:
-        """Add the biases and normalize, [..., 3C] -> [..., 3C].
+        """Add the biases of q and v to `qkv` [..., 3C], and bring k to length 1 and q to length scale * sqrt(D).
 
-        k gets length 1, and q length scale * sqrt(D), which cancels the logits' D**-0.5.
+        The factor sqrt(D) cancels the D**-0.5 of the logits.
         """
         x = upcast(qkv).unflatten(-1, (3, self.num_heads, -1))  # lengths and scales up to 100 need float32
         if self.q_bias is not None:

@@ -86,7 +86,7 @@ class Block(nn.Module):
 
     @property
     def window(self) -> Grid | None:
-        """The window as a grid, or None for global attention."""
+        """Grid of a window of the attention layer, or None for global attention."""
         return None if self.attn.window is None else Grid(*self.attn.window)
 
     def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
@@ -102,11 +102,11 @@ class Block(nn.Module):
         return self.residuals(x, lambda tokens: self.attn(tokens, terms, grid, mask))
 
     def residuals(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the block computes with another function as its attention, of the shape of x.
+        """Run the block with the function `attend` in place of its attention layer, and return tokens of the shape of x.
 
         Args:
             x: tokens, as for `forward`.
-            attend: a function of tokens, normalized unless the block has post_norm, that returns tokens of the same shape.
+            attend: takes tokens, which norm1 has normalized unless the block has post_norm, and returns as many.
         """
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(attend(x)))
@@ -153,10 +153,15 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the merged tokens, [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']."""
-        x = pad_to_even(pad_to_even(x, 1), 2)
-        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
-        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighborhood column by column, as in Swin's weights
+        x = join_neighbors(x)
         return self.norm(self.reduction(x)) if self.post_norm else self.reduction(self.norm(x))
+
+
+def join_neighbors(x: Tensor) -> Tensor:
+    """Join the channels of each 2x2 neighborhood, [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), 4C]; odd sides get zeros."""
+    x = pad_to_even(pad_to_even(x, 1), 2)
+    x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
+    return x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighborhood column by column, as in Swin's weights
 
 
 def pad_to_even(x: Tensor, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fade: the scale of an absolute embedding, falling from 1 to 0 during fine-tuning."""
+"""Fade: a factor of the absolute embedding that falls from 1 to 0 during fine-tuning."""
 
 import torch
 from timm.layers import register_notrace_module
@@ -29,8 +29,8 @@ class Fade(nn.Module):
         super().__init__()
         if isinstance(fade_steps, bool) or not isinstance(fade_steps, int) or fade_steps < 1:
             raise ValueError(
-                f"absolute='fade' needs fade_steps, the number of training steps from scale 1 to 0, of 1 or more, not "
-                f"{fade_steps!r}; about half of the fine-tuning steps is a reasonable value"
+                f"an absolute embedding fades in a number of training steps of 1 or more, not {fade_steps!r}; about half of "
+                "the fine-tuning steps is a reasonable value"
             )
         self.fade_steps = fade_steps
         self.register_buffer("steps", torch.zeros((), dtype=torch.long, device=device))

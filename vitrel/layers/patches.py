@@ -1,4 +1,4 @@
-"""Patches of an image of any size: timm's PatchEmbed, with padding that graphs for any size are quick to compile with."""
+"""Patches of an image of any size: timm's PatchEmbed with another way to pad, by which graphs for any size compile quickly."""
 
 import timm.layers
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ class PatchEmbed(timm.layers.PatchEmbed):
 def pad_to_whole(x: Tensor, patch: tuple[int, int]) -> Tensor:
     """Pad an image with zeros on the right and below, so that whole patches cover all of its pixels.
 
-    A graph for any size pads each axis by a patch less one pixel. That may be more than is needed, but the convolution reads
-    whole patches only. With exact padding the sizes contain remainders, and torch takes minutes to compile some models.
+    A graph for any size pads each axis by one pixel less than a patch. That may be more than is needed, but the convolution
+    reads whole patches only. With exact padding the sizes contain remainders, and torch takes minutes to compile some models.
 
     Args:
         x: image [B, C, H, W].

@@ -41,7 +41,7 @@ def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class Backbone(nn.Module, abc.ABC):
-    """Abstract base class of ViT and Swin: input size, options and reports of position, initialization, parameter groups.
+    """Abstract base class of ViT and Swin, with what both do alike: input size, position, initialization, parameter groups.
 
     A subclass embeds an image as patches on a grid (`embed_patches`) and calls every encoding on that grid, or on the window's.
 
@@ -86,7 +86,7 @@ class Backbone(nn.Module, abc.ABC):
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """Arguments that timm's save_for_hf stores; timm itself records only those passed to its factory."""
+        """Arguments that timm's save_for_hf stores with a model; timm alone would store those that its builder was given."""
         return {name: value for name, value in self.current_arguments().items() if value is not None}
 
     @_model_args.setter
@@ -125,7 +125,7 @@ class Backbone(nn.Module, abc.ABC):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies that the encodings can use at another image size, the default first; empty if nothing changes there."""
+        """Names of the policies that encodings of this model use at other image sizes, the default first; may be empty."""
         parts = (part for part, grid in parts_with_policies(self, LARGE) if part.grid[:2] != grid[:2])
         return tuple(dict.fromkeys(policy for part in parts for policy in part.policies))
 
@@ -159,29 +159,28 @@ class Backbone(nn.Module, abc.ABC):
         self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
 
     def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
-        """Yield every position encoding with its grid at the training image size, for which the parameters were made."""
+        """Yield every position encoding with its grid at the image size that the model was built for."""
         return self.encodings(to_2tuple(self.patch_embed.img_size))
 
     def resampled(self, size: tuple[int, int]) -> dict[str, int]:
-        """Return how forward at `size` (h, w) pixels departs from the trained position values.
+        """Return {"key policy": number of trained values that are interpolated} for images of `size` (h, w) pixels.
 
-        Returns:
-            {"key policy": number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a
-                policy that interpolates no parameter, for example "table clip".
+        It is empty if every value is read as trained. The number is 0 for a policy that interpolates no parameter, for example
+        "table clip".
         """
         return sum_counts(encoding.resampled(grid) for encoding, grid in self.encodings(size))
 
     def unseen(self, size: tuple[int, int]) -> float:
-        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that no pair of training tokens had.
+        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that training had not; the largest of all encodings.
 
-        It is the largest of all encodings.
+        See PositionEncoding.unseen.
         """
         return max((encoding.unseen(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def saturated(self, size: tuple[int, int]) -> float:
-        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that are unseen but read a trained row or bucket.
+        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that training had not, but whose row it trained.
 
-        The row is an edge row, the bucket the far one. The share is the largest of all encodings.
+        It is the largest of all encodings; see PositionEncoding.saturated.
         """
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
@@ -208,7 +207,7 @@ class Backbone(nn.Module, abc.ABC):
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Turn activation checkpointing of the blocks on or off: recompute activations in the backward pass."""
+        """Turn activation checkpointing of the blocks on or off, by which the backward pass computes activations again."""
         for module in self.modules():
             if hasattr(module, "grad_checkpointing"):
                 module.grad_checkpointing = enable  # type: ignore[assignment]
@@ -229,9 +228,9 @@ class Backbone(nn.Module, abc.ABC):
                 self.init_linear(module)
 
     def embed_patches(self, image: Tensor) -> Tensor:
-        """Embed an image as patches, [B, in_chans, height, width] -> [B, h, w, C].
+        """Embed images as patches, [B, in_chans, height, width] -> [B, h, w, C].
 
-        It is padded on the right and below to whole patches.
+        Images are padded on the right and below to whole patches.
 
         Raises:
             ValueError: the image has another shape, or is smaller than one patch.
@@ -254,7 +253,7 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
 
 
 def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False) -> None:
-    """Raise ValueError unless `global_pool` is possible in a backbone with or without class token and attention pooling."""
+    """Raise ValueError unless a backbone can have this `global_pool`: "token" needs a class token, "map" attention pooling."""
     known = (*(["token"] if class_token else []), "avg", "max", "avgmax", *(["map"] if attention_pool else []), "")
     if global_pool not in known:
         hint = "needs class_token=True" if global_pool == "token" else "is unknown"
@@ -277,7 +276,7 @@ def init_linear(module: nn.Module, gain: float | None = None) -> None:
 
 
 def parts_with_policies(model: Backbone, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
-    """Yield the encodings that have policies, parts of compositions included, with their grid at `size` (h, w) pixels."""
+    """Yield every encoding that has policies, alone or in a composition, with its grid for images of `size` (h, w) pixels."""
     for encoding, grid in model.encodings(size):
         for part in encoding.modules():
             if isinstance(part, PositionEncoding) and part.policies:
@@ -285,6 +284,6 @@ def parts_with_policies(model: Backbone, size: tuple[int, int]) -> Iterator[tupl
 
 
 def backbone_of(model: nn.Module) -> Backbone | None:
-    """Return a model of vitrel, or the one that a model with a head on it has as `backbone`; None for other models."""
+    """Return the model itself if it is a Backbone, or its attribute `backbone` if that is one (Segmenter); otherwise None."""
     inner = model if isinstance(model, Backbone) else getattr(model, "backbone", None)
     return inner if isinstance(inner, Backbone) else None

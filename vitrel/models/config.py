@@ -41,11 +41,11 @@ class Config(NamedTuple):
             device: of the parameters.
             dtype: of the parameters.
             changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
-                `preparation`. The names of the classes are dropped if they are not as many as num_classes.
+                `preparation`. Names of classes are dropped if there are not as many as num_classes.
 
         Raises:
-            TypeError: an argument is not of the model's constructor, or an entry of `preparation` is not about preparation: a
-                file may name no other source of weights.
+            TypeError: the model's constructor does not have an argument, or `preparation` has another entry than those on
+                preparation, such as a source of weights, which a file may not name.
         """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
         classes, head = self.segmenter or (changes.get("num_classes", self.arguments.get("num_classes")), "")
@@ -94,12 +94,12 @@ def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return those arguments of timm.create_model by which a checkpoint describes its model; none names a source of weights.
+    """Return the arguments of timm.create_model that describe a model, without those that name a source of weights.
 
-    They are the ones that reach the constructor of the model, and of a pretrained_cfg the entries that do.
+    They are the arguments of the model's constructor, and the entries `_CFG` of a pretrained_cfg.
 
     Args:
-        arguments: of a run's model, or read from a checkpoint.
+        arguments: {name: value}, of the model of a run, or read from a checkpoint.
     """
     kept = {name: value for name, value in arguments.items() if name not in _OF_TIMM | {"device", "dtype"}}
     for name in ("pretrained_cfg", "pretrained_cfg_overlay"):
@@ -112,7 +112,7 @@ def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def preprocessing_of(model: nn.Module) -> dict[str, Any]:
-    """Return the entries PREPROCESSING of a model's pretrained_cfg, as plain values; timm's defaults where it has none."""
+    """Return mean, std, crop and interpolation (PREPROCESSING) of a model's pretrained_cfg; timm's defaults where missing."""
     known = resolve_model_data_config(model)
     numbers = {name: tuple(map(float, known[name])) for name in ("mean", "std")} | {"crop_pct": float(known["crop_pct"])}
     return {name: known[name] for name in PREPROCESSING} | numbers

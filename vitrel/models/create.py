@@ -47,20 +47,16 @@ def create_model(name: str, **kwargs) -> nn.Module:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Return a context in which models are built on the meta device: shapes without values, and no time to initialize them."""
-    with torch.device("meta"), _Unfilled():
+    """Return a context in which models are built on the meta device: shapes without values, in little time."""
+    with torch.device("meta"), Uninitialized():
         yield
 
 
-@contextmanager
-def uninitialized() -> Iterator[None]:
-    """Return a context in which models are built with parameters of no particular values, for weights that set all of them."""
-    with _Unfilled():
-        yield
+class Uninitialized(TorchFunctionMode):
+    """Context in which parameters keep what `torch.empty` gave them, for models whose weights are loaded at once.
 
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves out functions that fill parameters in place, or tensors without values, where PyTorch takes long to do nothing."""
+    Functions that fill a parameter, or any tensor on the meta device, in place do nothing.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if getattr(func, "__name__", "") in _FILLS:
@@ -71,9 +67,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -> nn.Module:
-    """Build a model as `create_model`, for images of a size where its architecture takes one.
-
-    A model without position, such as a ResNet, takes none.
+    """Build a model as `create_model`, for images of a size; architectures without the argument img_size are built without.
 
     Args:
         name: as in `create_model`.
@@ -81,7 +75,7 @@ def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -
         kwargs: as in `create_model`.
 
     Raises:
-        TypeError: an argument is wrong; other errors as in `create_model`.
+        TypeError: an argument other than img_size is wrong; other errors as in `create_model`.
     """
     try:
         return create_model(name, **kwargs | ({} if img_size is None else {"img_size": img_size}))

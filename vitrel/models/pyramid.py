@@ -29,10 +29,10 @@ def pyramid(model: nn.Module, strides: Sequence[int] = (4, 8, 16, 32), channels:
 
 
 class Pyramid(nn.Module):
-    """Maps of an image [B, in_chans, height, width] by stride: {"0": [B, C_0, ceil(height / s_0), ceil(width / s_0)], ...}.
+    """Model of maps by stride: [B, in_chans, height, width] -> {"0": [B, C_0, ceil(height / s_0), ceil(width / s_0)], ...}.
 
-    A map of a finer stride than its source is cropped to the cells that the image reaches. The arguments are those of
-    `pyramid`.
+    The map of a stride s_i has the name str(i). One that is finer than the stage it is made from is cropped to the cells that
+    the image reaches. The arguments are those of `pyramid`.
 
     Attributes:
         feature_info: timm's FeatureInfo; its channels() and reduction() are those of the maps.
@@ -79,7 +79,7 @@ class Pyramid(nn.Module):
 
 
 def _rescale(width: int, step: int) -> nn.Module:
-    """Return layers that make a map 2^step times finer, halving its channels at each step; coarser where step < 0."""
+    """Return layers that double the sides of a map and halve its channels `step` times, or halve the sides if step < 0."""
     if step <= 0:
         return nn.MaxPool2d(2**-step, ceil_mode=True) if step else nn.Identity()
     layers: list[nn.Module] = []
@@ -90,6 +90,7 @@ def _rescale(width: int, step: int) -> nn.Module:
 
 
 def _project(width: int, channels: int) -> nn.Module:
+    """Return convolutions from `width` to `channels` channels, which keep the sides of a map."""
     return nn.Sequential(
         nn.Conv2d(width, channels, kernel_size=1, bias=False),
         LayerNorm2d(channels),

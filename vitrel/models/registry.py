@@ -21,13 +21,16 @@ _weight_filter: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = N
 
 
 def set_weight_filter(function: Callable[[dict[str, Tensor], Any], dict[str, Tensor]]) -> None:
-    """Set what rearranges the state dict of a file for a model built with `pretrained`: timm's `checkpoint_filter_fn`."""
+    """Set the function (state dict of a file, model) -> state dict of the model by which timm loads pretrained weights.
+
+    It is set by vitrel.weights, which imports the models and so cannot be imported here.
+    """
     global _weight_filter
     _weight_filter = function
 
 
 def base_cfg(**changes) -> dict:
-    """Return the pretrained cfg entries that all model families share, updated by those given."""
+    """Return entries of timm's pretrained_cfg that ViT and Swin share, updated by `changes`."""
     shared = dict(num_classes=1000, input_size=(3, 224, 224), pool_size=None, crop_pct=0.9, interpolation="bicubic")
     return shared | dict(fixed_input_size=False, first_conv="patch_embed.proj") | changes
 
@@ -43,7 +46,7 @@ def register_family(
         weights: {name: hub repository} of public weights.
         namespace: globals() of the backbone's module, to which the entry points and default_cfgs are added, since timm looks
             for them there.
-        rows_of: makes the rows for positions registered later.
+        rows_of: returns the rows of the models with given positions, for those that `register_position` adds.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
@@ -96,6 +99,8 @@ def _path(encoding: type) -> str:
 
 
 def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str) -> Callable[..., nn.Module]:
+    """Return the function that timm.create_model calls for the model `name`."""
+
     def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
         kwargs = arguments | kwargs
         depth = len(kwargs["depths"]) if "depths" in kwargs else kwargs["depth"]

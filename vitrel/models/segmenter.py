@@ -72,11 +72,11 @@ class Segmenter(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """The model below the head."""
+        """The model whose features the head reads."""
         return self.features.body
 
     def with_backbone(self, backbone: nn.Module) -> "Segmenter":
-        """Return a segmenter with this one's head on another backbone of the same widths, of which it becomes a part."""
+        """Return a new segmenter with the weights of this one's head on another backbone, which has the same widths."""
         model = Segmenter(backbone, self.num_classes, self.head_name)
         head = {name: value for name, value in self.state_dict().items() if not name.startswith(BODY)}
         model.load_state_dict(head | {BODY + name: value for name, value in backbone.state_dict().items()})
@@ -90,12 +90,12 @@ class Segmenter(nn.Module):
 
     @property
     def set_input_size(self) -> Callable[..., None]:
-        """timm's method of a backbone that takes one image size, which sets it to another; no attribute of others."""
+        """Method `set_input_size` of the backbone; AttributeError if the backbone has none, so that hasattr tells."""
         return self.backbone.set_input_size  # type: ignore[return-value]
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """The backbone's configuration of preprocessing, as timm keeps it."""
+        """timm's pretrained_cfg of the backbone."""
         return self.backbone.pretrained_cfg  # type: ignore[return-value]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -103,14 +103,14 @@ class Segmenter(nn.Module):
         self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the backbone's layers, as timm's layer decay reads them; the head comes last."""
+        """Return the backbone's patterns of parameter names by layer, for timm's layer decay, with the names in this model."""
 
-        def below(pattern: Any) -> Any:
+        def renamed(pattern: Any) -> Any:
             if isinstance(pattern, str):
                 return re.sub(r"\^", rf"^{re.escape(BODY)}", pattern)
-            return [(below(one), order) for one, order in pattern]
+            return [(renamed(one), order) for one, order in pattern]
 
-        return {name: below(pattern) for name, pattern in self.backbone.group_matcher(coarse).items()}  # type: ignore[operator]
+        return {name: renamed(pattern) for name, pattern in self.backbone.group_matcher(coarse).items()}  # type: ignore[operator]
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters without weight decay."""
@@ -125,11 +125,12 @@ class Segmenter(nn.Module):
         return {f"{BODY}{name}": scale for name, scale in self._of_backbone("position_lr_scales", {}).items()}
 
     def _of_backbone(self, method: str, default: Any) -> Any:
+        """Return what this method of the backbone returns, or `default` if the backbone has no such method."""
         return getattr(self.backbone, method)() if hasattr(self.backbone, method) else default
 
 
 class Tokens(nn.Module):
-    """The tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w] at the finest stage.
+    """Model of the tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w] at the finest stage.
 
     Args:
         body: a model with `forward_intermediates`.
@@ -157,7 +158,7 @@ class Tokens(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits of a decoder of segmentation_models_pytorch, on maps of STRIDES by name -> [B, num_classes, h, w] of the first.
+    """Decoder of segmentation_models_pytorch with a classifier: maps of STRIDES by name -> logits of the size of the first map.
 
     Args:
         widths: channels of the maps.

@@ -278,9 +278,10 @@ class Swin(Backbone):
 
 
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
-    """Return position_args for each stage, with its pretrained_window: the value given for all stages or for each of them.
+    """Return position_args for each stage, with the pretrained_window of that stage.
 
-    A pair is (h, w) of all stages. If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
+    A sequence with a value per stage gives each its own; a number or a pair (h, w) is for all stages. Without the option it is
+    the window, or the stage's grid where that is smaller, as in Swin V2.
 
     Args:
         position_args: of the model.
@@ -327,7 +328,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return one model of every size for each position, but for those that only add to tokens."""
+    """Return the rows of the models of every size with each position, but for positions that only add to tokens."""
     return {
         f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

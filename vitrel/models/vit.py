@@ -213,9 +213,7 @@ class ViT(Backbone):
         return self.add_tokens(x, None if self.pos_embed is None else self.pos_embed(grid).tokens), grid
 
     def add_tokens(self, x: Tensor, tokens: Tensor | None) -> Tensor:
-        """Turn patches into the first block's input: prepend prefix tokens, add the absolute embedding.
-
-        Dropout and norm_pre are applied last.
+        """Return the input of the first block: prefix tokens and patches with the absolute embedding, dropout and norm_pre.
 
         Args:
             x: patches [B, h, w, C].
@@ -394,7 +392,7 @@ class ViT(Backbone):
     def _run(
         self, x: Tensor, grid: Grid, blocks: nn.Sequential, mask: Tensor | None = None, take: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the tokens after `blocks`, and those after each block whose index is in `take`."""
+        """Run `blocks` on tokens x [B, N, C]; return the last output, and those of the blocks whose index is in `take`."""
         shared = None if self.shared_position is None else self.shared_position(grid)
         features = []
         for i, block in enumerate(blocks):
@@ -439,7 +437,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return one model of every size for each position."""
+    """Return the rows of the models of every size with each position."""
     return {
         f"vitrel_vit_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

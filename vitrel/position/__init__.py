@@ -172,17 +172,12 @@ def check_options(position: str, options: dict) -> None:
     for name, value in options.items():
         if name not in taken:
             raise TypeError(f"position {position!r} has no option {name!r}; it takes {', '.join(sorted(taken))}")
-        if name in positive and any(n is not None and not n > 0 for n in _numbers(value)):
+        if name in positive and value is not None and not value > 0:
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
         if name in SMALLEST_STRENGTHS and value is not None and not SMALLEST_STRENGTHS[name] <= value < float("inf"):
             raise ValueError(f"{position} needs {name} of at least {SMALLEST_STRENGTHS[name]}, or None for none, not {value}")
         if name == "policy" and not {*value.split("+")} <= {*policies}:
             raise ValueError(f"policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
-
-
-def _numbers(value: object) -> list:
-    """Return the numbers in nested tuples and lists, for example the windows of several stages."""
-    return [n for part in value for n in _numbers(part)] if isinstance(value, tuple | list) else [value]
 
 
 def _keys(position: str) -> list[str]:

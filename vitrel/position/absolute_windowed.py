@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.resample import resample_embedding
-from vitrel.position.terms import Factory, PositionEncoding, Terms, check_prefix, check_sides, upcast
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_pair, check_prefix, upcast
 
 
 class AbsoluteWindowed(PositionEncoding):
@@ -49,7 +49,7 @@ class AbsoluteWindowed(PositionEncoding):
     ):
         super().__init__()
         self.grid, self.init_std = grid, init_std
-        self.period = m, n = check_sides("absolute_windowed", "period", period)
+        self.period = m, n = check_pair("absolute_windowed", "period", period)
         self.coarse = -(-grid.h // m), -(-grid.w // n)  # windows of the training grid
         width = num_heads * head_dim
         self.pos_embed = nn.Parameter(torch.empty(1, grid.prefix + self.coarse[0] * self.coarse[1], width, **factory))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides, first_of, run_upcast
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_pair, check_prefix, first_of, run_upcast
 
 
 class CPB(PositionEncoding):
@@ -34,7 +34,7 @@ class CPB(PositionEncoding):
 
     policies = POLICIES
     lr_scale = 2.0  # an MLP, many of whose weights move every row: faster than that, rows jump
-    positive = ("hidden", "pretrained_window")
+    positive = ("hidden",)
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class CPB(PositionEncoding):
         super().__init__()
         self.grid = grid
         m0 = grid[:2] if pretrained_window is None else pretrained_window
-        self.pretrained_window = check_sides("cpb", "pretrained_window", m0)
+        self.pretrained_window = check_pair("cpb", "pretrained_window", m0)
         first, second = nn.Linear(2, hidden, **factory), nn.Linear(hidden, num_heads, bias=False, **factory)
         self.cpb_mlp = nn.Sequential(first, nn.ReLU(), second)
         self.prefix_bias = nn.Parameter(torch.empty(3, num_heads, **factory)) if grid.prefix else None

@@ -12,7 +12,6 @@ its layer, so every layer has their mean, 1, times `slope`. Nothing is learned, 
 the paper then lowers `slope`. Pairs with a prefix token are never masked and have no bias.
 """
 
-import warnings
 from typing import Unpack
 
 import torch
@@ -29,8 +28,8 @@ FIELDS_OF_VIEW = (180, 90, 45)
 class LookHere(PositionEncoding):
     """Bias that falls linearly with the distance; a directed head also hides the keys outside its field of view.
 
-    The last min(4, num_heads // 3) heads, at least one, are undirected, the heads before them directed. The constructor warns
-    if num_heads is 1, since then no head is directed. There are no parameters.
+    The last min(4, num_heads // 3) heads, at least one, are undirected, the heads before them directed, so a single head is
+    undirected. There are no parameters.
 
     Args:
         fov: field of view of the directed heads in degrees, 180, 90 or 45.
@@ -49,14 +48,6 @@ class LookHere(PositionEncoding):
         super().__init__()
         if fov not in FIELDS_OF_VIEW:
             raise ValueError(f"lookhere has fields of view of {', '.join(map(str, FIELDS_OF_VIEW))} degrees, not {fov}")
-        if _directed(num_heads) == 0:
-            views = 4 if fov == 180 else 8
-            heads_for_all = next(heads for heads in range(2, 16) if _directed(heads) == views)
-            warnings.warn(
-                f"lookhere with num_heads={num_heads} has no directed head, since the last head sees in all directions: give "
-                f"num_heads of 2 or more for one direction, {heads_for_all} or more for all {views} of fov={fov}",
-                stacklevel=2,
-            )
         self.grid, self.num_heads, self.fov, self.slope = grid, num_heads, fov, slope
         self.mark_device(factory.get("device"))
 

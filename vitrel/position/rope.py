@@ -31,7 +31,7 @@ from vitrel.position.terms import (
     PositionEncoding,
     Terms,
     band_frequencies,
-    check_sides,
+    check_pair,
     of_axes,
     split_axes,
     upcast,
@@ -58,7 +58,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
     rotates = True
     policies: tuple[str, ...] = POLICIES
     grid: Grid
-    positive = ("base", "reference", "policy_strength", "yarn_turns")
+    positive = ("base",)
     switchable = ("policy", "policy_strength", "yarn_turns")
 
     def __init__(
@@ -137,7 +137,7 @@ class RopeAxial(RotaryEncoding):
     ):
         super().__init__(grid, policy_strength, yarn_turns, shift_coords, jitter_coords, rescale_coords)
         self.base = base
-        self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
+        self.reference = None if reference is None else check_pair("rope_axial", "reference", reference)
         if self.reference is not None:
             self.policies = ()
         self.axes, self.bands = split_axes("rope_axial", "head width", head_dim, grid)

@@ -44,8 +44,8 @@ class RotaryPolicy(NamedTuple):
 
     def check(self, key: str) -> None:
         """Raise ValueError for an impossible number; `key` is the encoding's name, for errors."""
-        if len(self.turns) != 2 or not self.turns[0] < self.turns[1]:
-            raise ValueError(f"{key} needs yarn_turns=(slow, fast) with slow < fast, not {self.turns}")
+        if len(self.turns) != 2 or not 0 < self.turns[0] < self.turns[1]:
+            raise ValueError(f"{key} needs yarn_turns=(slow, fast) with 0 < slow < fast, not {self.turns}")
         if not 0 < self.strength < math.inf:
             raise ValueError(f"{key} needs a policy_strength above 0, not {self.strength}")
 

@@ -8,7 +8,6 @@ training offset, and count about half the training axis, at most 16, such that e
 buckets and max_distance 128 would leave 6 of 16 untrained on a 14 x 14 grid. Pairs with a prefix token read three rows.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid, unseen_share
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_pair, check_prefix
 
 
 class T5(PositionEncoding):
@@ -40,7 +39,6 @@ class T5(PositionEncoding):
 
     at_larger_grid = "nothing changes"
     lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
-    positive = ("num_buckets", "max_distance", "init_std")
 
     def __init__(
         self,
@@ -58,11 +56,15 @@ class T5(PositionEncoding):
         super().__init__()
         self.grid, self.init_std = grid, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
-        counts, reaches = _pair("num_buckets", num_buckets), _pair("max_distance", max_distance)
-        if not isinstance(num_buckets, tuple | list):  # an axis of one patch has offset 0 only: other buckets stay untrained
-            counts = [count if n > 1 else 1 for n, count in zip(grid[:2], counts, strict=True)]
-        axes = zip(grid[:2], counts, reaches, strict=True)
-        self.rules = tuple(_rule(n, count, reach, bidirectional) for n, count, reach in axes)
+        counts, reaches = (
+            [None, None] if value is None else [*check_pair("t5", name, value)]
+            for name, value in (("num_buckets", num_buckets), ("max_distance", max_distance))
+        )
+        rules = []
+        for n, count, reach in zip(grid[:2], counts, reaches, strict=True):
+            single = n == 1 and not isinstance(num_buckets, tuple | list)  # it has offset 0 only: other buckets stay untrained
+            rules.append(_rule(n, 1 if single else count, reach, bidirectional))
+        self.rules = tuple(rules)
         (n_h, n_w), extra = (rule.count for rule in self.rules), 3 if grid.prefix else 0
         product = {"relative_attention_bias": n_h * n_w + extra}
         for name, rows in (product if mode == "product" else {"table_h": n_h + extra, "table_w": n_w}).items():
@@ -138,14 +140,6 @@ def _pairs(
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()
-
-
-def _pair(name: str, value: int | Sequence[int | None] | None) -> Sequence[int | None]:
-    """Return (rows, columns) of an option given as one number or two; raise ValueError naming the option for anything else."""
-    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(pair) != 2 or not all(n is None or isinstance(n, int) for n in pair):
-        raise ValueError(f"t5 option {name} is one whole number or (rows, columns), not {value!r}")
-    return pair
 
 
 def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> Rule:

@@ -115,7 +115,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
             small: AdamW moves a parameter by about the learning rate per update, whatever its units are. Encodings in attention
             only.
-        positive: of the class: names of its options whose numbers must be greater than 0.
+        positive: of the class: names of its options that must be greater than 0, or may be None if the option can be None.
         switchable: of the class: names of its options that act only on grids other than the training grid (`switch`).
         policies: names of the policies for another grid, the default first; empty if there is no choice. An attribute of the
             class, which an instance may override.
@@ -329,31 +329,32 @@ def check_choice(key: str, name: str, value: str, known: tuple[str, ...]) -> str
     return value
 
 
-def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (h, w) from one side or a pair of positive whole numbers; else raise ValueError with the option's name."""
-    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
-        raise ValueError(f"{key} option {name} must be one side or (h, w), in whole patches, not {value!r}")
-    return sides
-
-
-def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> tuple[int, int]:
-    """Return the option `radius` as (rows, columns) in patches.
+def check_pair(key: str, name: str, value: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
+    """Return an option that is one whole number or a pair (rows, columns) as a pair.
 
     Args:
         key: name of the encoding, for errors.
-        radius: one number for both axes, a pair, or None for half of `grid`, so that many training pairs train the edge row.
-        grid: the training grid.
+        name: of the option, for errors.
+        value: of the option.
+        least: the least number allowed.
 
     Raises:
-        ValueError: the radius is anything but whole numbers of 0 or more.
+        ValueError: the value is anything else.
     """
-    if radius is None:
-        return grid.h // 2, grid.w // 2
-    pair = tuple(radius) if isinstance(radius, tuple | list) else (radius, radius)
-    if len(pair) != 2 or not all(isinstance(r, int) and r >= 0 for r in pair):
-        raise ValueError(f"{key} needs a radius of 0 or more patches, one number or (rows, columns), not {radius}")
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2 or not all(isinstance(n, int) and n >= least for n in pair):
+        raise ValueError(
+            f"{key} option {name} must be a whole number of {least} or more, or two, (rows, columns), not {value!r}"
+        )
     return pair
+
+
+def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> tuple[int, int]:
+    """Return the option `radius` of the encoding `key` as (rows, columns) in patches.
+
+    None is half of the training grid, so that many training pairs train the edge row.
+    """
+    return (grid.h // 2, grid.w // 2) if radius is None else check_pair(key, "radius", radius, least=0)
 
 
 def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import Config, preparation_of
-from vitrel.models.create import uninitialized
+from vitrel.models.create import Uninitialized
 from vitrel.weights.names import Rotation
 from vitrel.weights.plan import apply_plan, fitted
 
@@ -92,7 +92,7 @@ def as_vitrel(model: nn.Module) -> Backbone:
     preparation = preparation_of(getattr(model, "pretrained_cfg", None) or {})
     preparation["input_size"] = (recognized.arguments["in_chans"], *recognized.arguments["img_size"])
     config = Config(recognized.architecture, recognized.arguments, recognized.arguments["img_size"], preparation)
-    with uninitialized():
+    with Uninitialized():
         converted = config.build(weight.device, weight.dtype)
     try:
         apply_plan(converted, fitted(converted, recognized.state, {}, recognized.rotation))
