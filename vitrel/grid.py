@@ -124,9 +124,9 @@ def unseen_share(source: Grid, target: Grid) -> float:
 
 
 def clip_saturated(trained: Grid, grid: Grid, radius: tuple[int, int]) -> float:
-    """Return the share of the offsets of `grid`, 0 to 1, that no pair of patches of `trained` has, but whose row one reads.
+    """Return the share of the offsets of `grid`, 0 to 1, that `trained` does not have, but whose clipped offset it has.
 
-    Offsets that are clipped to the same value share a row.
+    An encoding that clips offsets reads a trained row for them.
 
     Args:
         trained: the training grid.

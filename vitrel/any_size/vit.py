@@ -106,7 +106,7 @@ class MaxPool2dSame(TimmMaxPool2dSame):
 
 
 def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size, value: float = 0.0) -> Tensor:
-    """Pad a map as TensorFlow's SAME: an axis of n pixels gives ceil(n / stride) results, and its end has the larger half."""
+    """Pad a map as TensorFlow's SAME, so that n pixels give ceil(n / stride) results; the end gets the larger half."""
     pads: list[Any] = []
     for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True):
         pad = torch.sym_max(((n + s - 1) // s - 1) * s + (k - 1) * d + 1 - n, 0)

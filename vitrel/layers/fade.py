@@ -49,7 +49,3 @@ class Fade(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.steps += 1
         return x
-
-    def extra_repr(self) -> str:
-        """Return the argument that `print` shows."""
-        return f"fade_steps={self.fade_steps}"

@@ -171,17 +171,11 @@ class Backbone(nn.Module, abc.ABC):
         return sum_counts(encoding.resampled(grid) for encoding, grid in self.encodings(size))
 
     def unseen(self, size: tuple[int, int]) -> float:
-        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that training had not; the largest of all encodings.
-
-        See PositionEncoding.unseen.
-        """
+        """Return the largest share `unseen` of all encodings, for images of `size` (h, w) pixels, 0 to 1."""
         return max((encoding.unseen(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def saturated(self, size: tuple[int, int]) -> float:
-        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that training had not, but whose row it trained.
-
-        It is the largest of all encodings; see PositionEncoding.saturated.
-        """
+        """Return the largest share `saturated` of all encodings, for images of `size` (h, w) pixels, 0 to 1."""
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def position_parameters(self) -> set[str]:

@@ -67,7 +67,7 @@ class Uninitialized(TorchFunctionMode):
 
 
 def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -> nn.Module:
-    """Build a model as `create_model`, for images of a size; architectures without the argument img_size are built without.
+    """Build a model as `create_model`, with `img_size` if its architecture has that argument, otherwise without.
 
     Args:
         name: as in `create_model`.

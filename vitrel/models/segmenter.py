@@ -90,7 +90,7 @@ class Segmenter(nn.Module):
 
     @property
     def set_input_size(self) -> Callable[..., None]:
-        """Method `set_input_size` of the backbone; AttributeError if the backbone has none, so that hasattr tells."""
+        """The backbone's method `set_input_size`; AttributeError if it has none, so that hasattr tells."""
         return self.backbone.set_input_size  # type: ignore[return-value]
 
     @property

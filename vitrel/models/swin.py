@@ -30,7 +30,7 @@ __all__ = ["Swin"]  # registration appends the entry points
 
 
 class Stage(nn.Module):
-    """One stage: patch merging (except in the first stage), then blocks that alternate between plain and shifted windows."""
+    """A stage of Swin: patch merging (not in the first stage), then blocks that alternate between plain and shifted windows."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block]):
         super().__init__()
@@ -328,7 +328,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return the rows of the models of every size with each position, but for positions that only add to tokens."""
+    """Return rows for `register_family`: models of every size with each position that acts in attention."""
     return {
         f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

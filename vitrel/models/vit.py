@@ -437,7 +437,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return the rows of the models of every size with each position."""
+    """Return rows for `register_family`: models of every size with each position."""
     return {
         f"vitrel_vit_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

@@ -23,7 +23,7 @@ def perturb(
     jitter_coords: float | None = None,
     rescale_coords: float | None = None,
 ) -> Tensor:
-    """Return the coordinates shifted, then stretched per axis, then rescaled; all n have the same random numbers, float32.
+    """Return the coordinates shifted, stretched along each axis, then rescaled, by random numbers that all n share.
 
     Args:
         coordinates: (y, x) [n, 2].

@@ -174,7 +174,7 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], dtype: str, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
+    """Return the radians per patch along y and x on an h x w grid, [2, bands], by policy and reference grid ((0, 0): none)."""
     lowered = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
     theta = lowered.frequencies(band_frequencies(bands, base, dtype, device).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):

@@ -86,7 +86,7 @@ class RotaryPolicy(NamedTuple):
 
 @cached_geometry
 def _growth(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
-    """Return s^strength along y and along x, [2]."""
+    """Return s to the power `strength` along y and along x, [2]; s is side / trained side, at least 1."""
     one = torch.ones((), device=device)  # tensors: a float would cost a compiled graph per size
     return torch.stack((one * h / trained[0], one * w / trained[1])).clamp(min=1) ** strength  # [2]
 

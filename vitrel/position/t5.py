@@ -171,7 +171,10 @@ def _first(length: int, num_buckets: int | None, max_distance: int | None, bidir
 
 
 def _boundaries(count: int, max_distance: int) -> list[int]:
-    """Return the first distance of each of `count` buckets: half hold one distance, the others grow up to `max_distance`."""
+    """Return the first distance of each of `count` buckets of one sign: half of them hold one distance, the others grow.
+
+    The last one holds `max_distance` and all larger distances.
+    """
     exact = count // 2
     logs = count - exact
     first = list(range(exact))

@@ -89,7 +89,7 @@ class Terms(NamedTuple):
 
     @property
     def in_attention(self) -> list[Tensor | None]:
-        """The tensors that attention reads, which are all but `tokens`, and None for those that are absent."""
+        """List of all tensors but `tokens`, which attention does not read; None for those that are absent."""
         parts = [*(self.rotary or ()), *(self.key_rotary or ()), self.query_bias, self.temperature]
         for table in self.tables:
             parts += [table.bias, table.query, table.key, table.value, *(table.gated or ())]
@@ -215,7 +215,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     def resampled(self, grid: Grid) -> dict[str, int]:
         """Return how forward(grid) departs from the trained values: {"key policy": number of values interpolated}.
 
-        Empty if every value is read as trained; 0 for a policy that interpolates no parameter (clip, yarn).
+        It is empty if every value is read as trained. The number is 0 for a policy that interpolates no parameter (clip, yarn).
         """
         key = type(self).__module__.rpartition(".")[2]
         return {f"{key} renormalize": 0} if self.policy == "renormalize" and grid[:2] != self.grid[:2] else {}
@@ -223,7 +223,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     def unseen(self, grid: Grid) -> float:
         """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
-        0 for none, absolute, absolute_factorized, absolute_windowed, fourier and rope_normalized, and with
+        It is 0 for none, absolute, absolute_factorized, absolute_windowed, fourier and rope_normalized, and with
         policy="renormalize", the policy "linear" of rope_axial and rope_mixed, or a reference grid (rope_axial).
 
         Raises:
@@ -238,8 +238,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     def saturated(self, grid: Grid) -> float:
         """Return the share of the offsets of `grid`, 0 to 1, that are unseen but read a trained edge row or far bucket.
 
-        An offset is unseen if no pair of tokens of the training grid has it. 0 for encodings that neither clip offsets to a
-        radius, nor share rows by buckets (t5), nor have the policy "clip".
+        An offset is unseen if no pair of tokens of the training grid has it. The share is 0 for encodings that neither clip
+        offsets to a radius, nor share rows by buckets (t5), nor have the policy "clip".
         """
         if self.radius is not None:
             return clip_saturated(self.grid, grid, self.radius)
@@ -261,7 +261,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def precision(self) -> str:
-        """Type in which constants are computed: "float64" in a model of that type, else "float32"."""
+        """Name of the type in which constants are computed: "float64" in a model of that type, else "float32"."""
         return "float64" if self.device_marker.dtype == torch.float64 else "float32"
 
 
@@ -424,7 +424,7 @@ def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """Return `tensor` in at least float32: encodings compute in it and round once, at the end."""
+    """Return `tensor` as float32 if it has half precision, else unchanged: encodings compute so and round once, at the end."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

@@ -78,6 +78,6 @@ class TransformerXL(PositionEncoding):
 
 @cached_geometry
 def _sinusoid(h: int, w: int, axis: str, bands: int, base: float, device: torch.device) -> Tensor:
-    """Return the sines, then the cosines, of every offset along "h" or "w" in all bands, [R, 2 * bands]."""
+    """Return sines, then cosines, of every offset along "h" or "w" times the frequencies of all bands, [R, 2 * bands]."""
     angle = Grid(h, w).offsets(axis, device).float()[:, None] * band_frequencies(bands, base, "float32", device)
     return torch.cat((angle.sin(), angle.cos()), -1)

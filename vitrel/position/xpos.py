@@ -81,7 +81,7 @@ def _rotations(
     h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
     gamma: float, scale_base: float, dtype: str, device: torch.device,
 ) -> _Rotations:  # fmt: skip
-    """Return the rotations of all tokens and heads; `trained` is (h, w) of the training grid, in patches."""
+    """Return the rotations of all tokens, with the factors of the decay; `trained` is (h, w) of the training grid."""
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
     at = grid.coordinates(device).to(getattr(torch, dtype))  # [h*w, 2]
     cos, sin = rotary_terms(at[..., None] * band_frequencies(bands, base, dtype, device), axes, grid)  # [1, N, D/2]
@@ -103,9 +103,9 @@ def _one_sided(h: int, w: int, prefix: int, num_heads: int, dtype: str, device: 
 
 
 def _along(at: Tensor, num_heads: int) -> Tensor:
-    """Return what each head counts of positions or offsets (y, x) [.., 2]: y, -y, x or -x, in turn, [H, ..].
+    """Return positions or offsets (y, x) [.., 2] along each head's direction, [H, ..]: y, -y, x, -x, y, ... for heads 0, 1, ...
 
-    An offset, query minus key, is then positive if the head sees the key.
+    An offset, query minus key, is then at least 0 if the head sees the key.
     """
     y, x = at.unbind(-1)
     return torch.stack((y, -y, x, -x)).index_select(0, torch.arange(num_heads, device=at.device) % 4)
