@@ -85,12 +85,11 @@ def other_weights(model):
         (other_weights, {}, "other weights of vitrel_vit_n8_none"),
         (lambda model: replace(model, img_size=(64, 64), train_sizes=()), {}, "train_size of vitrel_vit_n8_none: 32x32 there"),
         (lambda model: replace(model, mean=(0.4,) * 3), {}, "mean of vitrel_vit_n8_none: [0.5, 0.5, 0.5] there, [0.4"),
-        (lambda model: replace(model, restrict=True), {}, "outputs of vitrel_vit_n8_none: "),
+        (lambda model: replace(model, outputs={"left": 2, "right": 1, "above": 0}), {}, "outputs of vitrel_vit_n8_none: "),
         (lambda model: model, {"n": 7}, "number of images: 12 there, 7 now"),
         (lambda model: model, {"data": "others"}, "other images"),
         (lambda model: model, {"data_seed": 2}, "other images"),
         (lambda model: replace(other_weights(model), label="new"), {"n": 7}, "number of images: 12 there, 7 now"),
-        (lambda model: model, {"attention_n": 2}, "attention_n: 0 there, 2 now"),
         (lambda model: model, {"on_bad_image": "count"}, "on_bad_image: raise there, count now"),
     ],
 )
@@ -139,7 +138,7 @@ def test_data_that_changed_are_noticed(trained, pictures, tmp_path):
     model, out = trained("vitrel_vit_n8_none", classes=("above", "left", "right")), tmp_path / "out"
 
     def evaluate(data):
-        at_sizes(model, str(data), [48], out=out, device="cpu", attention_n=0, border_leak=False, report=False)
+        at_sizes(model, str(data), [48], out=out, device="cpu", report=False)
 
     evaluate(pictures)
     file = pictures / "val" / "left" / "0.png"
@@ -225,7 +224,7 @@ def test_two_evaluations_at_once_are_refused(model, rows_of, tmp_path, monkeypat
     "error", [KeyboardInterrupt(), OSError(28, "No space left"), RuntimeError("CUDA out of memory. Tried")]
 )
 def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, rows_of, noise, tmp_path, monkeypatch, error):
-    read, left = noise.item, [12 * 3]
+    read, left = noise.item, [13 * 3]
 
     def item(self, index):
         left[0] -= 1
@@ -268,7 +267,7 @@ def test_killed_at_any_moment_the_same_command_gives_the_same_table(tmp_path):
     model = trained_model(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=32, depth=1).eval())
 
     def evaluate(out):
-        how = {"device": "cpu", "attention_n": 0, "batch_size": 4, "report": False}
+        how = {"device": "cpu", "batch_size": 4, "report": False}
         at_sizes(model, "shapes", (24, 48), out=out, n=8, protocols=("scale", "canvas"), policies="all", **how)
 
     start = time.monotonic()
@@ -298,5 +297,5 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = timm.create_model("vitrel_vit_n8_none", num_classes=4).eval()
-    frame = at_sizes(model, "shapes", [48], n=4, device="cpu", attention_n=0)
+    frame = at_sizes(model, "shapes", [48], n=4, device="cpu")
     assert frame["img_size"].tolist() == ["64x64", "48x48"] and not [*tmp_path.iterdir()]

@@ -10,10 +10,10 @@ from vitrel.tasks.classification import TASK
 from vitrel.weights.record import state_hash
 
 
-def kept_of(logits, labels, outputs=None, restrict=False):
+def kept_of(logits, labels, outputs=None):
     """What is kept of logits [n, K], by default with a class for every output, in batches of 17."""
     parts = [
-        TASK.keep(logits[at : at + 17], labels[at : at + 17].tolist(), outputs or range(logits.shape[1]), restrict)
+        TASK.keep(logits[at : at + 17], labels[at : at + 17].tolist(), outputs or range(logits.shape[1]))
         for at in range(0, len(logits), 17)
     ]
     return Kept({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, np.ones(len(logits), bool))
@@ -50,17 +50,17 @@ def test_metrics_agree_with_a_plain_computation(classes):
     assert set(TASK.columns) | {"majority"} == set(got)
 
 
-def test_outputs_without_a_class_are_wrong_and_restrict_leaves_them_out():
+def test_outputs_without_a_class_are_wrong_and_one_column_leaves_them_out():
     """The data have two of the model's three classes, in the other order."""
     logits = torch.tensor([[3.0, 1.0, 2.0], [0.0, 1.0, 5.0], [0.0, 4.0, 1.0]])  # best: output 0, 2 and 1
     labels = torch.tensor([1, 1, 0])  # outputs 0, 0 and 1
-    whole, among = kept_of(logits, labels, (1, 0)), kept_of(logits, labels, (1, 0), True)
+    whole = kept_of(logits, labels, (1, 0))
     assert TASK.scores(whole, "top1").tolist() == [1, 0, 1] and TASK.scores(whole, "top1_among").tolist() == [1, 0, 1]
-    assert TASK.score(whole)["top1_among"] is not None and np.isnan(TASK.score(among)["top1_among"])
+    assert TASK.score(whole)["top1_among"] == pytest.approx(200 / 3, abs=1e-3)
+    assert np.isnan(TASK.score(kept_of(logits, labels, (2, 1, 0)))["top1_among"])
     logits[1, 0] = 2.0  # now above the other class of the data, below the output without a class
-    whole, among = kept_of(logits, labels, (1, 0)), kept_of(logits, labels, (1, 0), True)
+    whole = kept_of(logits, labels, (1, 0))
     assert TASK.scores(whole, "top1").tolist() == [1, 0, 1] and TASK.scores(whole, "top1_among").tolist() == [1, 1, 1]
-    assert TASK.scores(among, "top1").tolist() == [1, 1, 1]
 
 
 def test_images_that_could_not_be_read_have_no_score_and_are_in_no_class():

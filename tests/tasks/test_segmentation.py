@@ -26,7 +26,7 @@ from vitrel.tasks.segmentation import TASK, Mask, predicted_classes
 
 CLASSES = ["dark", "red", "green"]
 COLORS = np.array([(20, 20, 20), (220, 30, 30), (30, 220, 30)], np.uint8)
-HOW = {"device": "cpu", "attention_n": 0, "border_leak": False, "report": False}
+HOW = {"device": "cpu", "report": False}
 
 
 class ByColor(nn.Module):
@@ -86,7 +86,7 @@ def kept_of(masks, guesses, count=3):
         [torch.nn.functional.one_hot(torch.tensor(guess), count).permute(2, 0, 1).float() for guess in guesses]
     )
     targets = [Mask(np.array(mask, np.uint8), 0, 0, *logits.shape[-2:]) for mask in masks]
-    arrays = {name: np.asarray(value) for name, value in TASK.keep(logits, targets, range(count), False).items()}
+    arrays = {name: np.asarray(value) for name, value in TASK.keep(logits, targets, range(count)).items()}
     return Kept(arrays, np.ones(len(masks), bool))
 
 
@@ -130,15 +130,13 @@ def test_the_interval_of_miou_has_the_spread_of_other_images():
     assert np.mean(halves) == pytest.approx(np.std(values, ddof=1), rel=0.3)
 
 
-def test_outputs_without_a_class_are_wrong_and_restrict_leaves_them_out():
+def test_outputs_without_a_class_are_wrong():
     logits, mask = torch.zeros(1, 3, 2, 2), Mask(np.zeros((2, 2), np.uint8), 0, 0, 2, 2)
     logits[:, 2], logits[:, 1, 0] = 2.0, 1.0  # output 2 stands for no class of the data
-    kept = TASK.keep(logits, [mask], (0, 1), False)
+    kept = TASK.keep(logits, [mask], (0, 1))
     assert [kept[name].tolist() for name in ("intersection", "truth", "guessed")] == [[[0, 0]], [[4, 0]], [[0, 0]]]
-    kept = TASK.keep(logits, [mask], (0, 1), True)
-    assert [kept[name].tolist() for name in ("intersection", "guessed")] == [[[2, 0]], [[2, 2]]]
     with pytest.raises(FloatingPointError, match="NaN or infinity"):
-        TASK.keep(logits * float("nan"), [mask], (0, 1), False)
+        TASK.keep(logits * float("nan"), [mask], (0, 1))
 
 
 @pytest.mark.parametrize("own", [(9, 14), (40, 21), (16, 24)])

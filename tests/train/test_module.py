@@ -1,7 +1,6 @@
 import inspect
 import random
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,10 +103,9 @@ def test_the_epochs_mean_is_that_of_its_images():
 
 def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     data = Tensors()
-    data.train_set = SimpleNamespace(class_counts=lambda: [6, 6, 6, 6])
     fit(small(ema=Ema(0.9)), data, max_epochs=1).save_checkpoint(tmp_path / "run.ckpt")
     checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
-    assert checkpoint["vitrel"]["class_counts"] == [6, 6, 6, 6] and checkpoint["vitrel"]["ema"]
+    assert checkpoint["vitrel"]["ema"]
     held = checkpoint["hyper_parameters"]
     assert held["tuning"] == asdict(Tuning())
     assert held["optim"]["final_lr"] == 0.0 and held["objective"]["loss"] == "ce"

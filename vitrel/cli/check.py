@@ -15,7 +15,7 @@ from vitrel.cli.options import add_json, add_model_args, add_sizes, check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel check`."""
+    """Add the options of `vitrel check` to its parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a name of timm.create_model, or an import path package.module:function")
     add_sizes(parser, "image sizes; first two with height and width exchanged; default 6 x 8 and 8 x 6 patches, and its own")

@@ -28,7 +28,7 @@ GO_ON = "the same command resumes from here"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel compare`."""
+    """Add the options of `vitrel compare` to its parser."""
     names = ", ".join(packaged())
     add = parser.add_argument
     add("config", type=Path, help=f"a YAML file, or the name of a packaged configuration: {names}")

@@ -1,5 +1,4 @@
-"""Convert a timm model or a file of weights to a vitrel model in one file or on the Hugging Face hub, optionally with relative
-position.
+"""Convert a timm model or a file of weights to a vitrel model, as one file or on the Hugging Face hub, with another position.
 
     vitrel convert vit_tiny_patch16_224 --pretrained --out vit_tiny.safetensors
     vitrel convert vit_tiny_patch16_224 --weights model.pth --position table --data flowers --out relative.safetensors
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel convert`."""
+    """Add the options of `vitrel convert` to its parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a timm or vitrel name, a file of vitrel, or the folder of a run")
     add("--weights", type=Path, metavar="FILE", help="weights of a model given by name: .safetensors, .pth, .bin, .ckpt")
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """ValueError or FileNotFoundError for invalid options and missing files; runs before slow imports."""
+    """Raise ValueError or FileNotFoundError for invalid options and missing files, before slow imports."""
     if args.out is None and args.push is None:
         raise ValueError("give a file to write (--out), or a repository to upload to (--push)")
     if args.push is None and (args.evaluation or args.private):
@@ -114,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _open(args: argparse.Namespace) -> "nn.Module":
-    """The model with its weights."""
+    """Return the model MODEL as a vitrel model, with its weights."""
     from vitrel.weights import from_timm, load
 
     if is_name(args.model) and args.pretrained:
@@ -124,7 +123,7 @@ def _open(args: argparse.Namespace) -> "nn.Module":
 
 
 def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
-    """The model with the encoding of --position, fitted to --data if given."""
+    """Return the model with the encoding of --position, fitted to the images of --data if given."""
     from vitrel.weights import absolute_to_relative, relativize
 
     options = dict(position_args=args.position_args, fade_steps=args.fade_steps)
@@ -138,7 +137,7 @@ def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
 
 
 def _images(model: Any, args: argparse.Namespace) -> "Tensor":
-    """`n` images of the folder, drawn with a fixed seed and preprocessed for the model: [n, 3, height, width]."""
+    """Return --n images of --data, drawn with a fixed seed and preprocessed for the model, [n, 3, height, width]."""
     import numpy as np
     import torch
 

@@ -18,7 +18,7 @@ from vitrel.common.extras import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel diagnose`."""
+    """Add the options of `vitrel diagnose` to its parser."""
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's included, or package.module:function")
     add_sizes(parser, "image sizes")

@@ -25,7 +25,7 @@ GRID, WINDOW, HEADS, DIM = (14, 14), 7, 6, 64  # of ViT-S/16 at 224 px, in Swin'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel doctor`."""
+    """Add the options of `vitrel doctor` to its parser."""
     add_json(parser, "write the information")
 
 
@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
 
 
 def _serves(device: str, mode: str) -> list[str]:
-    """The lines of `vitrel.ops.why` for global and window attention with a bias table.
+    """Return the lines of `vitrel.ops.why`: which backend serves global and window attention with a bias table.
 
     Args:
         mode: "inference" or "training".

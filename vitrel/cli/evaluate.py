@@ -6,8 +6,7 @@
 
 Writes settings.json, rows.jsonl, images.npz, results.csv, table.md, plots/ and report.html into --out, which holds one
 evaluation: the same command goes on where it was stopped, and one with other sizes, models, protocols or policies adds rows.
-The training sizes are always evaluated too. --dry-run prints the rows that are missing with their costs, and how long
-they take.
+The training sizes are always evaluated too.
 
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
@@ -17,7 +16,6 @@ Several processes share the images, one GPU each where there are GPUs; the resul
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections import Counter
@@ -35,7 +33,7 @@ GO_ON = "the same command starts again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel evaluate`."""
+    """Add the options of `vitrel evaluate` to its parser."""
     add_models(parser, many=True)
     what = "the sizes to evaluate at, by default a half, once, one and a half and twice the training size"
     add_sizes(parser, what, budgets=True)
@@ -43,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help="output folder; default %(default)s")
     add("--overwrite", action="store_true", help="start anew where --out holds another evaluation")
-    add("--dry-run", action="store_true", help="only print the rows that --out lacks with their costs, and how long they take")
     add("--protocol", nargs="+", dest="protocols", default=[],
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size), sliding (windows of the training size; segmentation); default "
@@ -55,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],
         help="numbers of pixels by which the content is translated at the training size, each evaluated")  # fmt: skip
-    add("--attention-n", type=int, default=16, help="images for attention statistics, 0 for none; default %(default)s")
-    add("--no-border-leak", dest="border_leak", action="store_false", help="skip the test for attention across borders")
     add("--batch-size", type=int, default=128, help="batch size, halved when memory runs out; default %(default)s")
     add("--n", type=int, help="number of images; default all")
     add("--data-seed", type=int, default=0, help="seed of generated or sampled images")
@@ -73,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--interpolation", help="bicubic or bilinear")
     add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
     add("--class-indices", type=Path, help="file with a class, a tab and the index of the model's output on every line")
-    add("--restrict", action="store_true", help="compare only the logits of the data's classes")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,28 +83,24 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.evaluate.run import at_sizes, dry_run
+    from vitrel.evaluate.run import at_sizes
     from vitrel.evaluate.sweep import Settings
 
     settings = {one.name: getattr(args, one.name) for one in fields(Settings) if one.name not in ("sizes", "skip")}
-    asked = Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
+    Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
     models = _models(args)
-    if args.dry_run:
-        text = dry_run(models, args.data, asked, args.out)
-        print(text if os.environ.get("RANK", "0") == "0" else "", end="")
-        return
     command = shlex.join(["vitrel", *sys.argv[1:]])
     at_sizes(models, args.data, args.size or (), out=args.out, overwrite=args.overwrite, command=command, **settings)
 
 
 def _models(args: argparse.Namespace) -> list["TrainedModel"]:
-    """The models with unique labels: the path is added to equal ones, since only `vitrel compare` knows seeds of one run."""
+    """Return the models with unique labels: the path is added to equal ones, which would be taken for seeds of one model."""
     from vitrel.evaluate.checkpoint import read_class_indices
 
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
-    models = open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict)
+    models = open_models(args, preprocessing=preprocessing, outputs=outputs)
     times = Counter(trained.label for trained in models)
     return [
         replace(model, label=f"{model.label} ({model.path})", seed=None) if times[model.label] > 1 else model

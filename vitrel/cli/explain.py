@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel explain`."""
+    """Add the options of `vitrel explain` to its parser."""
     add = parser.add_argument
     add("model", metavar="ENCODING|MODEL", help=f"a key of vitrel.POSITIONS, or {MODEL}")
     add("--grid", type=grid, default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
-    """(encoding, number of heads, head width, number of prefix tokens) of the chosen layer of a model."""
+    """Return (encoding, number of heads, head width, number of prefix tokens) of the layer --layer of the model."""
     from vitrel.layers.block import Block
 
     [trained] = open_models(args, random=True)

@@ -19,7 +19,7 @@ FORMATS = ("exported", "onnx", "safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel export`."""
+    """Add the options of `vitrel export` to its parser."""
     add_models(parser)
     add_sizes(parser, "image size for tracing, default that of training", many=False)
     add = parser.add_argument
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serves(args: argparse.Namespace, out: Path, multiple: int) -> str:
-    """How to load the output, or the batch and image sizes that it takes.
+    """Return how to load the output, or the batch and image sizes that it takes, as text.
 
     Args:
-        multiple: that of a side, 0 for a vitrel model.
+        multiple: number of pixels of which a side has to be a multiple; 0 for a vitrel model, which takes any.
     """
     if args.format == "safetensors":
         return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True) after `import vitrel`, any size"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel features`."""
+    """Add the options of `vitrel features` to its parser."""
     add_models(parser, many=True, random=True)
     add = parser.add_argument
     add("--data", required=True, metavar="DATA", help="data set, as for vitrel evaluate")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int) -> "Tensor":
-    """The first n evaluation images at the largest of the sizes along each axis, [n, 3, height, width], normalized."""
+    """Return the first n evaluation images, normalized, at the largest height and width of the sizes, [n, 3, height, width]."""
     import torch
 
     from vitrel.data import create_dataset

@@ -20,7 +20,7 @@ SHOWN = ("vitrel_vit_s16*", "vitrel_swin_t*", "vitrel_swinv2_t")  # without a PA
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel list`."""
+    """Add the options of `vitrel list` to its parser."""
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names with wildcards * and ?; default sizes s16 and t")
     parser.add_argument("--weights-only", action="store_true", help="only models with public weights")
     add_json(parser, "write the list")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _row(name: str) -> dict[str, Any]:
-    """The properties of a model, from its row in the registry."""
+    """Return {column: value} of a model, from its row in the registry."""
     import timm
     from timm.layers import to_2tuple
 

@@ -102,7 +102,7 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
 
     Args:
         random: as for `add_weights`.
-        about: any of preprocessing, outputs and restrict of `vitrel.evaluate.checkpoint.trained_model`, for all models.
+        about: any of preprocessing and outputs of `vitrel.evaluate.checkpoint.trained_model`, for all models.
     """
     check_models(args, random)
     from vitrel.evaluate.checkpoint import load_checkpoint, load_model
@@ -178,13 +178,13 @@ def _models(args: argparse.Namespace) -> list[str]:
 
 
 def _checkpoint(model: str) -> Path:
-    """The checkpoint that MODEL names, by itself or by the folder of its run."""
+    """Return the checkpoint that MODEL is, or that lies in the run's folder MODEL."""
     path = Path(model)
     return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
 
 
 def is_name(model: str) -> bool:
-    """Whether MODEL of the command line is a name of timm's registry, not a file or a folder."""
+    """Return whether MODEL of the command line is a name of timm's registry, not a file or a folder."""
     path = Path(model)
     looks_like_a_path = path.suffix in (".ckpt", ".pth", ".pt", ".safetensors") or ("/" in model and ":" not in model)
     return not (model.startswith(LOCAL) or path.exists() or looks_like_a_path)

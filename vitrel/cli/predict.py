@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `vitrel predict`."""
+    """Add the options of `vitrel predict` to its parser."""
     add_models(parser)
     add = parser.add_argument
     add("images", nargs="+", metavar="IMAGES", help="folders, whose images are searched for in subfolders too, or files")
@@ -92,7 +92,7 @@ def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
 
 
 def _cells(task: "Task", names: Sequence[str], top: int, logits: "Tensor", targets: Sequence[Any]) -> dict[str, Any]:
-    """The cells of the images of a batch after their paths: {"cells": object [B, columns]}."""
+    """Return the cells of the rows of a batch, without the paths, as {"cells": object [B, columns]} for `predict`."""
     import numpy as np
 
     found = task.probabilities(logits)

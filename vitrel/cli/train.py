@@ -96,7 +96,7 @@ model
   --model.label_smoothing X       (0); --model.task and --model.head are --task and --head
   --model.objective YAML          {loss: bce}, {distillation: {teacher: NAME, checkpoint: FILE}}, {dice: 0.5}
   --model.ema YAML                averaged weights: {} for the defaults
-  --model.execution YAML          {compile: true, grad_checkpointing: true, channels_last: true}
+  --model.execution YAML          {compile: true, grad_checkpointing: true}
 
 run and trainer
   --run.save_every N              updates between two writes of last.ckpt (0: once an epoch)
@@ -160,7 +160,7 @@ def expanded(argv: list[str]) -> list[str]:
 
 
 def _keys(name: str, value: str | None) -> list[str]:
-    """The arguments `--key=value` of an option; SystemExit 2, with the message of other subcommands, for an invalid value."""
+    """Return the arguments `--key=value` that an option stands for; SystemExit 2 for an invalid value of a short option."""
     if name in TYPES and not (value or "").startswith("["):  # [height, width], as in files
         try:
             TYPES[name](value or "")
@@ -192,9 +192,9 @@ def usage_error(text: str) -> NoReturn:
 
 
 def _check(argv: list[str]) -> None:
-    """Check that configuration files and the data folder exist, before slow imports; OSError, ValueError or SystemExit 2.
+    """Check, before slow imports, that the files of --config and the data folder exist, and the packages that training needs.
 
-    MissingExtra without the packages that every training needs.
+    OSError, ValueError, MissingExtra or SystemExit 2 where they do not.
     """
     from vitrel.common.plain_yaml import read_yaml
 
@@ -211,10 +211,10 @@ def _check(argv: list[str]) -> None:
 
 
 def _values(option: str, argv: list[str]) -> list[str]:
-    """The values of an option."""
+    """Return the values of an option in arguments `--key=value`."""
     return [arg.partition("=")[2] for arg in argv if arg.startswith(f"{option}=")]
 
 
 def _without(option: str, argv: list[str]) -> list[str]:
-    """The arguments without an option."""
+    """Return the arguments `--key=value` without those of an option."""
     return [arg for arg in argv if not arg.startswith(f"{option}=")]

@@ -16,14 +16,14 @@ MODEL_KEYS = ("name", "label", "model_args", "weights_of", "tuned_from", "seeds"
 
 @dataclass(frozen=True)
 class Run:
-    """A model and a seed.
+    """One model of a comparison with one seed: it is trained, or has the weights of another run and other arguments.
 
     Args:
-        label: of the model in tables.
-        seed: of training.
-        folder: of its training; of a run that has the weights of another, that run's.
-        training: its configuration as `vitrel train --config` reads it; of a run that has the weights of another, that run's.
-        options: arguments of the model that differ from those in its weights; None for a run that is trained.
+        label: name of the model in tables.
+        seed: seed of the training.
+        folder: folder of the training, its own or that of the run whose weights it has.
+        training: configuration of this training, as `vitrel train --config` reads it.
+        options: arguments of the model that differ from those of the weights; None for a run that is trained.
         tuned: whether its training starts from the weights of another run.
     """
 
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The file from which it is evaluated."""
+        """The checkpoint that is evaluated."""
         return self.folder / "checkpoints" / "last.ckpt"
 
     @property
@@ -52,10 +52,10 @@ class Comparison:
 
     Args:
         name: title of the report.
-        folder: of the evaluation; those of the runs are in it.
-        data: that the models are trained on.
-        evaluated: that they are evaluated on.
-        runs: that are evaluated, model by model.
+        folder: folder of the evaluation, in which those of the runs are.
+        data: data set that the models are trained on.
+        evaluated: data set that they are evaluated on.
+        runs: the runs that are evaluated, model by model.
         settings: arguments of `vitrel.evaluate.at_sizes`.
     """
 
@@ -96,7 +96,12 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
 
 
 def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path) -> Comparison:
-    """The comparison of a configuration whose data is one data set; `several`: it is one of several in the file."""
+    """Return the comparison of a configuration whose `data` is one data set.
+
+    Args:
+        several: the file has several data sets, so this one's name is part of the folder.
+        path: the file, for errors.
+    """
     keys = [one.name for one in fields(Settings)]
     data, settings = config["data"], {**_section(config["evaluate"], (*keys, "data"), (), f"{path}, evaluate")}
     evaluated, name = settings.pop("data", None) or data, _folder_name(config["name"], f"{path}, name")
@@ -145,7 +150,7 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
 
 
 def _section(section: Any, keys: Collection[str], needed: Collection[str], where: str) -> dict[str, Any]:
-    """A section of the file; ValueError where it is not a mapping, has unknown keys, or lacks one that is needed."""
+    """Return a section of the file; ValueError where it is not a mapping, has unknown keys, or lacks one that is needed."""
     if not isinstance(section, dict):
         raise ValueError(f"{where}: keys and values are expected ({', '.join(keys)}), got {section!r}")
     if unknown := [key for key in section if key not in keys]:
@@ -156,7 +161,7 @@ def _section(section: Any, keys: Collection[str], needed: Collection[str], where
 
 
 def _folder_name(value: Any, where: str) -> str:
-    """A name as text; ValueError where it cannot be that of a folder."""
+    """Return a name as text; ValueError where it cannot be that of a folder."""
     if not isinstance(value, str | int | float) or Path(str(value)).name != str(value) or value == "..":
         raise ValueError(f"{where}: a folder is named by it, so it is text without slashes, got {value!r}")
     return str(value)

@@ -72,14 +72,14 @@ def train_all(runs: Mapping[Path, dict[str, Any]], jobs: int) -> None:
 
 
 def _check_end(config: Mapping[str, Any], folder: Path) -> None:
-    """ValueError where a run stopped early."""
+    """Raise ValueError where a run stopped before its last epoch."""
     last, epochs = folder / "checkpoints" / "last.ckpt", config["trainer"]["max_epochs"]
     if not last.exists() or epochs_done(last) < epochs:
         raise ValueError(f"{folder}: training stopped before epoch {epochs}; run the same command again to resume")
 
 
 def begin(config: dict[str, Any], folder: Path) -> list[str]:
-    """Prepare a run: write <folder>/train.yaml, print the state, and return the arguments of `vitrel train`, [] if it is done.
+    """Write <folder>/train.yaml, print the state of the run, and return the arguments of `vitrel train`, [] if it is done.
 
     A new run also writes the SHA-256 of the file that it is tuned from. ValueError where the folder holds a run of another
     configuration, or one that started from other weights.

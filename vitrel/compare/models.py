@@ -1,4 +1,4 @@
-"""The models of a comparison: before they are trained, to see that they can be, and afterwards, to evaluate them."""
+"""Building the models of a comparison: before training, to check that they can be trained and evaluated, and after it."""
 
 import contextlib
 import io
@@ -42,7 +42,7 @@ def evaluate(comparison: Comparison, how: Mapping[str, Any]) -> None:
 def untrained_models(comparison: Comparison) -> list[TrainedModel]:
     """Build every model of the comparison's first seed as its training will; ValueError or OSError where that is not possible.
 
-    A model that is tuned from another run is built with the weights that it has without them.
+    A model that is tuned from another run is built without the weights of that run.
     """
     models = []
     for run in {run.label: run for run in reversed(comparison.runs)}.values():

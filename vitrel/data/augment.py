@@ -102,7 +102,7 @@ class Augmenter:
         """Return the augmented image, uint8 [3, H, W], and its mask of classes, uint8 [H, W] (None without).
 
         Args:
-            image, epoch, index, repeat, size: as in the call.
+            image, epoch, index, repeat, size: as of `__call__`.
             mask: uint8 [h, w], taken at the same places as the image by nearest pixel; `IGNORED` where the view leaves it.
 
         Raises:
@@ -131,10 +131,7 @@ class Augmenter:
         return torch.from_numpy(found["image"]).permute(2, 0, 1), None if mask is None else torch.from_numpy(found["mask"])
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
-        """The image resized and cropped to `size` by the crop "simple" or "center".
-
-        It uses Python's and torch's global generators.
-        """
+        """Return the image resized and cropped to `size` by the crop "simple" or "center", with the global generators."""
         interpolation = self.settings.interpolation
         if interpolation == "random":
             interpolation = random.choice(list(INTERPOLATIONS))
@@ -179,7 +176,7 @@ def seeded(state: np.random.SeedSequence) -> Iterator[None]:
 
 
 def pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> A.Compose:
-    """Return crop, flips, policy and color jitter of uint8 [h, w, 3] and masks [h, w], in this order.
+    """Return the transform of albumentations for uint8 images [h, w, 3] and masks [h, w]: crop, flips, policy, color jitter.
 
     The crops "simple" and "center" are left to `Augmenter`; images must then have the size (H, W).
     """
@@ -218,11 +215,12 @@ def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A
 
 
 def _one_of(steps: list[A.BasicTransform]) -> A.BasicTransform | A.OneOf:
+    """Return a transform that applies one of `steps` at random."""
     return steps[0] if len(steps) == 1 else A.OneOf(steps, p=1.0)
 
 
 class _RandomScale(A.DualTransform):
-    """Resizes to a random multiple of the size at which the image just covers (H, W), for which albumentations has none."""
+    """Resizes an image to a random multiple of the size at which it just covers (H, W), which albumentations cannot."""
 
     _targets = (A.core.type_definitions.Targets.IMAGE, A.core.type_definitions.Targets.MASK)
 
@@ -250,7 +248,7 @@ GEOMETRIC = (
 
 
 class Warp:
-    """An image for timm's geometric operations, with the methods of Pillow's that they call; OpenCV transforms it."""
+    """Stands for a Pillow image in timm's geometric operations: it has what they use of it, and OpenCV transforms it."""
 
     rotate = Image.Image.rotate  # computes the matrix for `transform`
 
@@ -261,7 +259,10 @@ class Warp:
     def transform(
         self, size: tuple[int, int], method: Image.Transform, data: Any, resample: int, fillcolor: tuple[int, ...]
     ) -> Image.Image:
-        """Return the image sampled at the places to which a matrix takes the pixels of the result, as Pillow's method does."""
+        """Return the affinely transformed image, as `PIL.Image.Image.transform` with the method AFFINE does.
+
+        `data` has the six numbers of the matrix that maps pixels of the result to pixels of the image.
+        """
         matrix = np.array(data, np.float64).reshape(2, 3)
         matrix[:, 2] += matrix[:, :2] @ (0.5, 0.5) - 0.5  # from Pillow's origin, a corner, to OpenCV's, the center of a pixel
         flags = (cv2.INTER_CUBIC if resample == Image.Resampling.BICUBIC else cv2.INTER_LINEAR) | cv2.WARP_INVERSE_MAP
@@ -271,7 +272,7 @@ class Warp:
 
 
 def _warping(policy: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Image], Image.Image]:
-    """Let the geometric operations of timm's policies transform images by OpenCV, in place; torchvision's policy stays."""
+    """Let the geometric operations of timm's policies use OpenCV (`Warp`), in place; a policy of torchvision stays."""
     for operation in [] if isinstance(policy, v2.Transform) else operations_of(policy):
         if operation.aug_fn in GEOMETRIC:
             operation.aug_fn = partial(_warp, operation.aug_fn)
@@ -279,11 +280,15 @@ def _warping(policy: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Im
 
 
 def _warp(operation: Callable[..., Image.Image], image: Image.Image, *args: Any, **how: Any) -> Image.Image:
+    """Apply a geometric operation of timm to an image, by OpenCV."""
     return operation(Warp(image), *args, **how)
 
 
 class _Policy(A.ImageOnlyTransform):
-    """A policy as a transform; unlike albumentations' own, it uses the global generators, which `Augmenter` seeds."""
+    """Applies a policy, a function of a Pillow image, as a transform of albumentations.
+
+    Unlike albumentations' own transforms, it uses the global random generators, which `Augmenter` seeds.
+    """
 
     def __init__(self, transform: Callable[[Image.Image], Image.Image]) -> None:
         super().__init__(p=1.0)
@@ -331,5 +336,5 @@ def operations_of(policy: Any) -> list[auto_augment.AugmentOp]:
 
 
 def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's posterize, black where it keeps no bit: Pillow returns that before version 13 and raises ValueError since."""
+    """Posterize as timm does; 0 bits give a black image, as Pillow made it before version 13, which raises ValueError."""
     return auto_augment.posterize(image, bits, **options) if bits > 0 else Image.new(image.mode, image.size)

@@ -130,7 +130,7 @@ def create_dataset(
 
 
 def _kind_of(data: str) -> tuple[str, str]:
-    """(kind of data, their path or name); ValueError for data that cannot be read by index."""
+    """Return (key of `READERS`, path or name of the data); ValueError for data that cannot be read by index."""
     prefix, _, rest = data.partition("/")
     named = not Path(data).exists()
     if named and ((prefix == "torch" and ":" in rest) or prefix == "hfds"):
@@ -187,6 +187,7 @@ def create_shapes(
 
 
 def _check_shapes(data: str, task: Task) -> None:
+    """Raise ValueError where drawn scenes have targets of another task."""
     own = "segmentation" if data == "shapes-dense" else "classification"
     if task != own:
         raise ValueError(

@@ -82,15 +82,6 @@ class DenseShapes(Drawn):
         self.field = np.array(self.size) / self.pixels
         self.tries = int(np.ceil(TRIES * (self.field + 2 * MARGIN).prod() / FIELD**2))
 
-    def class_counts(self) -> list[int]:
-        """Return the number of images in which each class occurs; computes all scenes."""
-        counts = np.zeros(256, int)
-        for start in range(0, self.n, 256):
-            scenes = self.scenes(range(start, min(start + 256, self.n)))
-            shown = np.where(scenes.radius > 0, scenes.value, 0)  # the ground is in every image
-            counts += np.array([np.bincount(np.append(np.unique(row), 0), minlength=256) > 0 for row in shown]).sum(0)
-        return counts[: len(CLASSES)].tolist()
-
     def scenes(self, indices: Sequence[int]) -> DenseScene:
         """Return the scenes of these images."""
         u = np.stack([uniform(self.seed, self._check(i), 1 + _DRAWS * self.tries) for i in indices])
@@ -129,10 +120,10 @@ class DenseShapes(Drawn):
 
 
 def _with_room(center: np.ndarray) -> np.ndarray:
-    """Which pairs [B, T] are placed: in order, each that is clear of all placed before.
+    """Return which of T candidate pairs are placed, bool [B, T]: in order, those farther than CLEARANCE from all placed before.
 
     Args:
-        center: [B, T, 2, 2] of the objects.
+        center: centers (y, x) of the two objects of every pair, units, [B, T, 2, 2].
     """
     y, x = center[..., 0], center[..., 1]  # [B, T, 2]
     near = np.zeros((*center.shape[:2], center.shape[1]), bool)  # [B, T, T]

@@ -144,4 +144,5 @@ def _resize(view: tuple[int, int], crop_mode: str, crop_pct: float, interpolatio
 
 
 def _sides(choose: Callable[..., int], one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    """Return (height, width), each the smaller or larger one (`choose`: min or max) of two sizes."""
     return [choose(pair) for pair in zip(one, other, strict=True)]

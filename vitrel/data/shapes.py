@@ -125,6 +125,7 @@ class Drawn(Dataset, ABC):
         return f"{self.kind} (seed {self.seed}): {self._check(index)}"
 
     def _of_size(self, size: tuple[int, int] | None) -> "Drawn":
+        """Return the same set drawn at another (H, W), or itself for None."""
         if size is None or tuple(size) == self.size:
             return self
         if size not in self._sizes:
@@ -132,12 +133,13 @@ class Drawn(Dataset, ABC):
         return self._sizes[size]
 
     def _check(self, index: int) -> int:
+        """Return the index; IndexError if it is out of range."""
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} of {self.n} images")
         return int(index)
 
     def _ground(self, gray: np.ndarray) -> np.ndarray:
-        """Normalized images [B, H, W, 3] of the background's gray [B]."""
+        """Return normalized images [B, H, W, 3], each of one gray [B], 0 to 1."""
         images = np.empty((len(gray), *self.size, 3), np.float32)
         images[:] = ((gray.astype(np.float32)[:, None] - self.mean) / self.std)[:, None, None]
         return images
@@ -205,12 +207,6 @@ class Shapes(Drawn):
         self.margin = (np.array(self.size) / self.pixels - field) / 2
         self.low, self.high = _limits(region, field, f"the {protocol} protocol at {self.size[0]}x{self.size[1]} px")
 
-    def class_counts(self) -> list[int]:
-        """Return the number of images of each class; computes all labels."""
-        u = np.stack([uniform(self.seed, i, _DRAWS) for i in range(self.n)])
-        labels = _quarter(u[:, 5:7])[0] if self.label_is_place else (len(CLASSES) * u[:, 0]).astype(np.int64)
-        return np.bincount(labels, minlength=len(self.classes)).tolist()
-
     def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         scenes = self.scenes(indices)
         images = self._ground(scenes.background)
@@ -241,6 +237,7 @@ class Shapes(Drawn):
 
 
 def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
+    """Return (H, W) of a side or (H, W); ValueError with `name` below 8 pixels."""
     h, w = (size, size) if isinstance(size, int) else size
     if min(h, w) < 8:
         raise ValueError(f"{name} must be a side or (H, W) in pixels, at least 8, not {size}")
@@ -248,7 +245,7 @@ def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def _limits(region: tuple[float, float, float, float], field: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Corners (low, high), each [2], of the region in units; ValueError for no region, or no room to move by a patch."""
+    """Return the corners (low, high) of the region, each (y, x) in units; ValueError for no region or too small a one."""
     share = np.asarray(region, np.float64).reshape(2, 2)
     if not ((share[0] >= 0) & (share[0] < share[1]) & (share[1] <= 1)).all():
         raise ValueError(f"region must be shares (top, left, bottom, right), 0 <= top < bottom <= 1, not {tuple(region)}")
@@ -268,7 +265,7 @@ def uniform(seed: int, index: int, count: int) -> np.ndarray:
 
 
 def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index into PLACES [B]; and the side of the center along y and x [B, 2], -1 above or left, 1 below or right.
+    """Return the quarter of the pair's center, [B] into PLACES, and as (y, x) [B, 2]: -1 above or left, 1 below or right.
 
     Args:
         u: uniform random numbers [B, 2] for y and x.
@@ -277,11 +274,12 @@ def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Label [B]; centers [B, 2, 2] (y, x) and radii [B, 2] of the cool and warm object, units; from random numbers u [B, 7].
+    """Return labels [B], and centers (y, x) [B, 2, 2] and radii [B, 2] of the cool and the warm object, in units.
 
     Args:
-        low: corners (y, x) of the region that holds both objects, [2] each.
-        high: corners (y, x) of the region that holds both objects, [2] each.
+        u: uniform random numbers [B, 7].
+        low: upper left corner (y, x) of the region that holds both objects.
+        high: its lower right corner (y, x).
         label_is_place: the label is the pair's quarter.
     """
     label = (len(CLASSES) * u[:, 0]).astype(np.int64)
@@ -303,7 +301,11 @@ def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: boo
 def _specks(
     u: np.ndarray, center: np.ndarray, radius: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Centers [B, S, 2] and radii [B, S] of specks, from random numbers u [B, S, 5]; radius 0 for specks near the pair."""
+    """Return centers (y, x) [B, S, 2] and radii [B, S] of specks, in units; the radius is 0 for specks near the pair.
+
+    Args:
+        u: uniform random numbers [B, S, 5]; the others are those of `_pairs`.
+    """
     edge = SPECK_RADIUS[1] + 0.5
     place = low + edge + (high - low - 2 * edge) * u[..., :2]
     size = SPECK_RADIUS[0] + (SPECK_RADIUS[1] - SPECK_RADIUS[0]) * u[..., 2]
@@ -319,7 +321,7 @@ def hsv(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarra
 
 
 def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
-    """Pixel indices [B, K] along one axis of `side` pixels around every center [B], shifted to lie inside the image.
+    """Return pixel indices [B, K] along one axis of `side` pixels around every center [B], shifted to lie inside the image.
 
     Args:
         radius: largest radius of the batch in pixels, which K covers on both sides.
@@ -330,7 +332,7 @@ def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
 
 
 def _coverage(y: np.ndarray, x: np.ndarray, center: np.ndarray, radius: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Share [B, K_y, K_x], 0 to 1, of every window pixel that the object covers; every kind extends to ±radius in y and x.
+    """Return the share, 0 to 1, of every window pixel that the object covers, [B, K_y, K_x]; a kind extends to ±radius.
 
     y [B, K_y], x [B, K_x]: pixel indices (`_window`); center [B, 2] (y, x) and radius [B] in pixels; kind [B] as in `Scene`.
     """

@@ -6,7 +6,7 @@
     classes       which output stands for which class
     images        data, and what a protocol shows of them at a size -> batches of images and targets
     policies      model, size -> the model for that size, and what is resampled for it
-    predict       model, batches -> what is kept of every image, by the task (`vitrel.tasks`); speed, memory, attention
+    predict       model, batches -> results of every image, by the task (`vitrel.tasks`); speed, memory, attention
     folder        rows <-> the files of one evaluation
     statistics    scores of images -> estimates and intervals
     verdicts      rows, scores -> which model is better, which size is safe

@@ -42,8 +42,7 @@ class TrainedModel:
         seed: seed of training, None where unknown.
         path: file of the weights.
         outputs: {class of the data: index of the output}, None for the same order.
-        restrict: compare only the logits of the data's classes.
-        model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
+        model_args: JSON of the arguments of `load_model`; "" for none, or a model whose file contains its arguments.
         task: what it predicts, one of `vitrel.tasks.TASKS`.
         train_sizes: all training sizes, (h, w) in pixels, or budgets of patch tokens if it was trained at native shape; by
             default img_size.
@@ -62,7 +61,6 @@ class TrainedModel:
     seed: int | None
     path: Path
     outputs: Mapping[str, int] | None = None
-    restrict: bool = False
     model_args: str = ""
     crop_mode: str = "center"
     task: str = "classification"
@@ -104,7 +102,7 @@ class TrainedModel:
         return size.tokens if isinstance(size, Budget) else token_count(size, self._patch_for("the protocol native"))
 
     def _patch_for(self, what: str) -> Size:
-        """The patch size; ValueError, saying `what` needs it, where the model has none."""
+        """Return the patch size; ValueError, saying that `what` needs it, where the model has none."""
         if self.patch is None:
             raise ValueError(
                 f"{what} counts patch tokens, but {self.label} has no patch embedding with a patch_size: give sizes in pixels "
@@ -120,7 +118,6 @@ def load_checkpoint(
     *,
     preprocessing: Mapping[str, Any] | None = None,
     outputs: Mapping[str, int] | None = None,
-    restrict: bool = False,
 ) -> TrainedModel:
     """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
 
@@ -130,7 +127,7 @@ def load_checkpoint(
         label: default the file's name without suffix for .safetensors; else the model's name, or for a generic one (vitrel_vit)
             that of the run's folder or the file.
         seed: default that of the checkpoint, None for .safetensors.
-        preprocessing, outputs, restrict: instead of the file's, see `trained_model`.
+        preprocessing, outputs: instead of the file's, see `trained_model`.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -158,14 +155,14 @@ def load_checkpoint(
             path=path,
             task=about.get("task", "classification"),
         )
-    own = {"outputs": outputs, "restrict": restrict, "train_sizes": tuple(map(parse_size_or_budget, sizes))}
+    own = {"outputs": outputs, "train_sizes": tuple(map(parse_size_or_budget, sizes))}
     trained = replace(trained, **_preprocessing(preprocessing or {}), **own)
     sizes = [trained.size_of(size) for size in trained.train_sizes]
     return trained if trained.img_size in sizes else replace(trained, img_size=nearest_size(trained.img_size, sizes))
 
 
 def _label_of(name: str, path: Path) -> str:
-    """The label of a checkpoint: the model's name, or for a generic name (vitrel_vit) that of the run's folder or the file."""
+    """Return the model's name, or for a generic name (vitrel_vit) that of the run's folder or the file."""
     if name not in TRUNKS:
         return name
     return path.resolve().parent.parent.name if path.resolve().parent.name == "checkpoints" else path.stem
@@ -200,17 +197,17 @@ def load_model(
     arguments = default | dict(model_args or {})
     if name.startswith("local-dir:"):
         check_folder(name.partition(":")[2])
-        model = _create(name, arguments | {"pretrained": True})
+        model = create_sized(name, **arguments | {"pretrained": True})
     else:
         check_model_name(name)
         if weights is not None:
             model = _build_from_weights(name, Path(weights), arguments)
         elif pretrained:
-            model = _create(name, arguments | {"pretrained": True})
+            model = create_sized(name, **arguments | {"pretrained": True})
         elif random:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = _create(name, arguments)
+                model = create_sized(name, **arguments)
         else:
             raise ValueError(f"{name} has no weights: give a file (--weights), or --pretrained for timm's weights")
     if bad := not_finite(model):
@@ -227,7 +224,6 @@ def trained_model(
     img_size: Size | None = None,
     preprocessing: Mapping[str, Any] | None = None,
     outputs: Mapping[str, int] | None = None,
-    restrict: bool = False,
     path: Path = Path(),
     task: str = "",
 ) -> TrainedModel:
@@ -240,7 +236,6 @@ def trained_model(
         img_size: training size (h, w) in pixels; by default that the model was built for.
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation.
         outputs: {class of the data: index of the output}; None for the same order.
-        restrict: compare only the logits of the data's classes.
         path: file of the weights, for messages.
         task: by default "segmentation" for a `Segmenter`, else that of the run it comes from, or "classification".
 
@@ -262,13 +257,12 @@ def trained_model(
         seed=None,
         path=path,
         outputs=outputs,
-        restrict=restrict,
         task=task or ("segmentation" if isinstance(model, Segmenter) else getattr(model, "task", "") or "classification"),
     )
 
 
 def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Preprocessing with mean and std as tuples and crop_pct as a float."""
+    """Return preprocessing with mean and std as tuples and crop_pct as a float; ValueError for a wrong mean or std."""
     types = {"mean": tuple, "std": tuple, "crop_pct": float}
     known = {name: types.get(name, str)(value) for name, value in given.items()}
     for name in {"mean", "std"} & known.keys():
@@ -310,7 +304,7 @@ def read_class_indices(path: str | Path) -> dict[str, int]:
 
 
 def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
-    """The model with all of the file's weights, and as many outputs as the file's classifier."""
+    """Return the model with all of the file's weights, and as many outputs as the file's classifier."""
     try:
         if name.startswith("vitrel_"):
             model, plan = model_for(name, arguments, read_file(weights))
@@ -318,8 +312,3 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
         return timm_model(name, weights, **arguments)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
-
-
-def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Create the model, without img_size where the architecture does not take it."""
-    return create_sized(name, **arguments)

@@ -44,7 +44,7 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
 
 
 def output_names(trained: TrainedModel) -> list[str]:
-    """Return the name of each output of a model: its classes, descriptions for ImageNet heads, or else numbers."""
+    """Return the name of each output, for people: the model's classes, descriptions for ImageNet heads, or else numbers."""
     count = trained.model.num_classes
     names = trained.classes or (getattr(trained.model, "pretrained_cfg", None) or {}).get("label_names") or ()
     if len(names) == count:
@@ -54,7 +54,7 @@ def output_names(trained: TrainedModel) -> list[str]:
 
 
 def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
-    """The outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for other names or heads."""
+    """Return the outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for any other."""
     subset = infer_imagenet_subset({"num_classes": count})
     if subset is None or not all(re.fullmatch(r"n\d{8}", name) for name in classes):
         return None
@@ -63,7 +63,7 @@ def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _by_name(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
-    """The outputs of classes by the names that the model knows; ValueError where it does not know all, or one name twice."""
+    """Return the outputs of classes by the names that the model has; ValueError where it lacks one, or has one twice."""
     if list(trained.classes) == list(classes):
         return tuple(range(len(classes)))
     index = {name: i for i, name in enumerate(trained.classes)}

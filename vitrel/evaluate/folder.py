@@ -1,8 +1,8 @@
-"""The folder of an evaluation, and one folder is one evaluation.
+"""The folder of one evaluation.
 
     settings.json   what all rows have in common, and of every model its weights and preprocessing
     rows.jsonl      a row in a line, written when its trial ends
-    images.npz      what is kept of every image, for paired intervals; images/ while the evaluation runs, a file for each row
+    images.npz      results of every image, for paired intervals; images/ while the evaluation runs, a file for each row
     results.csv     the table, written at the end
 
 A trial ends with its file in images/, then its line: a process that is killed leaves at most half a line, or a file without a
@@ -68,15 +68,9 @@ COLUMNS = {
     "resampled_values": "number of parameter values resampled; native: largest over the shapes of gflops",
     "unseen": "share of the offsets between queries and keys that did not occur in training; native: as resampled_values",
     "saturated": "the part of unseen that uses a trained edge value or far bucket; native: as resampled_values",
-    "attention_entropy": "entropy of a query's attention over all keys, nats, mean over queries, heads and layers",
-    "attention_span": "exp(attention_entropy): number of tokens over which uniform attention has this entropy",
-    "attention_distance": "mean distance between a query and its keys, weighted by attention, in patches of the layer's grid",
-    "attention_distance_share": "attention_distance as a share of the image's diagonal",
     "position_share": "by how much position changes attention: root mean square of what it adds to the logits, divided by "
     "that of the logits without it, each query's mean subtracted, in the layer where this is largest; of the first image; "
     "below 0.01 position does nothing; empty where unknown and without position",
-    "border_leak": "largest share, over the stages, of tokens that see the opposite border of the image; empty without "
-    "windows; native: at img_size",
     "infer_samples_per_sec": "images per second in forward passes, measured apart from the accuracy: all models of a size in "
     "turn, on one batch; empty where memory does not suffice",
     "peak_memory_mb": "peak memory, MiB: of tensors on a GPU, else the resident memory of the process",
@@ -90,12 +84,12 @@ COLUMNS = {
 
 
 class Folder:
-    """The rows of an evaluation and what is kept of their images, by the rows' "key"; in memory alone where `path` is None.
+    """The rows of an evaluation, and the results of their images by the rows' "key".
 
     Args:
-        path: of the folder, which is created.
-        settings: of the evaluation that begins or goes on: {"data", "classes", ...}. "same" holds what must be equal in all
-            rows, {name: value}, and "models" the same of every model by label and seed.
+        path: the folder, which is created; None keeps everything in memory alone.
+        settings: settings of the evaluation that begins or goes on: {"data", "classes", ...}. "same" has what must be equal in
+            all rows, {name: value}, and "models" the same of every model, by "LABEL|SEED".
         overwrite: remove an evaluation that is there.
 
     Raises:
@@ -122,7 +116,7 @@ class Folder:
         self.write_settings()
 
     def _continue(self, there: Mapping[str, Any]) -> None:
-        """Take over what a folder's settings add to those of now; ValueError where finished rows would be others now."""
+        """Merge the settings `there` in the folder into these; ValueError where they differ in what rows depend on."""
         differ = [_differs(name, there["same"].get(name), now) for name, now in self.settings["same"].items()]
         for name, now in self.settings["models"].items():
             then = there["models"].get(name, now)
@@ -135,7 +129,11 @@ class Folder:
         self.settings["bad_images"] = there["bad_images"]
 
     def add(self, row: Row, kept: Kept, bad: Iterable[str] = ()) -> None:
-        """Add the row of a trial that ended, on disk when this returns; missing numbers become None."""
+        """Add the row of a trial and the results of its images, and write both to disk; NaN becomes None.
+
+        Args:
+            bad: names of images that could not be read.
+        """
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         row, task = json.loads(json.dumps(row)), task_named(row["task"])
         kept = Kept({name: kept.arrays[name] for name in task.stored}, kept.seen)
@@ -163,7 +161,7 @@ class Folder:
                 part.write_text(json.dumps(self.settings, indent=1), "utf-8")
 
     def write_table(self, rows: Sequence[Row]) -> None:
-        """Write results.csv from rows with all columns, and what is kept of the images as one file."""
+        """Write results.csv from rows with all columns, and join the results of the images in images.npz."""
         if self.path is None:
             return
         with atomic_write(self.path / TABLE) as part:
@@ -256,7 +254,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_kept(path: Path, keys: Sequence[str]) -> dict[str, Kept]:
-    """What is kept of the images of every row; ValueError where it is missing or damaged."""
+    """Return the results of the images of every row, by key; ValueError where they are missing or damaged."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for place in (path / IMAGES, *sorted((path / "images").glob("*.npz"))):
         if not place.exists():
@@ -275,7 +273,7 @@ def read_kept(path: Path, keys: Sequence[str]) -> dict[str, Kept]:
 
 
 def _members(kept: Mapping[str, Kept]) -> dict[str, np.ndarray]:
-    """The arrays of rows, as small as they go without loss, by key and name."""
+    """Return {"KEY/NAME": array} for images.npz, counts in the smallest integer type that holds them."""
     return {
         f"{key}/{name}": np.asarray(values, np.min_scalar_type(values.max(initial=0))) if values.dtype.kind == "i" else values
         for key, (arrays, seen) in kept.items()
@@ -284,7 +282,7 @@ def _members(kept: Mapping[str, Kept]) -> dict[str, np.ndarray]:
 
 
 def _place(path: Path, key: str) -> Path:
-    """The file of a row in images/."""
+    """Return the path of a row's file in images/."""
     return path / "images" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
 
 
@@ -293,7 +291,7 @@ def _crc(row: Row) -> str:
 
 
 def _differs(name: str, then: Any, now: Any) -> str:
-    """A difference in words, "" for none."""
+    """Return the difference of a setting in words, "" for none."""
     if then == now:
         return ""
     if name == "images":

@@ -30,7 +30,7 @@ STEPS = 100  # iterations of L-BFGS
 
 
 class Pooled(nn.Module):
-    """What the classifier of a model sees of an image."""
+    """Returns the features of a model before its classifier, instead of its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tens
 def knn(
     bank: Tensor, known: Tensor, queries: Tensor, classes: int, k: int = NEIGHBORS, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Class [n] of queries [n, C] by a weighted vote of the k nearest rows of `bank` [m, C], whose classes are `known` [m]."""
+    """Return classes [n] of `queries` [n, C] by a vote of the k nearest rows of `bank` [m, C] with classes `known` [m]."""
     cosine, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).mT).topk(min(k, len(bank)), 1)
     votes = torch.zeros(len(queries), classes).scatter_add_(1, known[nearest], (cosine / temperature).exp())
     return votes.argmax(1)
 
 
 def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> Tensor:
-    """Class [n] of queries [n, C] by logistic regression on `bank` [m, C], whose classes are `known` [m]."""
+    """Return classes [n] of `queries` [n, C] by logistic regression on `bank` [m, C] with classes `known` [m]."""
     mean, spread = bank.mean(0), bank.std(0, correction=0).clamp(min=1e-6)
     bank, queries = (bank - mean) / spread, (queries - mean) / spread
     held = torch.arange(len(bank)) % 5 == 4
@@ -125,7 +125,10 @@ def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> 
 
 
 def _logits(bank: Tensor, known: Tensor, queries: Tensor, classes: int, decay: float) -> Tensor:
-    """Logits [n, classes] of the queries by the minimum of cross-entropy + decay / 2 times the mean squared row of weights."""
+    """Return logits [n, classes] of `queries` from a linear layer that is fitted to `bank`.
+
+    It minimizes cross-entropy + decay / 2 times the mean over classes of the squared length of the weights of a class.
+    """
     weight = torch.zeros(classes, bank.shape[1], requires_grad=True)
     bias = torch.zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=STEPS, line_search_fn="strong_wolfe")

@@ -37,11 +37,11 @@ Data = str | Dataset
 
 
 class View(NamedTuple):
-    """What a model sees of the images: one view is prepared once, for all models that share it.
+    """How images are prepared for a model, under a protocol at a size; models with equal views share the images.
 
     Args:
         size: (h, w) in pixels.
-        mode: of `vitrel.data.Prepare`, as the next six: "scale", "canvas" or "native".
+        mode: "scale", "canvas" or "native", the protocol of `vitrel.data.Prepare`, which has the next six arguments too.
         crop_pct: share of the resized image that the crop keeps.
         crop_mode: "center", "squash" or "border".
         base_size: training size (h, w) in pixels.
@@ -76,7 +76,7 @@ class View(NamedTuple):
 
     @property
     def of_files(self) -> "View":
-        """The view that is read from files: what is done to a whole batch later is left out."""
+        """The view without window and translation, which are applied to batches and need no other images."""
         return self._replace(window=None, translation=0)
 
     def shape_of(self, file: Size) -> Size:
@@ -85,25 +85,31 @@ class View(NamedTuple):
 
 
 def scale(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
-    """The same field of view at every size: objects grow with the image."""
+    """Return the view of the protocol scale: the same field of view at every size, so objects grow with the image."""
     how = trained.size_of(size), "scale", crop_pct, trained.crop_mode, trained.img_size
     whole = View(*how, trained.mean, trained.std, trained.interpolation, trained.task)
     return whole._replace(crop_pct=1.0, crop_mode="squash") if whole.masks else whole  # masks are not cropped
 
 
 def canvas(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
-    """Objects keep their size in pixels: a larger image shows more content or padding, a smaller one a center crop."""
+    """Return the view of the protocol canvas: objects keep their size in pixels.
+
+    A larger image shows more content or padding, a smaller one a center crop.
+    """
     return scale(trained, size, crop_pct)._replace(mode="canvas")
 
 
 def native(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
-    """The whole image at its own aspect ratio, with at most the patch tokens of the size."""
+    """Return the view of the protocol native: the whole image at its own aspect ratio, with at most the tokens of the size."""
     whole = scale(trained, size, 1.0)._replace(mode="native", crop_mode="center")
     return whole._replace(budget=trained.budget_of(size), patch=trained.patch)
 
 
 def sliding(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
-    """The images of canvas in windows of the training size, half overlapping, whose logits are averaged (masks only)."""
+    """Return the view of the protocol sliding: that of canvas, in half overlapping windows of the training size.
+
+    ValueError for another task than segmentation.
+    """
     if not task_named(trained.task).dense:
         raise ValueError("the sliding protocol joins the outputs of windows pixel by pixel: it is for segmentation")
     return canvas(trained, size, crop_pct)._replace(window=trained.img_size)
@@ -115,10 +121,10 @@ PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget, float], View]] = {
 
 
 class Images:
-    """The images of an evaluation in any view, with a cache of the last one, which trials share.
+    """The images of an evaluation in any view, with a cache of the last view, which trials share.
 
     Images that exceed CACHE_BYTES together are decoded again for each trial. When memory runs out while a batch is loaded,
-    `batch_size` is halved until the view changes, and nothing is kept.
+    `batch_size` is halved until the view changes, and nothing is cached.
 
     Attributes:
         classes: names by label; None where the data set has none.
@@ -213,6 +219,7 @@ class Images:
             yield moved(pixels, view.translation), targets
 
     def _read(self, view: View, rank: int, world: int) -> Iterator[Batch]:
+        """Yield the batches of `batches`, not moved, from the cache or decoded."""
         self.dataset(view)  # may empty the cache
         if self._decoded is not None:
             yield from self._decoded
@@ -244,7 +251,7 @@ class Images:
         return Counter({view.size: len(self)} if view.budget is None else map(view.shape_of, self._sizes(view)))
 
     def _sizes(self, view: View) -> list[Size]:
-        """The size (h, w) of every file in pixels, read once, because all views have the same images."""
+        """Return the size (h, w) of every file in pixels, read once, because all views have the same images."""
         if not self._file_sizes:
             dataset = self.dataset(view)
             generated = not hasattr(dataset, "image_sizes")
@@ -253,7 +260,7 @@ class Images:
         return self._file_sizes
 
     def _groups(self, view: View, rank: int, world: int) -> list[Sequence[int | Draw]]:
-        """The images of this process, grouped by the size that the model gets."""
+        """Return the images of this process, grouped by the size that the model gets."""
         share = range(rank, len(self), world)
         if view.budget is None:
             return [share]
@@ -264,7 +271,7 @@ class Images:
         return [groups[size] for size in sorted(groups)]
 
     def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]], read: list[Batch]) -> Iterator[Batch]:
-        """Batches of images of one group each; if memory runs out, `read` is emptied and further batches are smaller."""
+        """Yield batches of images of one group each; if memory runs out, `read` is emptied and further batches are smaller."""
         dataset, done = self.dataset(view), 0
         collate = partial(_batch, view=view, drawn=_is_drawn(dataset))
         while True:
@@ -299,17 +306,16 @@ class Images:
 
 
 def _batch(items: Sequence[tuple[Tensor, Any]], view: View, drawn: bool) -> Batch:
-    """Items of a data set as a batch.
-
-    Args:
-        drawn: the masks are of the input itself, not of an image that is resized for it.
-    """
+    """Return items of a data set as a batch; `drawn` is that of `_is_drawn`."""
     images = torch.stack([image for image, _ in items])
     return images, [_target(image, target, view, drawn) for image, target in items]
 
 
 def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
-    """The target of an image, None where it could not be read: its label is then below 0, or its mask and pixels are empty."""
+    """Return the target of an image, a mask as `Mask`; None where the image could not be read.
+
+    Its label is then below 0, or its mask has no class and all pixels are 0.
+    """
     if not view.masks:
         return None if isinstance(target, (int, np.integer)) and target < 0 else target
     labels = np.asarray(target)
@@ -321,7 +327,7 @@ def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
 
 
 def _is_drawn(dataset: Dataset) -> bool:
-    """Whether a data set makes images and masks for the size, instead of resizing images."""
+    """Return whether a data set draws images and masks for the size, so a mask has the resolution of the model's input."""
     return not isinstance(dataset, ImageSet | PreparedImages)
 
 
@@ -359,7 +365,7 @@ def _how_to_go_on() -> Iterator[None]:
 
 
 def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[Sequence[int | Draw]]:
-    """The images from number `start` on in batches of at most `size`, each of images of one group."""
+    """Return the images from number `start` on in batches of at most `size`, each of images of one group."""
     batches = []
     for group in groups:
         batches += [group[first : first + size] for first in range(start, len(group), size)]
@@ -392,6 +398,7 @@ class PreparedImages(Dataset):
         return [(image.shape[-2], image.shape[-1]) for image, _ in map(self._image, range(len(self)))]
 
     def _image(self, index: int) -> tuple[Tensor, int]:
+        """Return (uint8 image [3, h, w], target) of the user's data set."""
         image, label = self.images[self.chosen[index]]
         if isinstance(image, Image.Image):
             image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

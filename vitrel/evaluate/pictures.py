@@ -53,7 +53,7 @@ class Picture(NamedTuple):
 
 @dataclass
 class Section:
-    """A section of the page: {name of a table: {name of a line: its pictures}}, and colors that are explained below."""
+    """A section of the page: `tables`, {name of a table: {name of a line: pictures}}, and `colors`, {class: CSS color}."""
 
     title: str
     text: str
@@ -129,7 +129,7 @@ def _images(plan: Sequence["Trial"], images: Images, device: torch.device, photo
         with AtSizes(trial.trained.model, trial.policy, device, window=trial.view.window) as at:
             logits = at((pixels.shape[-2], pixels.shape[-1]))(pixels[None].to(device)).float().cpu()
         best, visible = predicted_classes(logits[0], target, torch.tensor(trial.outputs))
-        kept = trial.task.keep(logits, [target], trial.outputs, trial.trained.restrict)
+        kept = trial.task.keep(logits, [target], trial.outputs)
         arrays = {name: np.asarray(values) for name, values in kept.items()}
         iou = trial.task.score(Kept(arrays, np.ones(1, bool)))[trial.task.metric]
         truth = np.where(target.labels == IGNORED, NO_CLASS, target.labels.astype(int))
@@ -175,19 +175,19 @@ def _attention(
 
 
 def _photograph(trial: "Trial", pixels: Tensor) -> np.ndarray:
-    """Normalized pixels [3, H, W] as uint8 [H, W, 3]."""
+    """Return normalized pixels [3, H, W] as uint8 [H, W, 3]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (trial.view.mean, trial.view.std))
     return (255 * (pixels * std + mean).clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
 
 
 def _colored(classes: np.ndarray) -> np.ndarray:
-    """Classes [h, w] as uint8 [h, w, 3]; NO_CLASS has the color NOTHING."""
+    """Return classes [h, w] as colors, uint8 [h, w, 3]; NO_CLASS has the color NOTHING."""
     table = np.array([_color(index) for index in range(max(int(classes.max()) + 1, 1))] + [NOTHING], np.uint8)
     return table[np.where(classes < 0, len(table) - 1, classes)]
 
 
 def _color(index: int) -> tuple[int, int, int]:
-    """The color of a class: gray for the first, then hues far from each other, in alternating lightness."""
+    """Return the RGB color of a class: gray for the first, then hues far from each other, in alternating lightness."""
     if index == 0:
         return 150, 150, 150
     hue = (0.58 + 0.618034 * (index - 1)) % 1.0  # the golden ratio
@@ -196,7 +196,7 @@ def _color(index: int) -> tuple[int, int, int]:
 
 
 def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) -> Picture:
-    """uint8 [h, w, 3] as a picture of at most `side` pixels; one of few colors, such as a mask, keeps them."""
+    """Return uint8 [h, w, 3] as a picture whose longer side has `side` pixels; few colors, as of a mask, are not blended."""
     picture = Image.fromarray(pixels)
     drawn = len(picture.getcolors(256) or ()) > 0
     factor = side / max(picture.size)
@@ -209,7 +209,7 @@ def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) 
 
 
 def _drawn(figure: "Figure", alt: str) -> Picture:
-    """A figure as a picture, in its own size."""
+    """Return a figure as a picture, in its own size."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
     pixels = np.asarray(Image.open(file).convert("RGB"))

@@ -24,9 +24,10 @@ APART = 0.04  # of a step between sizes, by which models stand side by side
 
 
 def against_size(judged: Judged, protocol: str) -> "Figure | None":
-    """Return the accuracy by size in a protocol, a line a model through the sizes of its training shape, others hollow.
+    """Return the chart of accuracy by size in a protocol; None for one size.
 
-    Sizes stand at equal distances in the order of their area, each with its name, whatever its shape. None for one size.
+    A line joins a model's sizes of the training shape (aspect ratio); points of another shape are hollow. Sizes stand at equal
+    distances in the order of their area.
     """
     rows = sorted(
         (row for row in judged.rows if row["protocol"] == protocol and row["used"]), key=lambda row: by_area(row["img_size"])
@@ -54,9 +55,9 @@ def against_size(judged: Judged, protocol: str) -> "Figure | None":
 
 
 def against_cost(judged: Judged) -> "Figure | None":
-    """Return the accuracy by multiply-adds, lines and points as in `against_size`; the cheapest and the dearest are named.
+    """Return the chart of accuracy by multiply-adds, drawn as `against_size`; None where the costs are unknown or all equal.
 
-    None where the costs are not known or all the same.
+    Of every model the smallest and the largest size are named.
     """
     used = [row for model in judged.models.values() for row in model.used.values() if known_number(row.get("gflops"))]
     if len({row["gflops"] for row in used}) < 2:
@@ -80,7 +81,7 @@ def against_cost(judged: Judged) -> "Figure | None":
 
 
 def svg_of(figure: "Figure", name: str) -> str:
-    """Return a figure as an SVG element whose text is text, as wide as its box up to its own width."""
+    """Return a figure as an SVG element with selectable text, which shrinks with the page; `name` describes it for readers."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -90,7 +91,7 @@ def svg_of(figure: "Figure", name: str) -> str:
 
 
 def _has_training_shape(row: Row) -> bool:
-    """Whether a size has the aspect ratio of a training size, or is a budget of tokens."""
+    """Return whether a row's size has the aspect ratio of a training size, or is a budget of tokens."""
     (h, w), trained = parse_size(row["img_size"]), [size for size in train_sizes_of(row) if isinstance(size, tuple)]
     return unit(row) == "tokens" or any(h * size[1] == w * size[0] for size in trained or [(1, 1)])
 
@@ -106,7 +107,11 @@ def _axes(title: str, judged: Judged) -> tuple["Figure", Any]:
 
 
 def _draw(axes: Any, number: int, label: str, x: Sequence[float], rows: Sequence[Row], hollow: bool = False) -> None:
-    """Draw points with their intervals, and a line unless they are hollow."""
+    """Draw the points of rows at `x` with their intervals, joined by a line unless they are hollow.
+
+    Args:
+        number: number of the model, which gives color and marker.
+    """
     if not rows:
         return
     y = [main_metric(row) for row in rows]
@@ -118,7 +123,7 @@ def _draw(axes: Any, number: int, label: str, x: Sequence[float], rows: Sequence
 
 
 def _name_models(figure: "Figure", axes: Any) -> None:
-    """Name the models below a chart of several."""
+    """Add a legend below a chart of several models."""
     handles, names = axes.get_legend_handles_labels()
     firsts = {name: handles[names.index(name)] for name in names}
     if len(firsts) > 1:

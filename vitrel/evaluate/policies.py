@@ -30,7 +30,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitrel.common.sizes import Size, token_count
 from vitrel.grid import Grid, unseen_share
 from vitrel.inspect.any_model import StageWindows, at_size, model_at_size, own_windows, stage_windows
-from vitrel.inspect.leaks import border_leak
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, backbone_of, parts_with_policies
 from vitrel.position import PositionEncoding
@@ -65,7 +64,7 @@ def policies_at(
 
 
 def _tempers(model: nn.Module, size: Size) -> bool:
-    """Whether the temperature of log N changes the model at a size: where an encoding's number of tokens is another."""
+    """Return whether the temperature of log N changes the model: an encoding has another number of tokens than in training."""
     if not isinstance(model, Backbone):
         return False
     both = zip(model.encodings(size), model.trained_encodings(), strict=True)
@@ -73,6 +72,7 @@ def _tempers(model: nn.Module, size: Size) -> bool:
 
 
 def _policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Return `policies_at` of a vitrel model, without those of log N."""
     windows = window_policies_at(model, size)
     if not windows:
         return _encoding_policies_at(model, size, wanted)
@@ -96,7 +96,7 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_windows(backbone: Backbone) -> bool:
-    """Whether any attention layer of a model has windows."""
+    """Return whether any attention layer of a model has windows."""
     return any(isinstance(part, Attention) and part.window is not None for part in backbone.modules())
 
 
@@ -207,15 +207,6 @@ def costs_at(model: nn.Module, size: Size, policy: str, shapes: Counter[Size] | 
     return _geometry(ready) | {"gflops": round(gflops(ready.model, size), 4)}
 
 
-def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
-    """Return the column border_leak at `size` (h, w) pixels; None for a model without windows, or where it is not known."""
-    ready = at_size_with(model, size, policy)
-    if all(stage.window is None for stage in ready.stages):
-        return None
-    leaked = border_leak(backbone_of(ready.model) or ready.model, size)
-    return None if leaked is None else round(leaked, 4)
-
-
 def unseen_after(model: nn.Module, sizes: Iterable[Size], size: Size) -> float:
     """Return the share of offsets at `size` (h, w) pixels that no training size had; 1 where that is not known.
 
@@ -230,7 +221,7 @@ def unseen_after(model: nn.Module, sizes: Iterable[Size], size: Size) -> float:
 
 
 def _native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
-    """The columns of `costs_at` that depend on the images' shapes."""
+    """Return the columns of `costs_at` that depend on the images' shapes."""
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
         try:
@@ -276,12 +267,7 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 
 def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The policies of encodings that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings
-    have different ones; ("none",) where no policy changes anything.
-
-    Args:
-        wanted: as for `policies_at`.
-    """
+    """Return `policies_at` of a model with its present windows: policies of encodings alone, as ("clip", "bicubic+keep")."""
     parts = [*parts_with_policies(model, size)]
     affected = [part.policies for part, grid in parts if _is_affected(part, grid)]
     options = []
@@ -293,7 +279,7 @@ def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequen
 
 
 def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
-    """Policies of the encodings that a large size affects; those of encodings that share a name form one group."""
+    """Return the policies of the encodings that a large size affects; those of encodings that share a name form one group."""
     groups: list[tuple[str, ...]] = []
     for policies in dict.fromkeys(
         part.policies for part, grid in parts_with_policies(model, LARGE) if _is_affected(part, grid)
@@ -305,7 +291,7 @@ def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
 
 
 def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
-    """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
+    """Return whether some policy of an encoding resamples its parameters on `grid`, or reads others than in training."""
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
     resampled = []
     for policy in part.policies:
@@ -315,7 +301,7 @@ def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
 
 
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
-    """The window (h, w) in tokens of a layer with `grid` tokens under the policy "divisor" or "rescale"."""
+    """Return the window (h, w) in tokens of a layer with `grid` tokens under the policy "divisor" or "rescale"."""
     if policy == "divisor":
         h, w = (max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
     else:
@@ -325,7 +311,7 @@ def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tu
 
 
 def _windowed(model: nn.Module, size: Size) -> Iterator[tuple[Attention, Size]]:
-    """Every windowed attention layer of a vitrel model with its grid (h, w) at `size`; none for other models."""
+    """Yield every windowed attention layer of a vitrel model with its grid (h, w) at `size`; none for other models."""
     if not isinstance(model, Backbone):
         return
     for blocks, grid in _stages(model, size):
@@ -333,7 +319,7 @@ def _windowed(model: nn.Module, size: Size) -> Iterator[tuple[Attention, Size]]:
 
 
 def _stages(model: Backbone, size: Size) -> Iterator[tuple[Iterable[nn.Module], Size]]:
-    """The blocks of each stage of a model, with their grid (h, w) at `size`; a plain ViT has one stage."""
+    """Yield the blocks of each stage of a model with their grid (h, w) at `size`; a plain ViT has one stage."""
     h, w, _ = model.token_grid(size)
     if model.window_size is None:
         yield model.blocks, (h, w)  # type: ignore[misc]
@@ -345,12 +331,12 @@ def _stages(model: Backbone, size: Size) -> Iterator[tuple[Iterable[nn.Module], 
 
 
 def _windows(blocks: Iterable[nn.Module], grid: Size) -> tuple[StageWindows, ...]:
-    """The windows of the blocks of a stage."""
+    """Return the windows and padding of the blocks of a stage, whose grid is (h, w) tokens."""
     return stage_windows(own_windows(block.attn, grid) for block in blocks)  # type: ignore[arg-type]
 
 
 def _geometry(ready: ModelWithPolicy) -> Row:
-    """Columns on tokens, windows, padding and resampling."""
+    """Return the columns on tokens, windows, padding and resampling."""
     windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in ready.stages]
     return {
         "tokens": ready.tokens,

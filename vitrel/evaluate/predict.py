@@ -1,4 +1,4 @@
-"""From batches to what is kept of every image: forward passes on a device, their speed and memory, and attention statistics.
+"""From batches to the results of every image: forward passes on a device, their speed and memory, position in attention.
 
 Passes that run out of memory are repeated with smaller batches. No other stage runs a model.
 """
@@ -11,8 +11,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,15 +23,12 @@ from torchvision.transforms.functional import center_crop
 
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Size
-from vitrel.data import BadImage
 from vitrel.evaluate.images import Batch
 from vitrel.evaluate.policies import with_policy
-from vitrel.inspect.attention import attention_statistics_of, position_shares
-from vitrel.tasks import Kept, Row
+from vitrel.inspect.attention import position_shares
+from vitrel.tasks import Kept
 
-STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 MIB = 2**20
-ATTENDED = 1 << 18  # pixels of the images whose attention is in memory at a time
 ROUNDS = 3  # timed passes of each model, in turn
 
 
@@ -115,7 +111,7 @@ class Runner:
         self.model, self.device, self.batch_size, self.dtype = model, device, batch_size, dtype
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, 3, H, W] -> logits [B, K], float32 on the CPU. MemoryError when a single image does not fit in memory."""
+        """Return logits [B, K, ...] of pixels [B, 3, H, W], float32 on the CPU; MemoryError if one image does not fit."""
         outputs: list[Tensor] = []
         start = 0
         while start < len(pixels):
@@ -141,6 +137,7 @@ class Runner:
             return model(chunk.to(self.device, non_blocking=True)).float().cpu()  # synchronizes with the GPU
 
     def _halve(self, failed: int) -> None:
+        """Halve the batch size after a batch of `failed` images did not fit; MemoryError for a single image."""
         if failed == 1:
             raise MemoryError("one image does not fit in memory: use a smaller size, or another device")
         self.batch_size = failed // 2
@@ -155,11 +152,11 @@ def predict(
     keep: Callable[[Tensor, list[Any]], Mapping[str, Any]],
     advance: Callable[[float], None] = lambda share: None,
 ) -> Kept:
-    """Run a model over batches, and return what is kept of each image, in the order of their indices.
+    """Run a model over batches, and return the results of all images, in the order of their indices.
 
     Args:
         order: index of each image in the data, in the order of the batches.
-        keep: from logits and targets of a batch to what is kept of its images, [B, ...] each.
+        keep: function of logits and targets of a batch that returns the results of its images, {name: [B, ...]}.
         advance: called after every batch with its share of the images.
     """
     read: list[bool] = []
@@ -177,14 +174,14 @@ def predict(
 
 
 def _spread(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Values of the images that were read, among zeros for those that were not."""
+    """Return values of all images: `values` for those that were read (`seen`), and zeros for the others."""
     whole = np.zeros((len(seen), *values.shape[1:]), values.dtype)
     whole[seen] = values
     return whole
 
 
 def joined(parts: Sequence[Kept]) -> Kept:
-    """Join what several processes kept, by rank: rank r of w has the images r, r + w, r + 2 w, ..."""
+    """Join the results of several processes, by rank: rank r of w has the images r, r + w, r + 2 w, ..."""
     world, seen = len(parts), np.zeros(sum(len(part.seen) for part in parts), bool)
     known = next((part.arrays for part in parts if part.arrays), {})  # a process may have read none of its images
     whole = {name: np.zeros((len(seen), *values.shape[1:]), values.dtype) for name, values in known.items()}
@@ -201,8 +198,8 @@ def speeds(
 ) -> dict[tuple, float]:
     """Return the images per second of models of one size: the median of ROUNDS passes of one batch, after one to warm up.
 
-    The models take turns, so that what else the machine does meets all of them. The batch is halved where memory does not
-    suffice; NaN where it does not for one image.
+    The models take turns, so that other load of the machine slows all of them alike. The batch is halved where memory does not
+    suffice; NaN where it does not suffice for one image.
 
     Args:
         models: on the device, ready for the size.
@@ -226,7 +223,7 @@ def speeds(
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak that `peak_mb` reads. On Linux it is the resident peak; other systems cannot reset it."""
+    """Reset the peak memory that `peak_mb` reads, on a GPU and under Linux; other systems cannot reset that of a process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -248,37 +245,15 @@ def peak_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
-def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.device) -> Row:
-    """Return attention statistics, means over images [3, h, w], and the share of position, of the first image alone.
+def position_share(model: nn.Module, image: Tensor) -> float:
+    """Return by how much position changes attention, of an image [3, h, w] on the model's device (`position_shares`).
 
-    They are NaN where unavailable.
+    It is the largest share of all layers; NaN where the attention of the model cannot be seen, it has no position, or memory
+    does not suffice.
     """
-    row, by_image = dict.fromkeys((*STATISTICS, "position_share"), math.nan), list[dict[str, float]]()
-    with _unless_unavailable():
-        for (height, width), group in groupby(images, key=lambda image: tuple(image.shape[-2:])):
-            several, model = [*group], at((height, width))
-            most = max(1, ATTENDED // (height * width))
-            for start in range(0, len(several), most):
-                pixels = torch.stack(several[start : start + most]).to(device)
-                if not by_image:
-                    with _unless_unavailable():
-                        shares = position_shares(model, pixels[:1]).values()
-                        row["position_share"] = round(max(shares, default=math.nan), 5)
-                by_image += [attention_statistics_of(model, pixels)] * len(pixels)
-        if by_image:
-            mean = {name: sum(values[name] for values in by_image) / len(by_image) for name in STATISTICS}
-            mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
-            row |= {name: round(value, 4) for name, value in mean.items()}
-    return row
-
-
-@contextlib.contextmanager
-def _unless_unavailable() -> Iterator[None]:
-    """Context that ends early where a model has no attention that can be seen, or memory does not suffice for it."""
     try:
-        yield
-    except BadImage:
-        raise
+        return round(max(position_shares(model, image[None]).values(), default=math.nan), 5)
     except (ValueError, RuntimeError, MemoryError) as error:
         if not (isinstance(error, ValueError) or out_of_memory(error)):
             raise
+        return math.nan

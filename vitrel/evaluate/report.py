@@ -53,7 +53,7 @@ class Grid(NamedTuple):
     lines: list[tuple[str, list[Row | None]]]
 
     def markdown(self) -> str:
-        """The table as Markdown: accuracy ± half its interval, and the verdict."""
+        """Return the table as Markdown: accuracy ± half its interval, and the verdict."""
         return markdown([self.corner, *self.columns], [[name, *map(self._cell, rows)] for name, rows in self.lines])
 
     def _cell(self, row: Row | None) -> str:
@@ -88,10 +88,9 @@ def write(
 
     Args:
         judged: the rows of the evaluation with their verdicts.
-        by_class: {row["key"]: (of each class, those of them that are right)}: numbers of images [K]; or of pixels [n, K] for
-            every image, their union and intersection.
-        settings: of the evaluation, as in settings.json.
-        pictures: of single images and layers.
+        by_class: `Task.by_class` of every row, by its key.
+        settings: settings of the evaluation, as in settings.json.
+        pictures: sections with pictures of single images and layers.
     """
     title, classes = shown(settings.get("title") or folder.resolve().name), settings.get("classes") or ()
     protocols = [*dict.fromkeys(row["protocol"] for row in judged.rows)]
@@ -181,7 +180,7 @@ def other_grids(judged: Judged) -> dict[str, Grid]:
 
 
 def _grid(series: Mapping[str, Mapping[str, Row]]) -> Grid:
-    """The table of {name: {size: row}}."""
+    """Return the table of {name: {size: row}}."""
     first = {size: row for rows in series.values() for size, row in rows.items()}
     sizes = {size: f"{size_name(first[size])} {unit(first[size])}" for size in sorted(first, key=by_area)}
     if len(sizes) > len(series):
@@ -237,7 +236,11 @@ def class_tables(judged: Judged, by_class: ByClass, names: Sequence[str]) -> dic
 
 
 def _of_classes(counts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Score, low and high of every class, percent [3, K], of the counts of each seed; NaN where a class does not occur."""
+    """Return score, low and high of every class, percent, [3, K]; NaN where a class does not occur.
+
+    Args:
+        counts: `Task.by_class` of each seed.
+    """
     whole, right = (np.stack([one[at] for one in counts]).astype(float) for at in (0, 1))
     table = np.full((3, whole.shape[-1]), math.nan)
     for at in range(whole.shape[-1]):

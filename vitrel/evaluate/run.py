@@ -5,14 +5,12 @@ every other stage gets the values that it needs.
 """
 
 import hashlib
-import math
 import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +26,19 @@ from vitrel.common.modules import evaluating
 from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
-from vitrel.common.tables import markdown
 from vitrel.data import Reading
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.classes import class_outputs
-from vitrel.evaluate.folder import Folder, read_rows
+from vitrel.evaluate.folder import Folder
 from vitrel.evaluate.images import PROTOCOLS, Data, Images
 from vitrel.evaluate.pictures import collect
-from vitrel.evaluate.policies import costs_at, leak_at, unseen_after
+from vitrel.evaluate.policies import costs_at, unseen_after
 from vitrel.evaluate.predict import (
     AtSizes,
     Runner,
-    attention_columns,
     joined,
     peak_mb,
+    position_share,
     predict,
     reset_peak,
     speeds,
@@ -56,7 +53,6 @@ from vitrel.weights.record import state_hash
 if TYPE_CHECKING:
     import pandas as pd
 
-NEEDS_NO_IMAGES = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")  # columns of a dry run
 CPU_BATCH = 4  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
 
 
@@ -92,7 +88,7 @@ def at_sizes(
         overwrite: start anew where `out` has another evaluation.
         title: of the report.
         command: the command that this is, for the report.
-        settings: fields of `Settings`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
+        settings: fields of `Settings`: protocols, policies, n, batch_size, device, crop_pct, ...
 
     Raises:
         ValueError: invalid settings, data or classes that do not fit the model, unsupported sizes, another evaluation in `out`.
@@ -110,7 +106,7 @@ def _evaluated(
     title: str,
     command: str,
 ) -> "pd.DataFrame":
-    """The table of `at_sizes`."""
+    """Evaluate and return the table of `at_sizes`, with its arguments read."""
     images, plan = opened(models, data, settings)
     first, device = rank_and_world()[0] == 0, local_device(settings.device)
     about = _about(models, images, settings, device) | {
@@ -145,29 +141,6 @@ def _evaluated(
     return folder.frame([row for row in rows if row["key"] in keys])
 
 
-def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out: Path) -> str:
-    """Return what `at_sizes` would do as text: the rows that `out` lacks, how many there are, and how long they take."""
-    device = local_device(settings.device)
-    images, plan = opened(models, data, settings)
-    done = {row["key"] for row in read_rows(out)[0]}
-    left = [trial for trial in plan if trial.key not in done]
-    if not left:
-        return f"All {len(plan)} rows of {len(images):,} images each are in {out} already: nothing is left to measure.\n"
-    costs = _costs(left, images)
-    columns = ("label", "img_size", "protocol", "budget", "policy", *NEEDS_NO_IMAGES)
-    rows = [trial.columns | costs[_about_cost(trial)] for trial in left]
-    lines = [
-        ["" if row[name] is None else "-" if row[name] != row[name] else str(row[name]) for name in columns] for row in rows
-    ]
-    with _evaluating(models):
-        seconds = _seconds(left, images, costs, settings, device)
-    takes = f"about {math.ceil(seconds / 60)} min" if math.isfinite(seconds) else "an unknown time"
-    return (
-        f"{markdown(columns, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in "
-        f"{out} already; the others take {takes} on this machine.{_notes(plan)}\n"
-    )
-
-
 def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tuple[Images, list[Trial]]:
     """Return the images and the trials of an evaluation; ValueError for several tasks, or classes that do not fit a model."""
     check_tasks(models)
@@ -186,12 +159,12 @@ def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tu
 
 
 def _classes(models: Sequence[TrainedModel], images: Images) -> list[str]:
-    """The names of the classes; numbers where the data have none."""
+    """Return the names of the data's classes; numbers where the data have none."""
     return images.classes or [*map(str, range(models[0].model.num_classes))]
 
 
 def _loaded(models: Any) -> list[TrainedModel]:
-    """Models of any kind as `TrainedModel`."""
+    """Return the models that `at_sizes` takes as `TrainedModel`."""
     several = models if isinstance(models, list | tuple) else [models]
     return [
         trained_model(one) if isinstance(one, nn.Module) else one if isinstance(one, TrainedModel) else load_checkpoint(one)
@@ -200,9 +173,9 @@ def _loaded(models: Any) -> list[TrainedModel]:
 
 
 def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, device: torch.device) -> dict[str, Any]:
-    """The settings of a `Folder`, without title and command."""
+    """Return the settings of a `Folder`, without title and command."""
     classes = _classes(models, images)
-    outputs = {id(one): (class_outputs(one, classes, images.source), one.restrict) for one in models}
+    outputs = {id(one): class_outputs(one, classes, images.source) for one in models}
     of_models = {
         f"{shown(one.label)}|{one.seed}": {
             "weights": state_hash(one.model),
@@ -222,7 +195,7 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
         "number of images": len(images),
         "images": images.digest(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
-        **{name: getattr(settings, name) for name in ("dtype", "attention_n", "border_leak", "on_bad_image")},
+        **{name: getattr(settings, name) for name in ("dtype", "on_bad_image")},
         "versions": {package.__name__: package.__version__ for package in (torch, torchvision, timm, PIL)},
         "vitrel": version("vitrel"),
     }
@@ -242,16 +215,17 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
 
 
 def _about_cost(trial: Trial) -> tuple:
-    """What the cost of a trial depends on: seeds of a model share it, and protocols that show images of one size as a whole."""
+    """Return what the cost of a trial depends on, as a key: trials of several seeds or protocols may have the same."""
     return trial.trained.label, trial.trained.name, trial.size, trial.view.window, trial.view.budget, trial.policy
 
 
 def _costs(left: Sequence[Trial], images: Images) -> dict[tuple, Row]:
-    """The columns of trials that need no images, by `_about_cost`; ValueError where a model does not take a size."""
+    """Return the columns of trials that need no images, by `_about_cost`; ValueError where a model does not take a size."""
     return {about: _cost(trial, images) for about, trial in {_about_cost(one): one for one in left}.items()}
 
 
 def _cost(trial: Trial, images: Images) -> Row:
+    """Return the columns of a trial that need no images."""
     trained, view = trial.trained, trial.view
     shapes = None if view.budget is None else images.shapes(view)
     size = view.window or trial.size
@@ -270,12 +244,11 @@ def _measured(
     costs: Mapping[tuple, Row],
     advance: Advance | None,
 ) -> Iterator[tuple[Row, Kept, list[str]]]:
-    """Yield row, what is kept of the images, and unreadable images of one trial after another, size by size.
+    """Yield the row, the results of all images and the names of unreadable ones, of one trial after another, size by size.
 
     Every process runs this on its share of the images, and gets the whole.
     """
     first = rank_and_world()[0] == 0
-    leaks: dict[tuple, float | None] = {}
     for _, group in groupby(left, key=lambda trial: trial.size):
         at_size = [*group]
         fast = _speeds(at_size, settings, device) if first else {}
@@ -283,17 +256,15 @@ def _measured(
             about = _about_cost(trial)
             ahead = partial(advance, what=trial.name, cost=costs[about]["gflops"]) if advance else lambda share: None
             parts = on_all(partial(_share, trial, images, settings, device, ahead))
-            row = parts[-1][0]  # attention is that of the last process
+            row = parts[-1][0]  # the last process has seen attention
             row["peak_memory_mb"] = max(part["peak_memory_mb"] for part, *_ in parts)
             row["batch_size"] = min(part["batch_size"] for part, *_ in parts)
             kept = joined([part for _, part, _ in parts])
             if not kept.seen.any():
                 raise ValueError(f"none of the {len(images)} images of {images.source} can be read")
-            if first and settings.border_leak and about not in leaks:
-                leaks[about] = leak_at(trial.trained.model, trial.view.window or trial.size, trial.policy)
             row |= trial.task.score(kept) | _interval(trial.task, kept)
             row |= {"n": int(kept.seen.sum()), "left_out": int((~kept.seen).sum())}
-            row |= costs[about] | {"border_leak": leaks.get(about), "infer_samples_per_sec": fast.get(about)}
+            row |= costs[about] | {"infer_samples_per_sec": fast.get(about)}
             yield trial.columns | row, kept, [*dict.fromkeys(name for *_, bad in parts for name in bad)]
 
 
@@ -304,9 +275,9 @@ def _share(
     device: torch.device,
     ahead: Callable[[float], None],
 ) -> tuple[Row, Kept, list[str]]:
-    """Run a trial on this process's share of the images: columns, what is kept of each image, unreadable images."""
+    """Run a trial on this process's share of the images; return columns, results of these images, and unreadable ones."""
     model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
-    keep = partial(trial.task.keep, outputs=trial.outputs, restrict=trial.trained.restrict)
+    keep = partial(trial.task.keep, outputs=trial.outputs)
     order = images.order(view, rank, world)
     with AtSizes(model, trial.policy, device, view.window) as at:
         runner = Runner(at, device, settings.batch_size, settings.dtype)
@@ -317,21 +288,21 @@ def _share(
             error.add_note(f"this was {trial.name}")
             raise
         peak = peak_mb(device)
-        # only the last of several processes has a share of attention: the first writes rows meanwhile
-        n = settings.attention_n if rank == world - 1 and view.window is None else 0
-        attention = attention_columns(at, (image for _, image, _ in images.items(view, range(min(n, len(images))))), device)
-    columns = {"peak_memory_mb": round(peak, 1), "batch_size": min(runner.batch_size, images.batch_of(view))}
-    return columns | attention, kept, images.bad(view)
+        columns = {"peak_memory_mb": round(peak, 1), "batch_size": min(runner.batch_size, images.batch_of(view))}
+        if rank == world - 1 and view.window is None:  # the first of several processes writes rows meanwhile
+            for _, image, _ in islice(images.items(view, range(len(images))), 1):
+                columns["position_share"] = position_share(at((image.shape[-2], image.shape[-1])), image.to(device))
+    return columns, kept, images.bad(view)
 
 
 def _interval(task: Task, kept: Kept) -> Row:
-    """The 95 % interval of the metric over images."""
+    """Return the columns of the 95 % interval of the metric over images."""
     low, high = estimate([task.scores(kept, task.metric)[None]]).of_share()
     return {f"{task.metric}_low": round(low, 4), f"{task.metric}_high": round(high, 4)}
 
 
 def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) -> dict[tuple, float]:
-    """Images per second of the models of one size."""
+    """Return the images per second of the models of trials at one size, by `_about_cost`."""
     ready: dict[tuple, Callable[[torch.Tensor], torch.Tensor]] = {}
     size, most = group[0].size, settings.batch_size if device.type == "cuda" else CPU_BATCH
     with ExitStack() as stack:
@@ -357,7 +328,7 @@ def _evaluating(models: Sequence[TrainedModel]) -> Iterator[None]:
 
 
 def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: Path) -> str:
-    """The lines printed at the start: models, images and sizes, rows, and what should be known of them."""
+    """Return the lines printed at the start: models, images, sizes, the number of rows, and notes."""
     models = {id(trial.trained): trial.trained for trial in plan}.values()
     texts = [f"{one.label} ({one.model.num_classes} classes, trained at {sizes_in_words(one.train_sizes)})" for one in models]
     sizes, protocols = (dict.fromkeys(map(of, plan)) for of in (lambda one: format_size(one.size), lambda one: one.protocol))
@@ -369,7 +340,7 @@ def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: P
 
 
 def _notes(plan: Sequence[Trial]) -> str:
-    """What a user might not expect of the rows, each on a line."""
+    """Return a note for each size at which sliding windows are larger than the image, each on a line; "" for none."""
     views = dict.fromkeys(trial.view for trial in plan if trial.view.window)
     sides = dict.fromkeys((view.size, view.window) for view in views if view.window is not None)
     return "".join(
@@ -393,20 +364,3 @@ def _tell(
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         print(f"left out, because they could not be read: {', '.join(bad[:8])}{more}; {path / 'settings.json'} lists them")
     print(f"open {written} in a browser; {path / 'results.csv'} has every number")
-
-
-def _seconds(
-    left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings, device: torch.device
-) -> float:
-    """About how long trials take: a pass of each model by its multiply-adds, and the time to read the images of each view."""
-    total, rates = 0.0, dict[str, float]()
-    for trial in left:
-        if trial.trained.label not in rates:
-            [rate] = _speeds([trial], settings, device).values()
-            rates[trial.trained.label] = 1 / (rate * costs[_about_cost(trial)]["gflops"])
-        total += rates[trial.trained.label] * costs[_about_cost(trial)]["gflops"] * len(images)
-    for view in dict.fromkeys(trial.view.of_files for trial in left):
-        some, start = min(CPU_BATCH, len(images)), time.perf_counter()
-        _ = [*images.items(view, range(some))]
-        total += (time.perf_counter() - start) * len(images) / some
-    return total

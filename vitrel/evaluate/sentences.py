@@ -1,4 +1,4 @@
-"""What is shown of every model in plain words: which to use at which size, where it is safe, and what the data cannot tell."""
+"""The verdicts in plain words: which model to use at which size, where it is safe, and what the data cannot tell."""
 
 import math
 from collections import defaultdict
@@ -28,7 +28,7 @@ PROTOCOLS = {
 
 
 def sentences(judged: Judged) -> dict[str, str]:
-    """Return {label: what is shown of the model}, a sentence or a few."""
+    """Return {label: a sentence or a few about the model}."""
     return {label: _of_model(model, judged) for label, model in judged.models.items()}
 
 
@@ -78,6 +78,7 @@ def capital(text: str) -> str:
 
 
 def _of_model(model: Model, judged: Judged) -> str:
+    """Return the sentences on a model: comparison, sizes, better policies or protocols, and a position without effect."""
     anchor = max([row for row in model.used.values() if is_training(row)] or model.used.values(), key=main_metric)
     majority = anchor["majority"] if known_number(anchor.get("majority")) else -1.0
     if not anchor["low"] > majority:
@@ -105,7 +106,7 @@ def _of_model(model: Model, judged: Judged) -> str:
 
 
 def _comparison(model: Model) -> list[str]:
-    """How the model compares with the others, a sentence; none where there are none."""
+    """Return how the model compares with the others, as a list of one sentence, or [] without others."""
     rest = "the others" if len(model.others) > 1 else "".join(model.others)
     compared = len(model.ahead) + len(model.behind) + len(model.level)
     clauses = []
@@ -135,7 +136,7 @@ def _comparison(model: Model) -> list[str]:
 
 
 def _sizes(model: Model, judged: Judged) -> list[str]:
-    """What changes from the training size to the others, a sentence; none where there are no others."""
+    """Return what changes from the training size to other sizes, as a list of one sentence, or [] without others."""
     used, name = model.used, "it" if model.ahead or model.behind else model.label
     trained, others = ([size for size, row in used.items() if is_training(row) == is_trained] for is_trained in (True, False))
     if not trained:
@@ -165,26 +166,32 @@ def _sizes(model: Model, judged: Judged) -> list[str]:
 
 
 def _where(sizes: Sequence[str], model: Model, most: int, all_sizes: str = "any size") -> str:
-    """Sizes in words; `all_sizes` where they are `most`, and all that were evaluated; "any other size" for all but some."""
+    """Return sizes in words: a list, or where all of `most` possible sizes are meant "any size" or "any other size".
+
+    Args:
+        sizes: keys of `model.used`.
+        most: number of the sizes that could be named; with fewer than were evaluated, it is "any other size".
+        all_sizes: the words for all sizes, which end with " size".
+    """
     if len(sizes) == most > 1:
         return all_sizes if most == len(model.used) else all_sizes.replace(" size", " other size")
     return _at([row for size, row in model.used.items() if size in sizes])
 
 
 def _at(rows: Sequence[Row]) -> str:
-    """The sizes of rows: "48 and 64x96 px", "196 tokens"."""
+    """Return the sizes of rows in words: "48 and 64x96 px", "196 tokens"."""
     return f"{listed([*map(size_name, rows)])} {unit(rows[0])}"
 
 
 def _evidence(model: Model) -> str:
-    """The images and seeds that a statement rests on."""
+    """Return the images and seeds that a statement rests on, in words."""
     row = next(iter(model.used.values()))
     images = f"{int(row['n']):,} images"
     return f"these {images}" if row["seeds"] == 1 else f"these {row['seeds']} seeds and {images}"
 
 
 def _points(differences: Iterable[float]) -> str:
-    """Differences in words: "9.9 points", "9.4 to 12 points"."""
+    """Return differences in words: "9.9 points", "9.4 to 12 points"."""
     values = [*differences]
     ends = [f"{end:.1f}".removesuffix(".0") if round(end, 1) < 10 else f"{end:.0f}" for end in (min(values), max(values))]
     return f"{' to '.join(dict.fromkeys(ends))} point{'' if ends == ['1', '1'] else 's'}"

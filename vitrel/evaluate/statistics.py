@@ -101,7 +101,7 @@ class Estimate:
         return wilson(min(max(self.mean / 100, 0.0), 1.0), float(effective), critical)
 
     def _tail_at(self, distance: Number) -> Number:
-        """The tail at which `half` is `distance`, at least 1e-18."""
+        """Return the tail at which `half` is `distance`, by bisection, at least 1e-18."""
         target = np.abs(distance) / np.sqrt(self.variance)
         if self.seeds == 1:
             return ndtr(-distance / np.sqrt(self.variance))
@@ -136,7 +136,7 @@ def estimate(plus: Sequence[np.ndarray], minus: Sequence[np.ndarray] = ()) -> Es
 
 
 def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of scores [..., images] with the added ones, and the variance of that mean over images: [...] each."""
+    """Return the mean of scores [..., images] with the added ones, and the variance of that mean over images: [...] each."""
     n = scores.shape[-1] + len(added)
     mean = (scores.sum(-1) + added.sum()) / n
     squares = np.einsum("...i,...i->...", scores, scores) + (added**2).sum()
@@ -146,7 +146,7 @@ def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarra
 def estimate_of_means(plus: Sequence[Sequence[float]], minus: Sequence[Sequence[float]], images: int) -> Estimate:
     """Return the estimate as `estimate` does where only the means of `images` images are known, one per seed, in percent.
 
-    How the images' scores go together is then unknown: the variance that seeds have in common is taken as that of independent
+    The covariance of the images' scores is then unknown: the variance that seeds have in common is taken as that of independent
     samples of images, one for every mean, which is an upper bound where scores are not negatively correlated.
     """
     sides = [*plus, *minus]
@@ -160,7 +160,7 @@ def estimate_of_means(plus: Sequence[Sequence[float]], minus: Sequence[Sequence[
 
 
 def wilson(share: float, n: float, critical: float = Z95) -> tuple[float, float]:
-    """Score interval (low, high) of a share of n, in percent (Wilson 1927); 95 % by default.
+    """Return the score interval (low, high) of a share of n, in percent (Wilson 1927); 95 % by default.
 
     Unlike the normal approximation it has a positive width at 0 and 1. ValueError unless 0 <= share <= 1 and n > 0.
     """
@@ -221,10 +221,11 @@ def pooled(estimates: Sequence[Estimate], models: int) -> list[Estimate]:
 
 
 def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = None) -> Number:
-    """Cochran's critical value.
+    """Return Cochran's critical value: a mean of the quantiles of Student and of the normal distribution.
 
     Args:
-        weight: the share of the variance that is known from the seeds alone, with `freedom`.
+        weight: weight of Student's quantile, the share of the variance that is known from the seeds alone.
+        freedom: its degrees of freedom, None: seeds - 1.
     """
     normal = -ndtri(tail)
     return normal if seeds == 1 else normal + weight * (-stdtrit(freedom or seeds - 1, tail) - normal)

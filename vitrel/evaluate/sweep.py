@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, and the rows that it has: for every model, every size, protocol and policy."""
+"""Settings of an evaluation, and its trials: the rows of every model, size, protocol and policy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def as_size(size: int | str | Size | Budget) -> Size | Budget:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an evaluation is asked for.
+    """Settings of an evaluation.
 
     Which rows there are:
 
@@ -45,12 +45,10 @@ class Settings:
         val_fraction: share of the images to evaluate where the data has no evaluation split, as in `vitrel.data.Reading`.
         follow_links: also search folders that are linked inside class folders.
         on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
-        attention_n: number of images for the attention statistics, 0 for none.
-        border_leak: test whether tokens see the opposite border (models with windows; seconds per size).
         dtype: "float32" or, on a GPU, "bfloat16" (autocast).
         device: "auto", "cpu", "cuda", "cuda:1".
 
-    How it runs, and what is told of it:
+    How it runs, and what is reported:
 
     Args:
         batch_size: number of images in a batch, halved when memory runs out.
@@ -75,8 +73,6 @@ class Settings:
     val_fraction: float | None = None
     follow_links: bool = False
     on_bad_image: str = "raise"
-    attention_n: int = 16
-    border_leak: bool = True
     dtype: str = "float32"
     device: str = "auto"
     batch_size: int = 128
@@ -129,7 +125,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Text that no other row of an evaluation has."""
+        """Text that identifies the row within an evaluation."""
         budget = "" if self.view.budget is None else f",{self.view.budget}t"
         moved = f", moved {self.view.translation} px" if self.view.translation else ""
         of_model = f"{shown(self.trained.label)}|{self.trained.seed}|{format_size(self.size)}"
@@ -149,7 +145,7 @@ class Trial:
 
     @property
     def passes(self) -> int:
-        """The number of forward passes for an image: 1, in windows that of the windows."""
+        """The number of forward passes for an image: 1, or in the protocol sliding the number of windows."""
         return 1 if self.view.window is None else len(window_places(self.size, self.view.window))
 
     @property
@@ -222,7 +218,7 @@ def check_tasks(models: Sequence[TrainedModel]) -> None:
 
 
 def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
-    """ValueError for settings that do not go together with each other or with the models."""
+    """Raise ValueError for settings that do not fit each other or the models."""
     labels = [(trained.label, trained.seed) for trained in models]
     if twice := [label for label, seed in labels if labels.count((label, seed)) > 1]:
         raise ValueError(f"{twice[0]} is given twice: its rows would be taken for two seeds")
@@ -238,7 +234,7 @@ def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
 
 
 def default_protocols(models: Sequence[TrainedModel]) -> tuple[str, ...]:
-    """Return the protocols for models where none are named: scale, native for models trained at native shape."""
+    """Return the protocols where none is named: scale, and native if a model was trained at native shape."""
     return tuple(name for name in ("scale", "native") if (name == "native") in {trained.is_native for trained in models})
 
 

@@ -96,12 +96,12 @@ def contrast(plus: Sequence[Sample], minus: Sequence[Sample] = ()) -> Estimate:
 
 
 def known_number(value: Any) -> bool:
-    """Whether a value is a number other than NaN."""
+    """Return whether a value is a number other than NaN."""
     return isinstance(value, (int, float, np.number)) and value == value
 
 
 def by_area(size: str) -> tuple[int, int]:
-    """Sort key (area, height) of a size such as "64x96"."""
+    """Return the sort key (area, height) of a size such as "64x96"."""
     height, width = parse_size(size)
     return height * width, height
 
@@ -112,7 +112,7 @@ def train_sizes_of(row: Row) -> list[Size | Budget]:
 
 
 def is_training(row: Row) -> bool:
-    """Whether a row is at a size of training: in pixels in any protocol, or at this budget of the native protocol."""
+    """Return whether a row is at a training size: in pixels in any protocol, or at a training budget of the native protocol."""
     trained = train_sizes_of(row)
     if isinstance(trained[0], Budget):
         return known_number(row.get("budget")) and Budget(int(row["budget"])) in trained
@@ -172,6 +172,7 @@ def aggregate(rows: Sequence[Row], scores: Scores | None = None) -> list[Row]:
 
 
 def _in_order(rows: Sequence[Row]) -> list[Row]:
+    """Return rows by model and protocol as given, policy and area of the image."""
     labels, protocols = ([*dict.fromkeys(row[name] for row in rows)] for name in ("label", "protocol"))
 
     def place(row: Row) -> tuple:
@@ -203,7 +204,7 @@ def with_retention(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass
 class Model:
-    """What is shown of a model in its first protocol, of those with a row at a training size if there are any.
+    """The verdicts on a model, in one protocol: the first that has a row at a training size, or else the first.
 
     Args:
         used: {size: the row that the size is judged by}, by area.
@@ -258,7 +259,7 @@ Used = dict[str, Place]  # {size: place that it is judged by}, by area
 
 
 def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MARGIN, unused: int = 0) -> Judged:
-    """Return every aggregated row with its verdict, and what is shown of every model.
+    """Return every aggregated row with its verdict, and the verdicts on every model.
 
     Args:
         rows: of an evaluation.
@@ -294,7 +295,7 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
 
 
 def _add_verdicts(family: Sequence[Place], margin: float) -> None:
-    """Add the columns difference to used to the rows of a model in a protocol."""
+    """Set the columns of `Judged.rows` in the rows of one model and protocol, in place; best is left to `_compare`."""
     firsts: dict[Size, Place] = {}
     for place in family:
         first = firsts.setdefault(parse_size(place.row["img_size"]), place)
@@ -315,7 +316,7 @@ def _add_verdicts(family: Sequence[Place], margin: float) -> None:
 
 
 def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
-    """{size: the most accurate row of another policy, or of another protocol at the same cost, that is shown to be better}."""
+    """Return `Model.better`: the row of another policy, or another protocol at the same cost, that is shown to be better."""
     pairs = [
         (place, own)
         for place in places
@@ -330,14 +331,15 @@ def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
 
 
 def _costs_the_same(row: Row, other: Row) -> bool:
-    """Whether two rows have the same multiply-adds; where these are not known, the same tokens."""
+    """Return whether two rows have the same multiply-adds; where these are not known, the same tokens."""
     name = "gflops" if known_number(row.get("gflops")) and known_number(other.get("gflops")) else "tokens"
     return math.isclose(row.get(name) or math.nan, other.get(name) or math.nan, rel_tol=0.01)
 
 
 def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
-    """Compare every model with every other at the sizes and in the protocol that both have, one family (Holm); fill in others,
-    ahead, behind and level.
+    """Compare all pairs of models at the sizes and in the protocol that both have, as one family of tests (Holm).
+
+    Sets others, ahead, behind and level of the models, and the column best of their rows, in place.
     """
     pairs = [
         (size, a, b)
@@ -368,12 +370,12 @@ def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
 
 
 def _comparable(ours: Sample, theirs: Sample) -> bool:
-    """Whether two models have one seed each, or two or more in common: one common seed of several tells nothing about seeds."""
+    """Return whether two models have one seed each, or two or more in common, which the variance over seeds needs."""
     return len(ours.means) == len(theirs.means) == 1 or len(ours.means.keys() & theirs.means.keys()) > 1
 
 
 def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
-    """Estimates of pairs (size, a, b) of models, at each size with the variance over seeds that its models have together."""
+    """Return the estimates `found` of pairs (size, a, b) of models, with the variance over seeds `pooled` at each size."""
     groups: dict[tuple[str, int], dict[tuple[str, str, str], Estimate]] = defaultdict(dict)
     for pair, one in zip(pairs, found, strict=True):
         groups[pair[0], one.seeds][pair] = one

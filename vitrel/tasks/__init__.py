@@ -1,4 +1,4 @@
-"""What a model predicts: its head, its loss, what is measured while it trains, and the scores of an evaluation.
+"""Tasks: the head and loss of a model, the metrics of training, and the scores of an evaluation.
 
 `vitrel.train` and `vitrel.evaluate` both take a `Task` from here and know nothing else of classes and pixels. A new task is a
 file in this folder with a subclass of `Task` and an instance of it, TASK; `task_named` finds it by the file's name.
@@ -22,10 +22,10 @@ Arrays = dict[str, np.ndarray]
 
 
 class Kept(NamedTuple):
-    """What is kept of every image of one row of an evaluation, in the order of the data.
+    """The results of all images of one row of an evaluation, in the order of the data.
 
     Args:
-        arrays: what `Task.keep` returned, [n, ...] each; zeros for an image that could not be read.
+        arrays: the arrays of `Task.keep`, [n, ...] each, with zeros for an image that could not be read.
         seen: bool [n], whether the image could be read.
     """
 
@@ -33,12 +33,12 @@ class Kept(NamedTuple):
     seen: np.ndarray
 
     def of_seen(self) -> Arrays:
-        """The arrays of the images that could be read."""
+        """Return the arrays without the images that could not be read."""
         return {name: values[self.seen] for name, values in self.arrays.items()}
 
 
 class Losses(Protocol):
-    """The settings of a loss that a task may use (`vitrel.train.Objective`)."""
+    """The settings of `vitrel.train.Objective` that a task reads; a protocol, since tasks do not import the training."""
 
     loss: str
     bce_target_thresh: float | None
@@ -67,7 +67,7 @@ class ImageMean(Metric):
 
 
 class Learning(nn.Module, ABC):
-    """A task while it is learned: the loss of a batch, and the metrics of the evaluation set.
+    """Abstract loss and metrics of a task in training.
 
     Attributes:
         values: {name in the log: metric of the evaluation set}, summed over ranks.
@@ -81,29 +81,29 @@ class Learning(nn.Module, ABC):
 
     @abstractmethod
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the share of each image's labels that the logits predict, [B]."""
+        """Return for each image whether its label is predicted, or the share of its labels or pixels that is, [B]."""
 
     @abstractmethod
     def update(self, logits: Tensor, target: Any) -> None:
-        """Add a batch of the evaluation set to `values`; images of label -1, which fill the batches of ranks, do not count.
+        """Add a batch of the evaluation set to `values`, without images of label -1, which pad the batches of ranks.
 
-        Targets that are no numbers come as a list.
+        Targets are a tensor [B] of labels, or a list where they are masks or several labels an image.
         """
 
 
 class Task(ABC):
-    """A kind of prediction.
+    """Abstract kind of prediction, such as classification.
 
     Attributes:
-        name: in checkpoints, settings and tables: the name of its file.
+        name: name in checkpoints, settings and tables, that of its file.
         metric: the column by which models are compared, in percent; as "val/<metric>" it chooses the best checkpoint.
         title: that metric in words.
-        chance: what `majority` of `score` is the metric of.
-        learned: name of the share of training labels that are predicted, in the log after "train/".
-        dense: whether images come with masks instead of labels, and whole.
+        chance: in words, the prediction whose metric is the column majority, which a trained model has to exceed.
+        learned: name of `Learning.right` in the log, after "train/".
+        dense: whether targets are masks; images are then not cropped.
         several: whether an image has any number of labels, as a target [K] of 0 and 1.
         columns: {column of results.csv: what it is}, of this task alone.
-        stored: names of what `keep` returns that `scores` and `by_class` need.
+        stored: names of the arrays of `keep` that are stored with a row, since `scores` and `by_class` need them.
     """
 
     name: ClassVar[str]
@@ -117,7 +117,7 @@ class Task(ABC):
     stored: ClassVar[tuple[str, ...]]
 
     def head_classes(self, num_classes: int) -> int:
-        """Return the number of outputs of the backbone's own classifier."""
+        """Return the number of outputs of the backbone's own classifier: 0 where the task has another head."""
         return num_classes
 
     def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
@@ -133,19 +133,18 @@ class Task(ABC):
         return finite(logits.double()).softmax(1)
 
     @abstractmethod
-    def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
-        """Return what is kept of every image of a batch, [B, ...] each; FloatingPointError where the output is not finite.
+    def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int]) -> Mapping[str, Any]:
+        """Return the results of every image of a batch, {name: [B, ...]}; FloatingPointError if the logits are not finite.
 
         Args:
             logits: [B, K, ...] of the model.
             targets: of the images.
-            outputs: the model's output for each class of the data.
-            restrict: only these outputs are compared.
+            outputs: index of the model's output for each class of the data.
         """
 
     @abstractmethod
     def score(self, kept: Kept) -> Row:
-        """Return `columns`, and majority: the metric of `chance`, in percent."""
+        """Return the values of `columns`, and the metric of `chance` as majority, in percent."""
 
     @abstractmethod
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
@@ -153,7 +152,7 @@ class Task(ABC):
 
     @abstractmethod
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays [n, classes] or [classes], the ratio of whose sums is the score of a class."""
+        """Return (whole, right), [n, classes] or [classes] each: the score of a class is the sum of right by that of whole."""
 
 
 def finite(logits: Tensor) -> Tensor:

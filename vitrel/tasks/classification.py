@@ -15,7 +15,7 @@ ECE_BINS = 15
 
 
 class LearningClasses(Learning):
-    """Cross-entropy or what the objective says instead; top-1, and top-5 with more than 5 classes."""
+    """Loss and metrics of classification: the loss of the objective, top-1, and with more than 5 classes top-5."""
 
     def __init__(self, num_classes: int, objective: Losses, label_smoothing: float) -> None:
         super().__init__()
@@ -32,6 +32,7 @@ class LearningClasses(Learning):
         return self.criterion(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return for each image whether the label has the highest logit, as 0 or 1, [B]."""
         hard = target if target.ndim == 1 else target.argmax(-1)  # with mixed labels, the one with the larger share counts
         return (logits.argmax(-1) == hard).float()
 
@@ -46,16 +47,15 @@ class LearningClasses(Learning):
 class Classification(Task):
     """One class an image: top-1, top-5, calibration.
 
-    Of an image are kept: its label; right, whether the highest logit is the label's; among, the same among the outputs of the
-    data's classes; top5, whether the label is among the 5 highest; confidence, the highest probability; nll; others, whether
-    the model has other outputs too.
+    `keep` returns of each image: labels, its label; right, whether the highest logit is that of the label; among, the same
+    among the outputs of the data's classes; top5, whether the label is among the 5 highest; confidence, the highest
+    probability; nll, the negative log-likelihood; others, whether the model has outputs for other classes too.
     """
 
     name, metric, title, learned = "classification", "top1", "top-1", "top1"
     columns: ClassVar[Mapping[str, str]] = {
         "top1": "top-1 accuracy, percent",
-        "top1_among": "top-1 accuracy among the data's classes only, percent; empty where the model has no others "
-        "or is restricted to them",
+        "top1_among": "top-1 accuracy among the data's classes only, percent; empty where the model has no others",
         "top5": "top-5 accuracy, label among the 5 highest logits, percent (100 with 5 classes or fewer)",
         "nll": "mean negative log-likelihood, nats",
         "ece": "expected calibration error, percent, 15 equal bins of the confidence",
@@ -65,11 +65,9 @@ class Classification(Task):
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
         return LearningClasses(num_classes, objective, label_smoothing)
 
-    def keep(self, logits: Tensor, targets: Sequence[int], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
+    def keep(self, logits: Tensor, targets: Sequence[int], outputs: Sequence[int]) -> Mapping[str, Any]:
         logits, labels, of_class = finite(logits.double()), torch.tensor([*map(int, targets)]), torch.tensor(outputs)
-        others = len(outputs) < logits.shape[-1] and not restrict
-        if restrict:
-            logits, of_class = logits[:, of_class], torch.arange(len(outputs))
+        others = len(outputs) < logits.shape[-1]
         expected = of_class[labels]
         right = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == expected[:, None]  # [B, min(5, K)]
         among = of_class[logits[:, of_class].argmax(-1)] == expected if others else right[:, 0]
@@ -84,7 +82,7 @@ class Classification(Task):
         }
 
     def score(self, kept: Kept) -> Row:
-        """With fewer than 5 classes top-5 is 100 %, as in timm. ece: arXiv 1706.04599, eq. 3."""
+        """Return the columns: with fewer than 5 classes top-5 is 100 %, as in timm; ece is that of arXiv 1706.04599, eq. 3."""
         of, n = kept.of_seen(), int(kept.seen.sum())
         top1, top5 = 100 * int(of["right"].sum()) / n, 100 * int(of["top5"].sum()) / n
         bins = np.ceil(of["confidence"] * ECE_BINS).astype(int) - 1  # (0, 1/15], (1/15, 2/15], ...
@@ -106,7 +104,7 @@ class Classification(Task):
         return np.where(kept.seen, kept.arrays["among" if metric == "top1_among" else "right"], np.nan)
 
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Images of each class that were read, and how many are classified correctly."""
+        """Return the number of images of each class that were read, and of those classified correctly, [classes] each."""
         labels, right = kept.arrays["labels"], kept.arrays["right"].astype(bool)
         n, hits = (np.bincount(labels[mask], minlength=classes) for mask in (kept.seen, right & kept.seen))
         return n, hits

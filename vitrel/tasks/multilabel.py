@@ -1,4 +1,4 @@
-"""Several labels an image: every class is a question of its own, present or not, and the sigmoid of its logit the answer."""
+"""Several labels an image: each class is present or not, and the sigmoid of its logit is the probability that it is."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -57,6 +57,7 @@ class LearningLabels(Learning):
         return self.criterion(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the share of the classes whose presence is predicted, for each image, [B]."""
         return ((logits > 0) == (target > 0.5)).float().mean(-1)
 
     def update(self, logits: Tensor, target: list[Any]) -> None:
@@ -70,7 +71,8 @@ class LearningLabels(Learning):
 class Multilabel(Task):
     """Any number of classes an image: mean average precision (mAP) over the classes that occur in the data.
 
-    Of an image are kept: labels, 1 for each of its classes [K]; scores, the probability of each class [K]; bce.
+    `keep` returns of each image: labels, 1 for each of its classes [K]; scores, the probability of each class [K]; bce, the
+    mean binary cross-entropy. Targets are [K] of 0 and 1.
     """
 
     name, metric, title, learned, several = "multilabel", "map", "mAP", "label_accuracy", True
@@ -87,8 +89,7 @@ class Multilabel(Task):
     def probabilities(self, logits: Tensor) -> Tensor:
         return finite(logits.double()).sigmoid()
 
-    def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
-        """As in `Task`; the classes do not compete, so `restrict` changes nothing. Targets are [K], 0 or 1."""
+    def keep(self, logits: Tensor, targets: Sequence[Any], outputs: Sequence[int]) -> Mapping[str, Any]:
         logits = finite(logits.double())[:, torch.tensor(outputs)]
         labels = torch.stack([*map(torch.as_tensor, targets)]).double()
         losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
@@ -107,14 +108,14 @@ class Multilabel(Task):
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """The contribution of each image to the metric, by linearization as in segmentation: their mean is the metric."""
+        """Return the contribution of each image to the metric, which is their mean, by linearization as in segmentation."""
         weights, values = self.by_class(kept, kept.arrays["labels"].shape[-1])
         scores = np.full(len(kept.seen), math.nan)
         scores[kept.seen] = values[:, weights.any(0)].mean(1)[kept.seen]
         return scores
 
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Whether a class occurs in the data, for each image that was read, and its contribution: [n, classes] each."""
+        """Return whether a class counts (it occurs, and the image was read), and `contributions`, [n, classes] each."""
         found = np.zeros((len(kept.seen), classes))
         for at in range(classes):
             labels, scores = (kept.arrays[name][kept.seen, at] for name in ("labels", "scores"))
@@ -127,9 +128,9 @@ class Multilabel(Task):
 def contributions(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the contribution of each image to the average precision of a class, [n]: their mean is the average precision.
 
-    It is the mean, over the images that have the class, of the precision among all images with a score that is not lower. An
-    image takes part as one that has the class, and in the precision at every score up to its own; the contribution is its
-    derivative by the image's weight (the infinitesimal jackknife, as in `vitrel.tasks.segmentation`).
+    The average precision is the mean, over the images that have the class, of the precision among all images with a score that
+    is not lower. The contribution of an image is the derivative of the average precision by the weight of the image (the
+    infinitesimal jackknife, as in `vitrel.tasks.segmentation`).
 
     Args:
         scores: [n].

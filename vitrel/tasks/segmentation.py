@@ -20,7 +20,7 @@ NO_CLASS = -2  # the predicted output stands for none of the data's classes
 
 
 class LearningPixels(Learning):
-    """Cross-entropy, and Dice loss of segmentation_models_pytorch beside it; mIoU and pixel accuracy at each mask's resolution.
+    """Loss and metrics of segmentation: cross-entropy and Dice loss; mIoU and pixel accuracy at the resolution of each mask.
 
     Pixels of IGNORED do not count. mIoU is the mean over the classes that occur in masks or predictions of the evaluation set.
 
@@ -62,6 +62,7 @@ class LearningPixels(Learning):
         return loss if self.dice is None else loss + self.dice_weight * self.dice(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the share of the labeled pixels of each image that are classified correctly, [B]."""
         labeled = target != IGNORED
         right = ((logits.max(1).indices == target) & labeled).sum((1, 2))  # on a CPU faster than argmax
         return right / labeled.sum((1, 2)).clamp(min=1)
@@ -82,7 +83,7 @@ class LearningPixels(Learning):
 
 
 class Mask(NamedTuple):
-    """The target of an image: its mask, untouched, and where the model's input shows it.
+    """The target of an image: its mask at its own resolution, and where in the model's input the image lies.
 
     Args:
         labels: [h, w], class indices, IGNORED where a pixel is not scored.
@@ -100,10 +101,10 @@ class Mask(NamedTuple):
 
 
 class Segmentation(Task):
-    """Every pixel has one class; the highest logit, brought to the image's own resolution, is the prediction.
+    """Every pixel has one class; the class of the highest logit, interpolated to the image's own resolution, is predicted.
 
-    Of an image are kept, [K] each, its pixels by class: intersection, of the class and predicted so; truth, of the class;
-    guessed, predicted so; and outside, the labeled pixels that the model's input does not show, which are not scored.
+    `keep` returns numbers of pixels of each image, int64: intersection [B, K], of each class and predicted so; truth [B, K], of
+    each class; guessed [B, K], predicted so; outside [B], with a class but not in the model's input, which are not scored.
     """
 
     name, metric, title, learned, dense = "segmentation", "miou", "mIoU", "pixel_accuracy", True
@@ -124,11 +125,8 @@ class Segmentation(Task):
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
         return LearningPixels(num_classes, objective, label_smoothing)
 
-    def keep(self, logits: Tensor, targets: Sequence[Mask], outputs: Sequence[int], restrict: bool) -> Mapping[str, Any]:
-        """Counts of pixels by class, int64 [B, K], of logits [B, K', H, W]."""
+    def keep(self, logits: Tensor, targets: Sequence[Mask], outputs: Sequence[int]) -> Mapping[str, Any]:
         logits, of_class, count = finite(logits), torch.tensor(outputs), len(outputs)
-        if restrict:
-            logits, of_class = logits[:, of_class], torch.arange(count)
         kept: dict[str, list[Tensor]] = {name: [] for name in ("intersection", "truth", "guessed", "outside")}
         for one, target in zip(logits, targets, strict=True):
             labels = torch.from_numpy(target.labels.astype(np.int64))
@@ -145,7 +143,7 @@ class Segmentation(Task):
         return {name: torch.stack(values).numpy() for name, values in kept.items()}
 
     def score(self, kept: Kept) -> Row:
-        """The metrics over all pixels of the images that were read."""
+        """Return the metrics over all pixels of the images that were read."""
         of = {name: values.sum(0) for name, values in kept.of_seen().items()}
         pixels, outside = int(of["truth"].sum()), int(of["outside"])
         if not pixels:
@@ -162,7 +160,7 @@ class Segmentation(Task):
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """The contribution of each image to the metric, by linearization: their mean is the metric itself.
+        """Return the contribution of each image to the metric, by linearization: their mean is the metric itself.
 
         A metric of all pixels is a function of sums over images, a (mean of) ratio(s) I / U. To first order image i adds
         (I_i - U_i I / U) / U to a ratio; n times that, plus the ratio, is its score. These scores have the metric as their
@@ -181,19 +179,20 @@ class Segmentation(Task):
         return scores
 
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pixels of each image, of a class or predicted so, and of both: [n, classes] each."""
+        """Return the union and the intersection of the pixels of a class in mask and prediction, [n, classes] each."""
         union = kept.arrays["truth"] + kept.arrays["guessed"] - kept.arrays["intersection"]
         return union, kept.arrays["intersection"]
 
 
 def predicted_classes(logits: Tensor, target: Mask, of_class: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the class of every pixel of an image at its own resolution, [h, w], NO_CLASS for outputs without one, and whether
-    the model's input shows the pixel, bool [h, w].
+    """Return the predicted class of every pixel of an image, and whether the model's input shows the pixel, [h, w] each.
+
+    The class is NO_CLASS where the highest output stands for no class of the data.
 
     Args:
         logits: [K, H, W] of the input, interpolated bilinearly at the pixels' centers (half-pixel convention: pixel i of an
             axis has its center at i + 0.5).
-        of_class: the output of each class.
+        of_class: index of the model's output for each class of the data.
     """
     sides = torch.tensor(logits.shape[-2:], dtype=torch.float64)
     centers = []

@@ -24,9 +24,9 @@ from vitrel.data import Draw
 
 
 def in_turns(n: int, images: Sequence[int]) -> list[int]:
-    """Divide n images into batches of several kinds in rotation; return the kind of each batch.
+    """Divide n images into batches that take turns in their kind, such as the image size; return the kind of each batch.
 
-    Kind k takes `images[k]` images. A kind that no longer fits is skipped; the rest that fits no kind is left out.
+    A batch of kind k takes `images[k]` images. A kind that no longer fits is skipped; the rest that fits no kind is left out.
     """
     kinds: list[int] = []
     for kind in cycle(range(len(images))):
@@ -281,10 +281,10 @@ class Readable(Dataset):
 
 
 class Filled(Dataset):
-    """A data set for evaluation, indexed by `Draw`s, with zero images of label -1, which no metric counts.
+    """A data set for evaluation, indexed by `Draw`s: a draw of index -1 is a zero image of label -1, which no metric counts.
 
-    They take the place of draws of index -1, which pad the shares of several ranks (`evaluation_batches`); `len` does not count
-    these. Of an unreadable image the data set's own item is such a one, or has a mask without classes.
+    Such draws pad the shares of several ranks (`evaluation_batches`); `len` does not count them. For an unreadable image the
+    data set itself returns an image of label -1, or with a mask without classes.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -302,13 +302,13 @@ class Filled(Dataset):
 
 
 def _read(dataset: Dataset, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
-    """The items of a batch; drawn images are drawn at once, which is several times as fast as one by one."""
+    """Return the items of a batch; drawn images are drawn at once, which is several times as fast as one by one."""
     at_once = getattr(dataset, "__getitems__", None)
     return at_once(draws) if at_once else [dataset[draw] for draw in draws]
 
 
 def _is_bad(dataset: Dataset, index: int) -> bool:
-    """Whether an image has been found unreadable; drawn images have none."""
+    """Return whether an image has been found unreadable, which drawn images never are."""
     return hasattr(dataset, "bad") and bool(dataset.bad[index])
 
 

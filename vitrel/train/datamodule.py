@@ -144,6 +144,7 @@ class ImageData(LightningDataModule):
         return self.train_sizes or [self.size]
 
     def _native_order(self, model: nn.Module, even: bool) -> NativeOrder:
+        """Return the batches at native shape; ValueError for a model whose patch embedding takes one size only."""
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
             raise ValueError(
@@ -169,7 +170,7 @@ class ImageData(LightningDataModule):
         chosen = create_dataset(self.data, "train", self.size, **preprocessing, **options)
         items = Readable(chosen).__getitems__([Draw(i) for i in range(n)])
         if not items:
-            raise ValueError(f"none of the {n} training images for the fit of the position can be read, such as {chosen.name(0)}")
+            raise ValueError(f"none of the {n} training images to fit the position to can be read, such as {chosen.name(0)}")
         return torch.stack([image for image, _ in items])
 
     @property
@@ -218,7 +219,7 @@ class ImageData(LightningDataModule):
         return loader(dataset, pin_memory=torch.cuda.is_available(), **options)
 
     def _progress(self) -> tuple[int, int]:
-        """(epoch, number of its batches that are done), from Lightning's progress counters."""
+        """Return (epoch, number of its batches that are done), from Lightning's progress counters."""
         loop = self.trainer.fit_loop  # of epochs, `ready` counts those started and `processed` those finished
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed

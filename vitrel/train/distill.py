@@ -46,7 +46,7 @@ class Features:
     Args:
         blocks: indices of blocks, negative ones from the end.
         loss: "smooth_l1", the mean over channels, or "cosine", 1 - cosine.
-        weight: of the mean of this loss over blocks, and over patches and class token, where that of the logits counts once.
+        weight: factor of this loss, a mean over blocks, patches and class token, beside the loss of the logits.
         views: number of views of an image, moved by random whole patches, whose patch tokens are averaged to the target (see
             the head of vitrel/train/distill.py); 0: the tokens of the image as it is.
     """
@@ -128,7 +128,7 @@ class Distillation:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Indices of the blocks whose tokens are compared."""
+        """The indices of the blocks whose tokens are compared; () without `features`."""
         return () if self.features is None else self.features.blocks
 
     def student_view(self, images: Tensor, batch: int) -> Tensor:
@@ -142,13 +142,13 @@ class Distillation:
 
 
 class Outputs(NamedTuple):
-    """What a model says of a batch, which student and teacher compare.
+    """The outputs of the student or the teacher for a batch, which the loss compares.
 
     Attributes:
-        logits: [B, classes]; None of a teacher without a classifier.
-        distilled: of the head that learns from the teacher, which is another than that of `logits` with a distillation token.
-        patches: normalized tokens [B, h, w, C] of each block.
-        class_tokens: normalized class token [B, C] of each block; () without one.
+        logits: [B, classes]; None for a teacher without a classifier.
+        distilled: [B, classes], logits that learn from the teacher: of the head of the distillation token, or `logits`.
+        patches: normalized patch tokens [B, h, w, C] after each block of `Features.blocks`.
+        class_tokens: normalized class token [B, C] after each of these blocks; () without one.
     """
 
     logits: Tensor | None
@@ -158,7 +158,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(model: nn.Module, images: Tensor, blocks: Sequence[int] = ()) -> Outputs:
-    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`; ValueError if there are none."""
+    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`; ValueError for blocks it has not."""
     patches, class_tokens = [], []
     if not blocks:
         logits: Any = model(images)
@@ -257,7 +257,10 @@ class Teacher:
         return self  # averaged copies of the student share it
 
     def check(self, student: nn.Module, size: Size) -> None:
-        """Prepare a student of images of `size` (h, w) pixels to learn what the settings name, ValueError if it cannot."""
+        """Check that a student of images of `size` (h, w) pixels can learn what the settings name; ValueError if not.
+
+        The student's distillation token is switched on, if the settings ask for it.
+        """
         if self.settings.tokens:
             if getattr(student, "head_dist", None) is None:  # as timm's DeiT and our ViT name it
                 raise ValueError(
@@ -284,11 +287,11 @@ class Teacher:
                 )
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits [B, classes] for the student's normalized images [B, 3, h, w]."""
+        """Return logits [B, classes] for the student's normalized images [B, 3, h, w]."""
         return self._outputs(self._seen(images), ()).logits  # type: ignore[return-value]
 
     def targets(self, images: Tensor) -> Outputs:
-        """What the student learns for its normalized images [B, 3, h, w].
+        """Return the outputs that the student learns for its normalized images [B, 3, h, w].
 
         With `Features.views`, `patches` are means over views of each image that are moved by whole patches, drawn from torch's
         generator of the CPU; everything else is of the images as they are.
@@ -308,7 +311,7 @@ class Teacher:
         return found._replace(patches=tuple(total / views for total in sums))
 
     def _seen(self, images: Tensor) -> Tensor:
-        """The student's images as the teacher sees them."""
+        """Return the student's images [B, 3, h, w] in the normalization and the size of the teacher."""
         if self.mean.device != images.device:
             self.model.to(images.device)
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
@@ -316,6 +319,7 @@ class Teacher:
 
     @torch.no_grad()
     def _outputs(self, images: Tensor, blocks: Sequence[int]) -> Outputs:
+        """Return the teacher's outputs for images [B, 3, h, w] of its own size and normalization."""
         found = outputs(self.model.model, images, blocks)
         return found if self.answers else found._replace(logits=None, distilled=None)
 
@@ -348,14 +352,17 @@ class Teacher:
 
 
 def _moved(maps: Tensor, steps: Tensor, grid: Size) -> Tensor:
-    """The maps [B, H, W, C], each moved cyclically by its steps [B, 2] (down, right) of `grid` (h, w), by which H, W divide."""
+    """Return maps [B, H, W, C], each moved cyclically down and right by its `steps` [B, 2], in cells of `grid` (h, w).
+
+    H and W are multiples of h and w.
+    """
     units = [n // m for n, m in zip(maps.shape[1:3], grid, strict=True)]
     moves = [[step * unit for step, unit in zip(pair, units, strict=True)] for pair in steps.tolist()]
     return torch.stack([image.roll(move, (0, 1)) for image, move in zip(maps, moves, strict=True)])
 
 
 def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """The images [B, 3, h, w] at `size`, by antialiased bicubic interpolation where they have another size."""
+    """Return images [B, 3, h, w] at `size`, by antialiased bicubic interpolation where they have another size."""
     return images if images.shape[-2:] == size else F.interpolate(images, size, mode="bicubic", antialias=True)
 
 
@@ -371,6 +378,7 @@ def _build(
 
 
 def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
+    """Load the contents of the teacher's checkpoint into it; ValueError where they do not fit."""
     try:
         if hasattr(model, "position_parameters"):
             load_pretrained(model, loaded)

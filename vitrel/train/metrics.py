@@ -25,7 +25,7 @@ class CSVLog(Logger):
         self.rows: list[dict[str, Any]] = []
 
     def resume(self, updates: int) -> None:
-        """Take the rows of the first updates from an existing `metrics.csv`, as strings, to append to them."""
+        """Read the rows of the first `updates` updates from an existing `metrics.csv`; later rows are appended to them."""
         if self.path.is_file():
             with self.path.open(newline="") as file:
                 self.rows = [row for row in csv.DictReader(file) if int(row["step"]) < updates]

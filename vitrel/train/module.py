@@ -7,7 +7,7 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W],
                 "train_sizes": ["HxW", ...], at native shape budgets of patch tokens as "196t", "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
-                "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
+                "epoch": epochs done, "step": updates done, "ema": bool,
                 "task": str of another task than classification, and "head": str of segmentation}}
 
 With the entry v = checkpoint["vitrel"], the model is rebuilt by
@@ -55,7 +55,7 @@ from vitrel.weights.record import position_record
 
 
 class Classifier(LightningModule):
-    """Lightning module that trains any timm model, to predict what a task asks (`vitrel.tasks`).
+    """Lightning module that trains any timm model for a task of `vitrel.tasks`.
 
     Args:
         model: timm name, e.g. "vitrel_vit_n8_table", or a file that `vitrel.load` takes.
@@ -168,8 +168,6 @@ class Classifier(LightningModule):
                 f"the model has {self.num_classes} classes, {data.data} has {data.num_classes}: set num_classes to "
                 f"{data.num_classes}"
             )
-        counted = hasattr(data, "train_set") and not self.ignores_labels
-        self.class_counts = data.train_set.class_counts() if counted else None
         augment = getattr(data, "augment", None)
         self.erasing = Erasing(augment) if augment is not None and augment.erase else None
         if self.mixup is not None and data.batch_size % 2:
@@ -211,10 +209,7 @@ class Classifier(LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, num_classes], or [B, num_classes, H, W], of normalized images [B, 3, H, W]."""
-        return self.model(self._laid_out(images))
-
-    def _laid_out(self, images: Tensor) -> Tensor:
-        return images.contiguous(memory_format=torch.channels_last) if self.execution.channels_last else images
+        return self.model(images)
 
     def eager(self) -> AbstractContextManager:
         """Context in which compiled blocks run without their graphs, which other batch sizes and modes would compile anew."""
@@ -303,7 +298,7 @@ class Classifier(LightningModule):
         else:
             settings, targets = self.teacher.settings, self.teacher.targets(images)
             labels = targets.logits.argmax(-1) if self.ignores_labels else labels  # type: ignore[union-attr]
-            seen = outputs(self.model, self._laid_out(settings.student_view(images, batch_idx)), settings.blocks)
+            seen = outputs(self.model, settings.student_view(images, batch_idx), settings.blocks)
             logits = seen.logits  # type: ignore[assignment]
             loss = self.teacher.loss(seen, targets, self.learning.loss(logits, labels))
         right = self.learning.right(logits.detach(), labels).mean()
@@ -350,8 +345,6 @@ class Classifier(LightningModule):
         }
         if self.task.name != "classification":
             checkpoint["vitrel"] |= {"task": self.task.name, "head": self.head}
-        if self.class_counts is not None:
-            checkpoint["vitrel"]["class_counts"] = self.class_counts
         checkpoint["hyper_parameters"] = self.settings()
 
     def settings(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Mixing:
     def build(self, num_classes: int, label_smoothing: float, several: bool = False) -> Mixup | None:
         """Return timm's Mixup; None if mixup and cutmix are 0.
 
-        It also smooths the labels, but with `several` labels an image, targets [B, classes], the loss does.
+        It also smooths the labels, except for `several` labels an image (targets [B, classes]), which the loss smooths.
         """
         if not self.mixup and not self.cutmix:
             return None
@@ -115,7 +115,7 @@ class Erasing:
     """Random erasing of normalized images on their device, by timm's RandomErasing.
 
     Args:
-        settings: of its fields `erase` and `erase_mode` are used.
+        settings: gives the probability `erase` and the filling `erase_mode`.
     """
 
     def __init__(self, settings: Augmentation) -> None:
@@ -128,7 +128,7 @@ class Erasing:
 
 
 class _Erased:
-    """An image [3, H, W] into which RandomErasing writes pixels that it drew on the CPU, without waiting for the device."""
+    """Stands for an image [3, H, W] in RandomErasing, whose pixels, drawn on the CPU, it copies without waiting for a GPU."""
 
     def __init__(self, image: Tensor) -> None:
         self.image, self.size, self.dtype = image, image.size, image.dtype

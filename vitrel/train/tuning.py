@@ -27,7 +27,7 @@ from vitrel.weights.recognize import as_vitrel
 
 @dataclass(frozen=True)
 class Tuning:
-    """Fine-tuning settings: initial weights, an encoding to add, and the parameters that are trained.
+    """Settings of fine-tuning: initial weights, an encoding to add, and the parameters that are trained.
 
     With `pretrained`, `position`, or `init_from` for a timm model, the model is converted to a vitrel model
     (`vitrel.from_timm`), which takes any image size; `model_args` are then arguments of vitrel.models.ViT or Swin.
@@ -208,7 +208,7 @@ class Tuning:
         return config.architecture, json.loads(json.dumps(arguments | {"pretrained_cfg_overlay": config.preparation}))
 
     def _rebuilds(self, name: str) -> bool:
-        """Whether `build` converts a timm model or a file to a vitrel model, instead of calling timm.create_model."""
+        """Return whether `build` converts a timm model or a file to a vitrel model, instead of calling timm.create_model."""
         from_timm_weights = self.init_from is not None and not name.startswith("vitrel_")
         return self.pretrained or self.position is not None or from_timm_weights or Path(name).exists()
 
@@ -275,7 +275,7 @@ class Tuning:
         return None if new else stored.get("classes")
 
     def _from_file(self, path: str, like: str | None) -> tuple[Backbone, list[str] | None]:
-        """The model in a file, as a vitrel model, and its class names, or None; `like` names the architecture."""
+        """Return the model in a file, as a vitrel model, and its class names or None; `like` names the architecture."""
         try:
             model = load(path, like=like)
             model = as_vitrel(model)
@@ -286,7 +286,7 @@ class Tuning:
     def _changed(
         self, base: Backbone, name: str, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]
     ) -> Backbone:
-        """The model `base` rebuilt for this image size and these classes, with the encoding `position` added.
+        """Return the model `base` rebuilt for this image size and these classes, with the encoding `position` added.
 
         The rebuilt model gets the weights of `base` if there are any, and for other classes a new head; otherwise see `_new`.
 
@@ -317,9 +317,12 @@ class Tuning:
         return model.train()
 
     def _new(self, base: Backbone, **changes: Any) -> Backbone:
-        """A model like `base` with new weights, and with the encoding `position`, as it is initialized, in attention.
+        """Return a model like `base` with new weights and the encoding `position` in attention.
 
-        The encoding is beside the absolute embedding (unless that is dropped) and a rotation, and takes the place of any other.
+        The encoding stands beside the absolute embedding (unless that is dropped) and a rotation, and replaces any other.
+
+        Args:
+            changes: arguments of the model that differ from those of `base`.
         """
         config = config_of(base)
         if self.position is None:
@@ -343,6 +346,7 @@ class Tuning:
 
 
 def _label_names(model: Backbone) -> list[str] | None:
+    """Return the class names in the model's pretrained_cfg, None without."""
     names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
     return None if names is None else list(names)
 

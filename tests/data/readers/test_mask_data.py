@@ -72,7 +72,7 @@ def test_values_of_a_mask_are_its_classes_however_it_is_encoded(root, tmp_path, 
     assert torch.equal(
         (image * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(COLORS[np.minimum(scene(50), 3)])
     )
-    assert data.classes == ["field", "house", "lake"] and data.class_counts() == [6, 6, 6]
+    assert data.classes == ["field", "house", "lake"]
     assert items(write(tmp_path / "other", encode=encode)) == items(root)
 
 
@@ -184,7 +184,7 @@ def two_classes(root, values=(0, 1), names="field\nhouse\n"):
 def test_masks_of_two_classes_as_0_and_255_are_refused(root):
     """In training, in evaluation and for a few chosen images; as 0 and 1 they are read."""
     two_classes(root)
-    assert create_dataset(str(root), "train", (36, 48), **HOW).class_counts() == [6, 6]
+    assert {*create_dataset(str(root), "train", (36, 48), **HOW)[0][1].unique().tolist()} == {0, 1}
     two_classes(root, (0, 255))
     for options in ({}, {"n": 2}):
         with pytest.raises(
@@ -361,6 +361,6 @@ def test_what_would_move_the_image_alone_is_refused(root, settings):
 
 def test_camvid():
     data = create_dataset(str(shared("data/camvid")), "val", (192, 256), **HOW)
-    assert len(data) == 101 and len(data.classes) == 11 and data.class_counts()[3] == 101  # a road in every image
+    assert len(data) == 101 and len(data.classes) == 11
     image, mask = data[7]
     assert image.shape == (3, 192, 256) and mask.shape == (360, 480) and {*mask.unique().tolist()} <= {*range(11), 255}

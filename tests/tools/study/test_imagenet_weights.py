@@ -33,7 +33,7 @@ def evaluated(tmp_path):
             torch.manual_seed(seed)
             model = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=4, img_size=64, depth=1).eval()
             models.append(replace(trained_model(model, label=label), seed=seed))
-    at_sizes(models, "shapes", [64, "32x48"], out=tmp_path, n=30, device="cpu", attention_n=0, report=False)
+    at_sizes(models, "shapes", [64, "32x48"], out=tmp_path, n=30, device="cpu", report=False)
     return Evaluated(tmp_path)
 
 

@@ -62,7 +62,9 @@ def collate(items: Sequence[tuple[Tensor, Any]], as_list: bool = False) -> tuple
 
 @dataclass
 class Reader(ABC):
-    """Abstract: the images of one split, by source, which is a path, a place in a tar, or a row; a subclass opens them.
+    """Abstract list of the images of one split. A subclass defines what the source of an image is, and opens it.
+
+    The source is a path, a member of a tar, or the number of a row.
 
     Args:
         classes: class names, by label.
@@ -82,7 +84,7 @@ class Reader(ABC):
 
     @abstractmethod
     def name(self, source: Any) -> str:
-        """Return the name of an image within the data, which does not depend on where they lie."""
+        """Return the name of an image within the data, which stays the same when the data are moved."""
 
     def title(self, source: Any) -> str:
         """Return the location of an image for messages, as printable text."""
@@ -143,6 +145,7 @@ class ImageSet(Dataset):
         return self._of_source(decode, index), self.samples[index][1]
 
     def _of_source(self, function: Callable[..., Any], index: int) -> Any:
+        """Return what `function`, `decode` or `image_size`, returns for an image."""
         source = self.samples[index][0]
         return function(self.reader.encoded(source), self.name(index), self.upright)
 
@@ -193,12 +196,8 @@ class ImageSet(Dataset):
         return (self.prepare if draw.size is None else self.prepare.at(draw.size))(picture), target
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Any]:
-        """Return the item (H, W) that stands for an unreadable image, which metrics must ignore: zeros and label -1."""
+        """Return the item that stands for an unreadable image, and that metrics leave out: zeros [3, H, W] and label -1."""
         return torch.zeros(3, *size, dtype=torch.float32 if self.prepare.std else torch.uint8), -1
-
-    def class_counts(self) -> list[int]:
-        """Return the number of images of each class."""
-        return np.bincount(self.labels(), minlength=len(self.classes)).tolist()
 
     def labels(self) -> list[int]:
         """Return the label of each image, in order, without decoding it: one index, or a list of them for several labels.
@@ -208,7 +207,7 @@ class ImageSet(Dataset):
         return [label for _, label in self.samples]
 
     def sources(self) -> list[Any]:
-        """Return the sources of all files that are read, in one list: of each image, with masks that of its mask after it."""
+        """Return the sources of all files that are read: of each image, and where there are masks of its mask after it."""
         return [source for source, _ in self.samples]
 
     def digest(self) -> str:

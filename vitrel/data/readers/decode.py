@@ -128,7 +128,7 @@ def image_size(source: str | Path | bytes | Image.Image, name: str = "", upright
 
 @contextmanager
 def _opened(source: str | Path | bytes, name: str) -> Iterator[Image.Image]:
-    """The image with only its header read; errors of the block are those of its decoding."""
+    """Context that yields the image with only its header read; an error inside it becomes `BadImage` or MemoryError."""
     name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
     with open_image(source, name) as file:
         try:
@@ -145,7 +145,7 @@ def _opened(source: str | Path | bytes, name: str) -> Iterator[Image.Image]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation of an image, 1 to 8, from what its header contains; from 5 on height and width are exchanged."""
+    """Return the EXIF orientation of an image, 1 to 8, from its header; from 5 on height and width are exchanged."""
     if image.format == "TIFF":  # Pillow turns it while it decodes it, and its header has the turned size
         return 1
     if image.format == "PNG" and "exif" not in image.info:  # otherwise Pillow decodes a PNG to look for it after the pixels
@@ -178,6 +178,7 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    """Return the image in mode RGB, by the rules above; ValueError for values of 32 bits."""
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image  # convert() would copy it

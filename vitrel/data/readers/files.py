@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -23,7 +22,7 @@ PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "c
 
 
 class Files(Reader):
-    """Image files: a source is a path."""
+    """Reader of image files: the source of an image is its path."""
 
     def encoded(self, source: str) -> str:
         """Return the path."""
@@ -71,11 +70,6 @@ class LabelSet(ImageSet):
         target[list(labels)] = 1
         return picture, target
 
-    def class_counts(self) -> list[int]:
-        """Return the number of images that have each class."""
-        found = [label for labels in self.labels() for label in labels]
-        return np.bincount(found, minlength=len(self.classes)).tolist()
-
 
 def csv_reader(path: str, split: Split, reading: Reading, several: bool = False) -> Files:
     """Return the images of a split of a CSV with a header, with the classes in `class_order`.
@@ -86,9 +80,10 @@ def csv_reader(path: str, split: Split, reading: Reading, several: bool = False)
     named.
 
     Args:
-        path, split, reading: as of every reader.
-        several: images have any number of classes, with ; between them. `val_fraction` is then of the images whose rarest class
-            is the same.
+        path: the CSV.
+        split: "train" or "val".
+        reading: gives `val_fraction`.
+        several: images have any number of classes, with ; between them; `val_fraction` divides them by their rarest class.
 
     Raises:
         ValueError: a file that is no CSV in UTF-8, columns are missing or twice, rows without a path, class or known split, an

@@ -158,7 +158,7 @@ class Scan:
             yield from images[path]
 
     def _entries(self, path: str) -> list[os.DirEntry]:
-        """The entries of a folder by name, without hidden ones, which are collected, as errors are."""
+        """Return the entries of a folder by name, without hidden ones; those, and an error, are noted for messages."""
         try:
             with os.scandir(path) as iterator:
                 entries = sorted(iterator, key=lambda entry: entry.name)
@@ -169,7 +169,7 @@ class Scan:
         return [entry for entry in entries if not hidden(entry.name)]
 
     def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
-        """Each file once, in the same order; and (file left out, file used) of each that is the same real file."""
+        """Return each real file once, in the same order, and (file left out, file used) for each other path of one."""
         if not any(file.links for file in files):
             return files, []
         root = os.path.realpath(self.folder)
@@ -183,7 +183,7 @@ class Scan:
         return [file for file in files if file.path not in left_out], twice
 
     def _left_out(self, twice: list[tuple[ImageFile, ImageFile]]) -> str:
-        """A sentence on files, folders and links that are left out; "" if there are none."""
+        """Return a sentence on files, folders and links that are left out; "" if there are none."""
         parts = []
         if self._hidden:
             parts.append(f"hidden files and folders: {_counted(self._hidden)}")
@@ -220,7 +220,7 @@ def hidden(name: str) -> bool:
 
 
 def _counted(paths: Collection[str]) -> str:
-    """A number of paths, and the first of them."""
+    """Return the number of paths and the first SHOWN of them, as text."""
     return f"{len(paths):,} ({', '.join(map(shown, sorted(paths)[:SHOWN]))}{', ...' * (len(paths) > SHOWN)})"
 
 
@@ -255,4 +255,5 @@ def _leads_to_folder(entry: os.DirEntry) -> bool:
 
 
 def _broken(entry: os.DirEntry) -> bool:
+    """Return whether an entry is a link to nothing."""
     return entry.is_symlink() and not os.path.exists(entry.path)

@@ -25,7 +25,7 @@ LABELS = ("label", "cls")  # columns, the latter of a WebDataset
 
 @dataclass
 class Rows(Reader):
-    """Encoded images in rows of `datasets`: a source is the number of a row.
+    """Reader of the encoded images of a Hugging Face data set: the source of an image is the number of its row.
 
     Args:
         rows: the data set of the split, with the column of images alone.
@@ -42,7 +42,7 @@ class Rows(Reader):
         return image["path"] if image["bytes"] is None else image["bytes"]
 
     def name(self, source: int) -> str:
-        """Return the row, of a WebDataset its tar and key."""
+        """Return the number of the row, or of a WebDataset the tar and the key of the sample."""
         return str(self.keys[source])
 
     def states(self, sources: Sequence[int]) -> list[str]:
@@ -91,7 +91,10 @@ def image_columns(features: dict[str, Any]) -> list[str]:
 
 
 def _columns(place: str, splits: dict[str, Any]) -> tuple[str, str, dict[Any, str]]:
-    """(column of images, column of labels, {label: class name} by class number); ValueError where there is none."""
+    """Return (column of images, column of labels, {label: class name}), the last in the order of the class numbers.
+
+    ValueError where a column is missing, or a label has no name in `classes.txt`.
+    """
     import datasets
 
     features = next(iter(splits.values())).features
@@ -174,7 +177,7 @@ def is_saved(place: str) -> bool:
 
 
 def _by_split(place: str, files: list[str]) -> dict[str, list[str]]:
-    """{name of the split: its files}, of which all are for training where no path names a split."""
+    """Return {split: its files} by the paths; if none names a split all are for training, ValueError if only some do."""
     splits: dict[str, list[str]] = defaultdict(list)
     for file in files:
         splits[split_word(file.removeprefix(place) or Path(file).name)].append(file)

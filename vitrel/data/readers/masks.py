@@ -27,7 +27,7 @@ from vitrel.data.readers.folder import SHOWN, Scan, split_folder
 from vitrel.data.readers.splits import Split, divided
 
 LAYOUT = "images/<split>/*.jpg, masks/<split>/*.png with the same names, and classes.txt, whose line i names class i from 0"
-_checked: dict[tuple, np.ndarray] = {}  # of every checked set [n, 256], because evaluation makes it for every size
+_checked: set[tuple] = set()  # sets whose masks were checked, since an evaluation makes its set for every size
 
 
 class MaskSet(ImageSet):
@@ -51,7 +51,7 @@ class MaskSet(ImageSet):
 
     def __init__(self, reader: Reader, *view: Any, expected: int = 0, **options: Any) -> None:
         super().__init__(reader, *view, **options)
-        self._present = classes_in_masks(reader, expected)[self.chosen]  # bool [n, 256]
+        check_masks(reader, expected)
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Return (image of mode RGB, classes uint8 [h, w]); `BadImage` if either cannot be decoded."""
@@ -68,10 +68,6 @@ class MaskSet(ImageSet):
         """Return the item (H, W) that stands for an unreadable image: zeros, and a mask without classes."""
         return super().left_out(size)[0], torch.full(size, IGNORED, dtype=torch.uint8)
 
-    def class_counts(self) -> list[int]:
-        """Return the number of images in which each class occurs."""
-        return self._present.sum(0)[: len(self.classes)].tolist()
-
     def labels(self) -> list[int]:
         """Return []: the masks have the labels."""
         return []
@@ -81,8 +77,8 @@ class MaskSet(ImageSet):
         return [source for pair in self.samples for source in pair]
 
 
-def classes_in_masks(reader: Reader, expected: int) -> np.ndarray:
-    """Return whether each class is in each mask of a reader, bool [n, 256]; ValueError as of `MaskSet`."""
+def check_masks(reader: Reader, expected: int) -> None:
+    """Raise ValueError as of `MaskSet` for the masks of a reader; those that were checked before are not read again."""
     sources = [source for pair in reader.samples for source in pair]
     key = (reader.where, *reader.classes, expected, *map(reader.name, sources), *reader.states(sources))
     if key not in _checked:
@@ -90,19 +86,20 @@ def classes_in_masks(reader: Reader, expected: int) -> np.ndarray:
             found = list(readers.map(lambda pair: _classes_of(reader, *pair), reader.samples))
         if faults := [fault for fault in found if isinstance(fault, str)]:
             raise ValueError(f"{len(faults)} of {len(found)} masks do not fit: {'; '.join(faults[:SHOWN])}")
-        present = np.stack(found)
-        _check_classes(reader, present.any(0), expected)
-        _checked[key] = present
-    return _checked[key]
+        _check_classes(reader, np.any(found, 0), expected)
+        _checked.add(key)
 
 
 def _values(reader: Reader, image: Any, mask: Any) -> np.ndarray:
-    """The values of a mask [h, w]; errors as of `decode_mask`."""
+    """Return the values of a mask, [h, w]; errors as of `decode_mask`."""
     return decode_mask(reader.encoded(mask), f"the mask of {reader.title(image)}")
 
 
 def _classes_of(reader: Reader, image: Any, mask: Any) -> np.ndarray | str:
-    """Which classes are in a mask [256], or what is wrong with it; unreadable files, without classes, are left to reading."""
+    """Return which values a mask has, bool [256], or what is wrong with it, as text.
+
+    A file that cannot be read has no values here; it is reported when its image is read.
+    """
     present, classes = np.zeros(256, bool), len(reader.classes)
     try:
         values = _values(reader, image, mask)
@@ -134,7 +131,7 @@ def _check_classes(reader: Reader, seen: np.ndarray, expected: int) -> None:
 
 
 def mask_reader(root: str, split: Split, reading: Reading) -> Files:
-    """Return the images and masks of a split of a folder of LAYOUT.
+    """Return the images and masks of a split of a folder, whose layout is LAYOUT.
 
     The evaluation split may have the names that it has for classification; without it, or without folders of splits,
     `reading.val_fraction` divides the images. Links and hidden files are as in `Scan`, where `images/<split>` and

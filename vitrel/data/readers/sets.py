@@ -13,7 +13,7 @@ from vitrel.data.readers.splits import Split
 
 @dataclass
 class TorchvisionSet(Reader):
-    """Images of a torchvision set, which decodes them: a source is a number of its image."""
+    """Reader of a torchvision set, which decodes the images itself: the source of an image is its number."""
 
     images: Any
 
@@ -25,7 +25,7 @@ class TorchvisionSet(Reader):
             raise BadImage(f"cannot decode {self.title(source)}: {error}") from error
 
     def name(self, source: int) -> str:
-        """Return the number."""
+        """Return the number of the image as text."""
         return str(source)
 
 

@@ -29,20 +29,22 @@ def split_of(split: Split, present: Iterable[str]) -> str | None:
 
 
 def split_word(path: str, inside: str = "") -> str:
-    """Return the name of a split in a path below the data's folder, or as the first folder `inside` the file; "" without.
+    """Return the split that a path names, by a folder or a part of the file's name; "" if none.
 
-    A name is a folder, or a part of a file name, as in "val/0001.tar" and "images-train_0001.tar".
+    Args:
+        path: below the data's folder, such as "val/0001.tar" or "images-train_0001.tar".
+        inside: path of an image inside this file, whose first folder may name the split too.
     """
     words = [*PurePosixPath(path).parts[:-1], *re.split(r"[-_.]", PurePosixPath(path).name), *PurePosixPath(inside).parts[:1]]
     return next((word for word in words if word in NAMES), "")
 
 
 def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None, where: str) -> list[Sample]:
-    """Return the (source, label) samples of a split of data that is not divided: of each label `val_fraction`, at least one,
-    is for evaluation.
+    """Divide the (source, label) samples of data without an evaluation split, and return those of `split`.
 
-    The only sample of a label is for training. The choice depends on the order of the samples alone, so training and evaluation
-    agree. ValueError without `val_fraction`, or if there is nothing to evaluate.
+    Of each label `val_fraction`, at least one, is for evaluation; the only sample of a label is for training. The choice
+    depends on the order of the samples alone, so training and evaluation agree. ValueError without `val_fraction`, or if there
+    is nothing to evaluate.
     """
     if val_fraction is None:
         raise ValueError(
@@ -63,10 +65,14 @@ def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None,
 
 
 def chosen(split: Split, present: Iterable[str], val_fraction: float | None) -> tuple[str | None, bool]:
-    """Return (name of the split to read for `split`, of those present; whether it holds the images of both splits).
+    """Return which of the named splits to read for `split`, and whether it has to be divided.
 
-    The latter are to be divided (`divided`); (None, True) where no split is named, (None, False) where only the other one is.
-    Training has all of a training split without an evaluation split beside it, unless `val_fraction` divides it.
+    Training takes the whole training split where there is no evaluation split, unless `val_fraction` is given.
+
+    Returns:
+        The name in `present`, or None if there is none; and whether the images of this name, or all images where no name is
+        one of a split, are for training and evaluation and have to be divided by `divided`. (None, False) if the data has an
+        evaluation split only, and `split` is "train".
     """
     names = set(present)
     if split_of("val", names) is not None:
@@ -78,10 +84,14 @@ def chosen(split: Split, present: Iterable[str], val_fraction: float | None) -> 
 def of_split(
     samples: Sequence[Sample], words: Sequence[str], split: Split, val_fraction: float | None, where: str
 ) -> list[Sample]:
-    """Return the (source, label) samples of a split, where a word for each names its split; others are not divided yet.
+    """Return the (source, label) samples of a split.
 
     Without an evaluation split, `val_fraction` divides the images of training, or all where no word names a split. ValueError
     without either, or without a training split.
+
+    Args:
+        words: name of the split of each sample, "" where it has none.
+        where: name of the data, for errors.
     """
     own, whole = chosen(split, words, val_fraction)
     if own is None and not whole:

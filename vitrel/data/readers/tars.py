@@ -38,7 +38,7 @@ class Member(NamedTuple):
 
 
 class Tars(Reader):
-    """Images in tar files: a source is a `Member`."""
+    """Reader of images in tar files: the source of an image is a `Member`."""
 
     def encoded(self, source: Member) -> bytes:
         """Return the bytes of an image."""
@@ -76,7 +76,7 @@ def tar_reader(root: str, split: Split, reading: Reading) -> Tars:
 
 
 def _below(tar: str, root: str) -> str:
-    """The path of a tar below the data's folder; its name if it is the data itself."""
+    """Return the path of a tar below the data's folder; its name if it is the data itself."""
     return PurePosixPath(tar).name if tar == root else below(tar, root)
 
 
@@ -98,7 +98,7 @@ def is_web_dataset(tar: str) -> bool:
 
 @lru_cache(64)  # training, evaluation and class names need the same
 def _members(tar: str, state: str) -> list[Member]:
-    """The images of one tar file by name, without hidden ones."""
+    """Return the images of one tar file, without hidden ones; `state`, its size and time, tells a changed file in the cache."""
     try:
         found = extract_tarinfos(tar, cache_tarinfo=False, extensions=SUFFIXES)[0]
         with open(tar, "rb") as file:

@@ -321,6 +321,7 @@ def keys() -> list[str]:
 
 
 def _keys_of(group: type, prefix: str) -> Iterator[str]:
+    """Yield the keys of a class by the arguments of its constructor, those of arguments that are dataclasses too."""
     for name, hint in get_type_hints(group.__init__).items():  # type: ignore[misc]
         if name != "return":
             yield f"{prefix}.{name}"
@@ -388,17 +389,19 @@ def _parse_plain_values() -> None:
 
 
 def _seed(value: int | bool) -> int:
+    """Return the seed; ValueError for a value that is none."""
     if isinstance(value, bool) or not 0 <= value < 2**32:
         raise ValueError(f"seed_everything must be an integer from 0 to 2**32 - 1, not {str(value).lower()}")
     return value
 
 
 def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
+    """Return the loggers of `trainer.logger`, by default one of TensorBoard in the run's folder."""
     if setting is None or setting is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
     return _listed(setting or None)
 
 
 def _listed(setting: Any) -> list[Any]:
-    """A setting that is one thing, several, or null, as a list."""
+    """Return a setting that is one thing, a list or None as a list."""
     return list(setting) if isinstance(setting, list) else [] if setting is None else [setting]

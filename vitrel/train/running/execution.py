@@ -1,4 +1,4 @@
-"""Settings of a run's memory and speed: gradient checkpointing, torch.compile, channels_last."""
+"""Settings of a run's memory and speed: gradient checkpointing and torch.compile."""
 
 from dataclasses import dataclass
 
@@ -17,32 +17,21 @@ class Execution:
         grad_checkpointing: recompute the blocks' activations in the backward pass instead of storing them.
         compile: run the blocks through torch.compile in training (`Classifier.eager`: not in evaluation). Null: on a GPU with
             Triton, where all training images have one size.
-        dynamic: `dynamic` of torch.compile: one graph for all image sizes (true), one graph per size (false), or PyTorch
-            decides (null).
         backend: `backend` of torch.compile.
-        channels_last: store images and convolution weights in the channels_last memory format.
     """
 
     grad_checkpointing: bool = False
     compile: bool | None = None
-    dynamic: bool | None = None
     backend: str = "inductor"
-    channels_last: bool = False
 
     def apply(self, model: nn.Module) -> None:
-        """Set gradient checkpointing and the memory format of `model` in place; `compile_blocks` compiles it later.
-
-        Raises:
-            ValueError: `grad_checkpointing` is set, and the model does not support it.
-        """
+        """Switch on gradient checkpointing of `model`, if it is set; ValueError if the model does not support it."""
         if self.grad_checkpointing:
             try:
                 model.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
                 name = type(model).__name__
                 raise ValueError(f"model.execution.grad_checkpointing: {name} does not support it, leave it out") from error
-        if self.channels_last:
-            model.to(memory_format=torch.channels_last)
 
     def compiles(self, device: torch.device, one_size: bool) -> bool:
         """Return whether the blocks are compiled for training on `device`, on images of one size or of several."""
@@ -57,4 +46,4 @@ class Execution:
         config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
         for block in blocks:
-            block.compile(dynamic=self.dynamic, backend=self.backend)
+            block.compile(backend=self.backend)

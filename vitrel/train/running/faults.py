@@ -103,5 +103,5 @@ class BadImages(Callback):
 
 
 def _first(names: list[str]) -> str:
-    """The first names, and the number of the others."""
+    """Return the first SHOWN names, and the number of the others, as text."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -107,17 +107,23 @@ class Progress(Callback):
             print(f"at other sizes (a run's folder stands for its last.ckpt):\n  {command}", flush=True)
 
     def _print_epoch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Print the line of an epoch that has ended, once."""
         if self.ended:
             self.ended = False
             self._print(trainer, module, f"epoch {trainer.current_epoch}{_end(trainer)}", "_epoch")
             self.evaluated = False
 
     def _print_within(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
+        """Print a line within an epoch, if `every` seconds have passed since the last line."""
         if time.monotonic() - self.printed >= self.every:
             self._print(trainer, module, f"epoch {trainer.current_epoch + 1}{_end(trainer)}  {where}", suffix)
 
     def _print(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
-        """Print a line with the metrics of training whose names end in `suffix`, and of an epoch those of its evaluation."""
+        """Print a line: `where`, metrics, speed and the time left.
+
+        The metrics are those of training whose names end in `suffix`, "_step" or "_epoch", with "_epoch" also those of the
+        evaluation; "" for none.
+        """
         names = {f"train/{name}{suffix}": name for name in ("loss", module.task.learned)} if suffix else {}
         if suffix == "_epoch" and self.evaluated:
             names |= {f"val/{name}": f"val {name}" for name in ("loss", module.task.metric)}
@@ -152,5 +158,5 @@ def update_line(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _end(trainer: Trainer) -> str:
-    """The number of epochs after the one that is named, if it is known."""
+    """Return "/EPOCHS", which follows the number of an epoch; "" if the run has no number of epochs."""
     return f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""

@@ -28,7 +28,6 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
     settings = {
         "seed": data.seed,
         "training images": len(data.train_set),
-        "images per class": module.class_counts,
         _FILES: data.fingerprints[0],
         "drawn data": data.data if data.data in SHAPES else None,
         "data.size": data.size,

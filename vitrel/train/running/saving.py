@@ -122,6 +122,7 @@ class Saving(Checkpoint):
                 self.old_handlers[number] = signal.signal(number, lambda number, frame: self._handle(trainer, number, frame))
 
     def _handle(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: note it for the end of the update and pass SIGTERM on to the ranks that this process started."""
         if number == signal.SIGINT and self.received == number and time.monotonic() - self.since > 1:
             # A second ctrl-c. Within one second it would be the first again, since the terminal and the launcher both send it.
             signal.default_int_handler(number, frame)
@@ -170,6 +171,7 @@ class Saving(Checkpoint):
             rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self._left()}", flush=True)
 
     def _restore(self) -> None:
+        """Restore the signal handlers of before."""
         # before Lightning restores the handlers that it found; afterwards, Lightning's own handler would stay installed
         while self.old_handlers:
             signal.signal(*self.old_handlers.popitem())
@@ -183,6 +185,7 @@ class Saving(Checkpoint):
         return int(received)
 
     def _log(self, trainer: Trainer, of_step: bool) -> None:
+        """Add the last training metrics, of an update or of the epoch, to the CSV; Lightning would after the checkpoint."""
         values = {name: float(value) for name, value in trainer.logged_metrics.items() if not name.startswith("val/")}
         values = {name: value for name, value in values.items() if name.endswith("_step") == of_step}
         self.csv.log_metrics(values | {"epoch": trainer.current_epoch}, trainer.global_step - 1)
@@ -199,7 +202,7 @@ class Saving(Checkpoint):
             raise SystemExit(128 + stop)
 
     def _left(self) -> str:
-        """What is saved and how to resume, for the last message of a run."""
+        """Return what is saved and how to resume, for the last message of a run."""
         if not self.path.exists():
             return "nothing is saved yet; the same command starts again"
         at = "" if self.update is None else f" (update {self.update})"
@@ -207,12 +210,12 @@ class Saving(Checkpoint):
 
 
 def _accumulating(trainer: Trainer) -> bool:
-    """Whether gradients of batches are waiting for an update; the last batch of an epoch always brings one."""
+    """Return whether gradients of batches wait for an update; the last batch of an epoch always brings one."""
     done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return done % trainer.accumulate_grad_batches > 0 and done < trainer.num_training_batches
 
 
 def _evaluation_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether an evaluation follows a batch inside an epoch; Lightning would leave it out of a run that resumes before it."""
+    """Return whether an evaluation follows a batch inside an epoch, which a run resumed before it would leave out."""
     done = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
     return (done + 1) % (trainer.val_check_batch or math.inf) == 0
