@@ -92,14 +92,15 @@ class CrossVit(AnySize, crossvit.CrossVit):
     def _embed(self, x: Tensor) -> list[Tensor]:
         branches = []
         for i, (embed, trained) in enumerate(zip(self.patch_embed, self.trained_sizes, strict=True)):
-            grid = [
-                torch.sym_max(1, (2 * n * m + p * full) // (2 * p * full))  # n * m / full pixels, to the nearest patch
-                for n, m, full, p in zip(x.shape[-2:], trained, self.img_size, embed.patch_size, strict=True)
-            ]
-            size = [n * p for n, p in zip(grid, embed.patch_size, strict=True)]
-            image = x if i == 0 and tuple(trained) == tuple(self.img_size) else crossvit.scale_image(x, size, self.crop_scale)
             if i == 0 and tuple(trained) == tuple(self.img_size):
-                grid = [n // p for n, p in zip(x.shape[-2:], embed.patch_size, strict=True)]
+                image, grid = x, [n // p for n, p in zip(x.shape[-2:], embed.patch_size, strict=True)]
+            else:
+                grid = [
+                    torch.sym_max(1, (2 * n * m + p * full) // (2 * p * full))  # n * m / full pixels, to the nearest patch
+                    for n, m, full, p in zip(x.shape[-2:], trained, self.img_size, embed.patch_size, strict=True)
+                ]
+                size = [n * p for n, p in zip(grid, embed.patch_size, strict=True)]
+                image = crossvit.scale_image(x, size, self.crop_scale)
             tokens = embed.proj(image).flatten(2).mT
             tokens = torch.cat((getattr(self, f"cls_token_{i}").expand(x.shape[0], -1, -1), tokens), 1)
             source = tuple(n // p for n, p in zip(trained, embed.patch_size, strict=True))

@@ -60,17 +60,17 @@ class AttentionDownsample(levit.AttentionDownsample):
         sizes = [self.key_dim, self.val_dim]
         if self.use_conv:
             q = self.q(x)
-            (h, w), (y, z) = x.shape[-2:], q.shape[-2:]
+            size, halved = x.shape[-2:], q.shape[-2:]
             k, v = self.kv(x).flatten(2).unflatten(1, (self.num_heads, -1)).split(sizes, dim=2)
             q = q.flatten(2).unflatten(1, (self.num_heads, -1))
-            logits = (q.mT @ k) * self.scale + _bias(self, (h, w), self.stride)
-            return self.proj((v @ logits.softmax(-1).mT).flatten(1, 2).unflatten(2, (y, z)))
+            logits = (q.mT @ k) * self.scale + _bias(self, size, self.stride)
+            return self.proj((v @ logits.softmax(-1).mT).flatten(1, 2).unflatten(2, halved))
         q = self.q(x)
-        (h, w), (y, z) = x.shape[1:3], q.shape[1:3]
+        size, halved = x.shape[1:3], q.shape[1:3]
         k, v = self.kv(x).flatten(1, 2).unflatten(2, (self.num_heads, -1)).transpose(1, 2).split(sizes, dim=3)
         q = q.flatten(1, 2).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        logits = (q @ k.mT) * self.scale + _bias(self, (h, w), self.stride)
-        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2).unflatten(1, (y, z)))
+        logits = (q @ k.mT) * self.scale + _bias(self, size, self.stride)
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2).unflatten(1, halved))
 
 
 class _Levit:
@@ -143,11 +143,11 @@ class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):
 
     def forward(self, x: Tensor) -> Tensor:
         q, v = self.q(x), self.v(x)
-        (h, w), (y, z) = x.shape[-2:], q.shape[-2:]
+        size, halved = x.shape[-2:], q.shape[-2:]
         local = self.v_local(v)
         q, k, v = (t.flatten(2).unflatten(1, (self.num_heads, -1)) for t in (q, self.k(x), v))
-        logits = (q.mT @ k) * self.scale + _bias(self, (h, w), 2)
-        x = (v @ logits.softmax(-1).mT).flatten(1, 2).unflatten(2, (y, z)) + local
+        logits = (q.mT @ k) * self.scale + _bias(self, size, 2)
+        x = (v @ logits.softmax(-1).mT).flatten(1, 2).unflatten(2, halved) + local
         return self.proj(self.act(x))
 
 

@@ -48,8 +48,8 @@ def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor
 
     Args:
         x: tokens [B, h, w, C].
-        window: (y, z), rows and columns of a window.
-        attend: a function of windows [B*L, y, z, C] -> [B*L, y / stride, z / stride, C'].
+        window: (m, n), rows and columns of a window.
+        attend: a function of windows [B*L, m, n, C] -> [B*L, m / stride, n / stride, C'].
         stride: factor by which `attend` reduces both sides of a window, and so of the map; h and w are multiples of it.
     """
     return _over_windows(x, window, lambda tokens: attend(tokens.unflatten(1, window)).flatten(1, 2), stride=stride, zeros=True)

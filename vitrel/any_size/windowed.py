@@ -41,13 +41,13 @@ def unrolled(h: int, w: int, rows: tuple[int, ...], columns: tuple[int, ...], de
         columns: number of columns that each stage pools; their product is a cell's width.
         device: of the result.
     """
-    y, z = math.prod(rows), math.prod(columns)
-    place = torch.arange(y * z, device=device)
-    row, column = torch.zeros(2, y * z, dtype=torch.int64, device=device).unbind()
+    height, width = math.prod(rows), math.prod(columns)  # of a cell
+    place = torch.arange(height * width, device=device)
+    row, column = torch.zeros(2, height * width, dtype=torch.int64, device=device).unbind()
     for m, n in zip(reversed(rows), reversed(columns), strict=True):
         column, place = column * n + place % n, place // n
         row, place = row * m + place % m, place // m
-    cell = torch.arange(h // y, device=device)[:, None] * (y * w) + torch.arange(w // z, device=device) * z
+    cell = torch.arange(h // height, device=device)[:, None] * (height * w) + torch.arange(w // width, device=device) * width
     return ((row * w + column)[:, None] + cell.flatten()).flatten()
 
 
@@ -91,8 +91,8 @@ class Hiera(AnySize, hiera.Hiera):
             return x + token_embedding(self.pos_embed, tuple(self.tokens_spatial_shape), (h, w)).unflatten(1, (h, w))
         whole = map_embedding(self.pos_embed, (h, w)).permute(0, 2, 3, 1)
         window = self.pos_embed_win.permute(0, 2, 3, 1)
-        y, z = self.mask_unit_size
-        x = (x + whole).unflatten(2, (-1, z)).unflatten(1, (-1, y))  # [B, h/y, y, w/z, z, C]
+        m, n = self.mask_unit_size
+        x = (x + whole).unflatten(2, (-1, n)).unflatten(1, (-1, m))  # [B, h/m, m, w/n, n, C]
         return (x + window[:, None, :, None]).flatten(3, 4).flatten(1, 2)
 
 

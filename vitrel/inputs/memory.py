@@ -68,14 +68,16 @@ def forward_memory(
         ValueError: a block has windows, the tile does not continue the strip, or height is missing for encodings that add to
             tokens (absolute, sincos, ...), since every tile would have the positions of the first.
     """
-    _check(model, length)
+    if any(block.window is not None for block in model.blocks):
+        raise ValueError("memory needs global attention in all blocks, but this model has blocks with a window")
+    if length < 0:
+        raise ValueError(f"length is the number of cached tiles, at least 0, not {length}")
     x = model.embed_patches(image if memory is None else _filled(model, image))  # [B, h, w, C]
     h, w = x.shape[1:3]
     above, below = ((), 0) if memory is None else (memory.heights, memory.below)
     keys = Grid(sum(above) + h, w, model.num_prefix_tokens)
     whole = None if height is None else Grid(model.token_grid((height, 1)).h, w, keys.prefix)
-    _check_tile(model, x, memory, whole)
-    _check_rows(model, image, whole is not None and below + h == whole.h)
+    _check_tile(model, image, x, memory, whole)
 
     def terms_of(encoding: PositionEncoding) -> Terms:
         return encoding(keys) if whole is None else crop_terms(encoding(whole), Crop(whole, (below - sum(above), 0), keys.h, w))
@@ -149,13 +151,6 @@ def _run_block(
     return x, k, v
 
 
-def _check(model: ViT, length: int) -> None:
-    if any(block.window is not None for block in model.blocks):
-        raise ValueError("memory needs global attention in all blocks, but this model has blocks with a window")
-    if length < 0:
-        raise ValueError(f"length is the number of cached tiles, at least 0, not {length}")
-
-
 def _filled(model: ViT, image: Tensor) -> Tensor:
     """Pad a tile shorter than a patch with zeros at the bottom, as the patch embedding pads a partial patch."""
     patch = model.patch_embed.patch_size[0]
@@ -163,17 +158,8 @@ def _filled(model: ViT, image: Tensor) -> Tensor:
     return F.pad(image, (0, 0, 0, patch - image.shape[2])) if short else image
 
 
-def _check_rows(model: ViT, image: Tensor, last: bool) -> None:
-    patch = model.patch_embed.patch_size[0]
-    if image.shape[2] % patch and not last:
-        raise ValueError(
-            f"a tile of {image.shape[2]} rows of pixels is not divisible into patches of {patch}, so padding would be inside "
-            "the strip: cut tiles at whole patches, except for the last tile of a strip whose height is given"
-        )
-
-
-def _check_tile(model: ViT, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
-    """Raise ValueError unless x, the patches of the tile [B, h, w, C], continues the strip of `memory`."""
+def _check_tile(model: ViT, image: Tensor, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
+    """Raise ValueError unless a tile `image` with the patches x [B, h, w, C] continues the strip of `memory`."""
     if whole is None and model.pos_embed is not None:
         raise ValueError(
             "this model adds positions to its tokens, and each tile would have those of the first: pass height, in pixels of "
@@ -183,6 +169,12 @@ def _check_tile(model: ViT, x: Tensor, memory: Memory | None, whole: Grid | None
     if whole is not None and below + x.shape[1] > whole.h:
         raise ValueError(
             f"the tile ends at row {below + x.shape[1]} of patches, but the strip has {whole.h}: pass the strip's height"
+        )
+    patch, last = model.patch_embed.patch_size[0], whole is not None and below + x.shape[1] == whole.h
+    if image.shape[2] % patch and not last:
+        raise ValueError(
+            f"a tile of {image.shape[2]} rows of pixels is not divisible into patches of {patch}, so padding would be inside "
+            "the strip: cut tiles at whole patches, except for the last tile of a strip whose height is given"
         )
     if memory is None:
         return

@@ -162,8 +162,8 @@ class Attention(nn.Module):
             x = x + torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias)).view(x.shape[-3:])
         scale = upcast(self.logit_scale).clamp(max=_MAX_LOG_SCALE).exp() * math.sqrt(x.shape[-1])  # [H, 1, 1]
         length = x[..., :2, :, :].norm(dim=-1, keepdim=True).clamp(min=_EPS)  # of q and k, [..., 2, H, 1]
-        factor = F.pad(scale.view(1, -1, 1), (0, 0, 0, 0, 0, 1), value=1.0) / length
-        return (x * F.pad(factor, (0, 0, 0, 0, 0, 1), value=1.0)).to(qkv.dtype).flatten(-3)
+        factor = F.pad(scale.view(1, -1, 1), (0, 0, 0, 0, 0, 1), value=1.0) / length  # q: scale / length, k: 1 / length
+        return (x * F.pad(factor, (0, 0, 0, 0, 0, 1), value=1.0)).to(qkv.dtype).flatten(-3)  # v: 1
 
 
 class RelativeAttention(nn.Module):

@@ -33,6 +33,7 @@ class Absolute(PositionEncoding):
     """
 
     site = "tokens"
+    keeps_range = True
     at_larger_grid = "resampled"
     policies = ("bicubic",)
 
@@ -69,6 +70,3 @@ class Absolute(PositionEncoding):
         if grid[:2] == self.grid[:2]:
             return {}
         return {"absolute bicubic": self.pos_embed[:, self.grid.prefix :].numel()}
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0

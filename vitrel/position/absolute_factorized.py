@@ -29,6 +29,7 @@ class AbsoluteFactorized(PositionEncoding):
     """
 
     site = "tokens"
+    keeps_range = True
     at_larger_grid = "resampled"
     policies = ("bicubic",)
 
@@ -48,9 +49,6 @@ class AbsoluteFactorized(PositionEncoding):
         axes = zip(grid[:2], self.grid[:2], (self.pos_embed_h, self.pos_embed_w), strict=True)  # type: ignore[index]
         count = sum(part.numel() for n, trained, part in axes if n != trained)
         return {"absolute_factorized bicubic": count} if count else {}
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0
 
 
 def _resampled(part: Tensor, length: int) -> Tensor:

@@ -34,6 +34,7 @@ class AbsoluteWindowed(PositionEncoding):
     """
 
     site = "tokens"
+    keeps_range = True
     at_larger_grid = "resampled"
     policies = ("bicubic",)
 
@@ -68,9 +69,6 @@ class AbsoluteWindowed(PositionEncoding):
         if grid[:2] == self.grid[:2]:  # type: ignore[index]
             return {}
         return {"absolute_windowed bicubic": self.pos_embed[:, self.grid.prefix :].numel()}  # type: ignore[union-attr]
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0
 
 
 @cached_geometry

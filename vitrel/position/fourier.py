@@ -33,6 +33,7 @@ class Fourier(PositionEncoding):
     """
 
     site = "tokens"
+    keeps_range = True
     positive = ("base",)
 
     def __init__(
@@ -61,9 +62,6 @@ class Fourier(PositionEncoding):
         waves = fourier_waves(grid.h, grid.w, *options, device=weight.device)  # [h*w, 2 * bands]
         tokens = run_upcast(self.token_projection, waves).to(weight.dtype)
         return Terms(tokens=F.pad(tokens, (0, 0, grid.prefix, 0)))
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0
 
 
 @cached_geometry

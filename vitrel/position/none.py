@@ -14,12 +14,10 @@ class NoPosition(PositionEncoding):
     """Encoding that adds nothing on any grid."""
 
     at_larger_grid = "nothing"
+    keeps_range = True
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, **factory: Unpack[Factory]):
         super().__init__()
 
     def terms(self, grid: Grid) -> Terms:
         return Terms()
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0

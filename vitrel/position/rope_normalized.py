@@ -33,6 +33,7 @@ class RopeNormalized(PositionEncoding):
     """
 
     rotates = True
+    keeps_range = True
     positive = ("base",)
 
     def __init__(
@@ -58,9 +59,6 @@ class RopeNormalized(PositionEncoding):
             return Terms(rotary=tuple(_rotation(*grid, *options, self.precision, device=device)))
         coordinates = self._perturbed(_coordinates(*grid[:2], self.precision, device=device))
         return Terms(rotary=tuple(_rotation_at(coordinates, grid, *options)))
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0
 
 
 @cached_geometry

@@ -112,6 +112,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         at_larger_grid: of the class: what happens at a grid larger than the training grid: "nothing changes" (it reads trained
             rows only, or the same function continues), "evaluated" (a function at arguments beyond those of training),
             "resampled" (parameters are resampled by a policy) or "nothing" (there is no position).
+        keeps_range: of the class: True if positions on any grid are within the range of those in training, so that no offset
+            counts as unseen.
         lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
             small: AdamW moves a parameter by about the learning rate per update, whatever its units are. Encodings in attention
             only.
@@ -130,6 +132,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     site: ClassVar[str] = "attention"
     rotates: ClassVar[bool] = False
     at_larger_grid: ClassVar[str] = "evaluated"
+    keeps_range: ClassVar[bool] = False
     lr_scale: ClassVar[float] = 1.0
     positive: ClassVar[tuple[str, ...]] = ("init_std",)
     switchable: ClassVar[tuple[str, ...]] = ("policy",)
@@ -223,17 +226,19 @@ class PositionEncoding(nn.Module, abc.ABC):
     def unseen(self, grid: Grid) -> float:
         """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
-        It is 0 for none, absolute, absolute_factorized, absolute_windowed, fourier and rope_normalized, and with
-        policy="renormalize", the policy "linear" of rope_axial and rope_mixed, or a reference grid (rope_axial).
+        It is 0 for a class with keeps_range, and with policy="renormalize", policy="linear" of rope_axial and rope_mixed, or a
+        reference grid of rope_axial.
 
         Raises:
             ValueError: the training grid is not known.
         """
+        if self.keeps_range or self.policy == "renormalize":
+            return 0.0
         if self.grid is None:
             raise ValueError(
                 f"{type(self).__name__} does not know its training grid: build it with vitrel.create_position, or set self.grid"
             )
-        return 0.0 if self.policy == "renormalize" else unseen_share(self.grid, grid)
+        return unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
         """Return the share of the offsets of `grid`, 0 to 1, that are unseen but read a trained edge row or far bucket.
