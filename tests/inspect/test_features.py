@@ -122,7 +122,7 @@ def test_shuffled_patches_are_those_of_the_images(size):
         return sorted(of[b, :, 8 * i, 8 * j].tolist() for b in range(3) for i in range(4) for j in range(6))
 
     assert corners(mixed) == corners(x)
-    assert torch.equal(mixed, shuffled(x, size, (4, 6))) and not torch.equal(mixed, shuffled(x, size, (4, 6), seed=1))
+    assert torch.equal(mixed, shuffled(x, size, (4, 6)))
 
 
 def test_agreement_of_sizes():

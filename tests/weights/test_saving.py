@@ -122,7 +122,6 @@ ROUTES = {
     "relativize rope kept": lambda: scatter(vitrel.relativize(small_peer("vit_small_patch16_rope_ape_224"), "t5",
         dict(num_buckets=8))),
     "fade begun": lambda: faded(1), "faded": lambda: faded(4),
-    "drop_absolute": lambda: drop_absolute(vitrel.relativize(small_peer("vit_base_patch16_224")), force=True),
     "absolute_to_relative": lambda: absolute_to_relative(scatter(ViT(**VIT)), torch.randn(4, 3, 32, 32)),
     "absolute_to_relative fade": lambda: absolute_to_relative(scatter(ViT(**VIT)), torch.randn(4, 3, 32, 32),
         absolute="fade", fade_steps=3),
@@ -190,7 +189,7 @@ def test_mixed_types(tmp_path):
 
 THROUGH_TIMM = ["vit_base_patch16_224", "beit", "deit_tiny_distilled_patch16_224", "sam", "swinv2", "relativize keep",
     "fade begun",
-                "drop_absolute", "pruned", "pruned Swin", "pruned Swin, all stages", "other head", "other head, Swin",
+                "pruned", "pruned Swin", "pruned Swin, all stages", "other head", "other head, Swin",
                     "no classes",
                 "no head, Swin", "windows", "perturbed", "everything", "input size", "policy"]  # fmt: skip
 

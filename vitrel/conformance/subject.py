@@ -1,7 +1,6 @@
 """The model under examination: a copy of it, which is run at image sizes."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +44,11 @@ class Subject:
     def refusal(self, size: Size) -> str:
         """Return the first line of the error that the model raises for images of `size`, "" if it takes them."""
         if size not in self._refusals:
-            self._refusals[size] = _error_of(lambda: self.output(self.at(size), self.images(size)))
+            self._refusals[size] = ""
+            try:
+                self.output(self.at(size), self.images(size))
+            except REFUSALS as error:
+                self._refusals[size] = one_line(error)
         return self._refusals[size]
 
     def unit(self) -> int:
@@ -53,15 +56,6 @@ class Subject:
         first = next((m for m in self.model.modules() if isinstance(m, nn.Conv2d)), None)
         side = first.stride[0] if first is not None and first.kernel_size == first.stride else 0
         return side if side >= 8 else 16
-
-
-def _error_of(run: Callable[[], Any]) -> str:
-    """Call `run`, and return the first line of its error, "" without one."""
-    try:
-        run()
-    except REFUSALS as error:
-        return one_line(error)
-    return ""
 
 
 def one_line(error: BaseException) -> str:

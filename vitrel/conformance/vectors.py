@@ -46,14 +46,9 @@ def _plain(value: Any) -> Any:
     return {"dtype": kind, "shape": list(value.shape), "data": data}
 
 
-def values(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Vectors:
-    """Vectors of what a check has at hand."""
-    return Vectors(expected, seen, inputs)
-
-
 def given(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Later | None:
     """Return a function that makes the Vectors of numbers at hand, for a Finding; None without expected and seen values."""
-    return None if expected is None and seen is None else partial(values, expected, seen, **inputs)
+    return None if expected is None and seen is None else partial(Vectors, expected, seen, inputs)
 
 
 def outputs(expected: Tensor, seen: Tensor | None, images: Tensor, seed: int = 0) -> Later | None:
@@ -81,8 +76,14 @@ def angles(found: Located, turn: Rotation) -> Vectors:
     expected = seen[:, :1, :1] + y[..., None] * steps[:, None, None, 0] + x[..., None] * steps[:, None, None, 1]
     apart = torch.atan2((expected - seen).sin(), (expected - seen).cos()).abs()
     head = int(apart.flatten(1).amax(1).argmax())
-    about = {"first": seen[head, 0, 0], "down": steps[head, 0], "right": steps[head, 1], "grid": list(turn.grid)}
-    return values(torch.atan2(expected.sin(), expected.cos())[head], seen[head], pairs=turn.pairs, **about)
+    about = {
+        "pairs": turn.pairs,
+        "first": seen[head, 0, 0],
+        "down": steps[head, 0],
+        "right": steps[head, 1],
+        "grid": list(turn.grid),
+    }
+    return Vectors(torch.atan2(expected.sin(), expected.cos())[head], seen[head], about)
 
 
 def norms(found: Located, turn: Rotation) -> Vectors:
@@ -90,7 +91,7 @@ def norms(found: Located, turn: Rotation) -> Vectors:
     pairs = turn.pairs or pairing(found)
     seen = as_pairs(maps(found, found.query), pairs)[0].abs()
     head = int((seen - seen[:, :1, :1]).abs().flatten(1).amax(1).argmax())
-    return values(seen[head, :1, :1].expand_as(seen[head]), seen[head], pairs=pairs)
+    return Vectors(seen[head, :1, :1].expand_as(seen[head]), seen[head], {"pairs": pairs})
 
 
 def biases(found: Located, rows: Bias) -> Vectors:
@@ -105,24 +106,24 @@ def biases(found: Located, rows: Bias) -> Vectors:
     expected, seen = (part.double().masked_fill(~shown, math.nan)
                       for part in (rows.by_offset[:, y, x], found.logits[0, 0][:, real][:, :, real]))  # fmt: skip
     head = int((expected - seen).abs().nan_to_num(0).flatten(1).amax(1).argmax())
-    return values(expected[head], seen[head], by_offset=rows.by_offset[head], places=places)
+    return Vectors(expected[head], seen[head], {"by_offset": rows.by_offset[head], "places": places})
 
 
 def rotated_prefix(found: Located) -> Vectors:
     """Compare the queries of prefix tokens of all heads [H, P, D] with their content before rotation."""
     plain, rows = plain_content(found, 0), found.query[0, 0][:, found.tokens[0] < 0]
-    return values(None if plain is None else plain[0][:, None].expand_as(rows), rows)
+    return Vectors(None if plain is None else plain[0][:, None].expand_as(rows), rows, {})
 
 
 def prefix_biases(found: Located) -> Vectors:
     """Compare the logits of prefix tokens to patches [H, P, N]: all are expected to be those to the first patch."""
     rows = found.logits[0, 0][:, found.tokens[0] < 0][..., found.tokens[0] >= 0]
-    return values(rows[..., :1].expand_as(rows), rows)
+    return Vectors(rows[..., :1].expand_as(rows), rows, {})
 
 
 def position(turn: Rotation | None, rows: Bias | None) -> Vectors:
     """Give what position an attention has, with no expected values: steps of the queries [H, 2, P], or else biases."""
-    return values(None, turn.steps[0] if turn is not None and turn.pairs else rows and rows.by_offset)
+    return Vectors(None, turn.steps[0] if turn is not None and turn.pairs else rows and rows.by_offset, {})
 
 
 def embedding(one: Derived) -> Vectors:
@@ -133,11 +134,11 @@ def embedding(one: Derived) -> Vectors:
     ]
     _, rule, expected = min(rules, key=lambda each: each[0])
     about = {"master": master.patches[..., :CHANNELS], "grid": list(found.grid), "rule": rule}
-    return values(expected[..., :CHANNELS], found.patches[..., :CHANNELS], **about)
+    return Vectors(expected[..., :CHANNELS], found.patches[..., :CHANNELS], about)
 
 
 def window(found: Located, slots: Tensor, expected: Tensor) -> Vectors:
     """Compare which slots of a window see each other [N, N] with `expected` [W, N, N], in the window with the most errors."""
     which = int((expected != found.visible).flatten(1).sum(1).argmax())
-    about = {"slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
-    return values(expected[which], found.visible[which], grid=list(found.grid), **about)
+    about = {"grid": list(found.grid), "slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
+    return Vectors(expected[which], found.visible[which], about)

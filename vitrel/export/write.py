@@ -24,8 +24,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.any_size import side_multiple
 from vitrel.common.extras import EXTRAS, require
-from vitrel.inspect.any_model import trained_size
-from vitrel.models.backbone import Backbone
+from vitrel.inspect.any_model import channels_of, trained_size
+from vitrel.models.backbone import Backbone, backbone_of
 from vitrel.models.config import PREPROCESSING, preprocessing_of
 from vitrel.models.segmenter import Segmenter
 from vitrel.ops.why import use_backend
@@ -114,14 +114,8 @@ def _preprocessing(model: nn.Module) -> dict[str, Any]:
     return {"model": model.pretrained_cfg["architecture"], "img_size": trained_size(model)} | preprocessing_of(model)
 
 
-def _own(model: nn.Module) -> Backbone | None:
-    """Return a vitrel model, or the one in a Segmenter; None for other models."""
-    own = model.backbone if isinstance(model, Segmenter) else model
-    return own if isinstance(own, Backbone) else None
-
-
 def _check_model(model: nn.Module, format: str) -> None:
-    if _own(model) is None and not side_multiple(model):
+    if backbone_of(model) is None and not side_multiple(model):
         raise ValueError(f"only models of vitrel and of vitrel.from_timm can be exported, not {type(model).__name__}")
     if isinstance(model, Segmenter) and format == "safetensors":
         raise ValueError("timm builds no segmenter from such a folder: write it with vitrel.save, and read it with vitrel.load")
@@ -164,7 +158,7 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
             raise ValueError(f"size {size[0]}x{size[1]}: its sides must be multiples of {multiple} pixels")
         return
     (h, w), least = size, _least_size(model) - 1
-    patch = _own(model).patch_embed.patch_size  # type: ignore[union-attr]
+    patch = backbone_of(model).patch_embed.patch_size  # type: ignore[union-attr]
     if h < patch[0] or w < patch[1]:
         raise ValueError(f"size {h}x{w} is smaller than one patch of {patch[0]}x{patch[1]} pixels")
     if dynamic_size and h <= least and w <= least:
@@ -175,23 +169,15 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 def _least_size(model: nn.Module) -> int:
     """Return the fewest pixels along a side that leave at least two tokens after the last stage."""
-    own = _own(model)
+    own = backbone_of(model)
     reduction = max([info["reduction"] for info in getattr(own or model, "feature_info", ())], default=32)
     return 2 * reduction if own is None else reduction + 1  # timm's trunks pad less
-
-
-def _channels(model: Any) -> int:
-    channels = getattr(_own(model), "in_chans", None)
-    first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
-    if channels is None:
-        channels = model.pretrained_cfg["input_size"][0] if first is None else first.in_channels
-    return int(channels)
 
 
 def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
     """Run a written file and the model on one random batch; RuntimeError if the file fails, or their logits differ."""
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
-    image = torch.randn((batch, _channels(model), *size), generator=torch.Generator().manual_seed(0))
+    image = torch.randn((batch, channels_of(backbone_of(model) or model), *size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(image)
     try:
@@ -210,9 +196,9 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
 
 def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
     """Return the torch.export program of a model; with dynamic_size it takes any size, else `size` with any batch size."""
-    if dynamic_size and _own(model) is None:
+    if dynamic_size and backbone_of(model) is None:
         size = 2 * size[0], 2 * size[1]  # more than one window in the last stage, which a graph would take for granted
-    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, _channels(model), *size))
+    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, channels_of(backbone_of(model) or model), *size))
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
         # Keeps sizes dynamic even if one is 1 or equal to another in this example.
@@ -220,7 +206,7 @@ def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch
             program = torch.export.export(model, (image,), dynamic_shapes=(shapes,))
     except Exception as error:
         raise RuntimeError(f"torch.export cannot trace this model at {size[0]}x{size[1]}: {_first_line(error)}") from error
-    if _own(model) is None:
+    if backbone_of(model) is None:
         _free_sizes(program)
     return program
 
@@ -273,7 +259,7 @@ def _write_onnx(model: nn.Module, part: Path, size: tuple[int, int], dynamic_siz
 
 def _write_folder(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     data = {key: about[key] for key in PREPROCESSING}
-    data["input_size"] = (_channels(model), *about["img_size"])
+    data["input_size"] = (channels_of(backbone_of(model) or model), *about["img_size"])
     about_model: dict[str, Any] = {"label_names": list(about["classes"])} if "classes" in about else {}
     about_model["pretrained_cfg"] = {"license": None}  # timm would write that of the architecture's first weights
     save_for_hf(model, part, model_config=about_model, data_config=data, safe_serialization=True)

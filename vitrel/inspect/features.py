@@ -120,7 +120,7 @@ def measure_features(
     textures = features(shuffled(images, size, min(_grid(x) for x in natural)))
     rows = []
     for layer, *on in zip(layers, natural, colors, textures, strict=True):
-        variance = (on[0] - on[0].mean((0, 2, 3), keepdim=True)).square().sum(1).mean()
+        variance = _centered(on[0]).square().sum(1).mean()
         share = Share(*(float(position_variance(x) / variance.double()) for x in on))  # NaN of features that are all equal
         leaks = position_leak(on[0]), position_leak(on[1])
         rows.append(FeatureRow(model_name(model), layer, size, _grid(on[0]), *leaks, share, torch.nan, {}))
@@ -207,12 +207,12 @@ def position_variance(features: Tensor) -> float:
     return float((even * odd).sum() / (h * w))
 
 
-def shuffled(images: Tensor, size: Size, grid: Size, seed: int = 0) -> Tensor:
+def shuffled(images: Tensor, size: Size, grid: Size) -> Tensor:
     """Return images resized to `size` whose patches, `grid` (down, across), are shuffled over places and images."""
     h, w = (-(-n // m) for n, m in zip(size, grid, strict=True))  # rounded up
     whole = resized(images, (h * grid[0], w * grid[1]))
     patches = whole.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5)  # [B, h, w, C, side, side]
-    order = torch.randperm(len(images) * grid[0] * grid[1], generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(images) * grid[0] * grid[1], generator=torch.Generator().manual_seed(0))
     mixed = patches.flatten(0, 2)[order.to(images.device)].view(patches.shape)
     return mixed.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)[:, :, : size[0], : size[1]]
 

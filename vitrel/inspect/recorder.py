@@ -330,8 +330,8 @@ class _Recorder(TorchDispatchMode):
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             self._origin[value] = name
         self._linear_layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        self._linears, self._products, self._softmaxes = 0, 0, 0
-        self._off = False
+        self._linears, self._products = 0, 0  # seen so far
+        self._attended, self._off = False, False
         h, w = images.shape[-2:]
         place = torch.arange(h * w, dtype=torch.int32).view(1, 1, h, w).expand(images.shape) if follow else None
         self._trail[images] = _Trail(place=place)
@@ -359,7 +359,7 @@ class _Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._note_origin(func.__name__, args, read, out)
             return out
-        if name in ("add", "add_") and not self._softmaxes and len(read) == 2:
+        if name in ("add", "add_") and not self._attended and len(read) == 2:
             self._note_added(read)
         self.found.softmaxes += name in _SOFTMAX
         if name in _SOFTMAX and any(product.both for product in self._trail[args[0]].products):
@@ -620,14 +620,14 @@ class _Recorder(TorchDispatchMode):
 
     def _note_attention(self, logits: Tensor) -> None:
         """Note the attention with these logits, unless they come from no product of queries and keys, or from several."""
-        self._softmaxes += 1
         if self.inside_own:
+            self._attended = True
             return
         shape, trail = logits.shape[-2:], self._trail[logits]
         fitting = [p for p in trail.products if p.both and (p.left.shape[-2], p.right.shape[-1]) == shape]
         if len(fitting) != 1:
-            self._softmaxes -= 1
             return
+        self._attended = True
         product = fitting[0]
         sources = [self._trail[value] for value in (product.left, product.right)]
         query, key = product.left, product.right.mT

@@ -16,7 +16,6 @@ from vitrel.position.absolute import Absolute
 from vitrel.position.decomposed import Decomposed
 from vitrel.position.resample import resample_axis, resample_embedding, resample_table
 from vitrel.position.table import OffsetTable
-from vitrel.weights.record import recorded_grid
 
 
 class Resampled(NamedTuple):
@@ -44,13 +43,13 @@ def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, 
     for part, owner in model.named_modules():
         if isinstance(owner, OffsetTable | Absolute | Decomposed):
             for name in [f"{part}.{n}" for n, _ in owner.named_parameters() if f"{part}.{n}" in state]:
-                source = _source(name, state[name], owner, recorded_grid(record, part))
+                source = _source(name, state[name], owner, record.get(part, {}).get("grid"))
                 state[name], how = _fitted(name, state[name], owner, source)
                 done += [Resampled(name, how)] if how else []
     return done
 
 
-def _source(name: str, value: Tensor, owner: Any, recorded: Grid | None) -> Grid:
+def _source(name: str, value: Tensor, owner: Any, recorded: list[int] | None) -> Grid:
     """Return the grid that a file's tensor was trained on; see `fit_positions`."""
     # numbers of rows for prefix tokens; of an embedding for all, for none (DeiT III), for the class token (DINOv2)
     extra = (owner.grid.prefix, 0, 1) if isinstance(owner, Absolute) else (0,) if isinstance(owner, Decomposed) else (3, 0)
@@ -62,7 +61,11 @@ def _source(name: str, value: Tensor, owner: Any, recorded: Grid | None) -> Grid
 
     sides = [rows if isinstance(owner, Decomposed) else math.isqrt(max(rows - more, 0)) for more in extra]
     sides = sides if isinstance(owner, Absolute) else [(side + 1) // 2 for side in sides]
-    candidates = [*([] if recorded is None else [recorded]), owner.grid, *(Grid(side, side) for side in sides if side > 0)]
+    candidates = [
+        *([] if recorded is None else [Grid(*recorded)]),
+        owner.grid,
+        *(Grid(side, side) for side in sides if side > 0),
+    ]
     source = next(filter(fits, candidates), None)
     if source is None:
         raise ValueError(

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from vitrel.common.sizes import format_size
-from vitrel.grid import Grid
 from vitrel.position import POSITIONS, PositionEncoding, key_of
 from vitrel.position.perturb import SMALLEST_STRENGTHS
 from vitrel.position.terms import Composition
@@ -63,12 +62,6 @@ def check_encodings(record: Any, path: Path) -> None:
                 f"{path} has the position encoding {entry.get('key')!r}, which {where} registers: import it first "
                 f"(import {module}, or --import {module} on the command line)"
             )
-
-
-def recorded_grid(record: dict[str, dict[str, Any]], name: str) -> Grid | None:
-    """Return the training grid of the encoding `name`, None if the record has none."""
-    grid = record.get(name, {}).get("grid")
-    return None if grid is None else Grid(*grid)
 
 
 def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:

@@ -91,20 +91,18 @@ def absolute_scale(model: ViT) -> float:
     return 1.0 if model.absolute_fade is None else model.absolute_fade.scale().item()
 
 
-def drop_absolute(model: ViT, force: bool = False) -> ViT:
-    """Remove the absolute embedding of a ViT in place; after it has faded to 0 this does not change the logits.
-
-    Args:
-        model: changed in place.
-        force: remove the embedding whatever its scale.
+def drop_absolute(model: ViT) -> ViT:
+    """Remove the absolute embedding of a ViT in place after it has faded to 0, which does not change the logits.
 
     Raises:
-        ValueError: its scale is not 0, or the model has none.
+        ValueError: its scale is not 0 yet, or the model has none.
     """
     if _checked(model).pos_embed is None:
         raise ValueError("the model has no absolute embedding (any more): there is nothing to drop")
-    if (scale := absolute_scale(model)) and not force:
-        raise ValueError(f"the absolute embedding still has scale {scale:.3g}: train until it is 0, or pass force=True")
+    if scale := absolute_scale(model):
+        raise ValueError(
+            f"the absolute embedding still has scale {scale:.3g}: train until it is 0, or use relativize(..., absolute='drop')"
+        )
     model.pos_embed = model.absolute_fade = None
     return model
 

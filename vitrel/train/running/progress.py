@@ -1,14 +1,17 @@
 """What a run prints and logs: a header, a line an epoch and a minute with the speed, and the best result at the end."""
 
+import math
+import shlex
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from vitrel.common.commands import evaluate_line
-from vitrel.common.sizes import sizes_in_words
+from vitrel.common.sizes import Budget, Size, format_size, short_size, sizes_in_words
 from vitrel.train.running.saving import Best
 
 SPEED = {"images_per_s": "images/s {:.0f}", "data_wait": "data wait {:.0%}", "memory_mb": "memory {:,.0f} MiB"}
@@ -160,3 +163,24 @@ def update_line(trainer: Trainer, module: LightningModule) -> str:
 def _end(trainer: Trainer) -> str:
     """Return "/EPOCHS", which follows the number of an epoch; "" if the run has no number of epochs."""
     return f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+
+
+def evaluate_line(model: str | Path, data: str, trained: Sequence[Size | Budget], out: str | Path) -> str:
+    """Return the command that evaluates `model` at its training sizes, and at smaller and larger ones.
+
+    These are half the smallest, and one and a half and twice the largest, by their sides.
+
+    Args:
+        trained: sizes (h, w) in pixels, or budgets of tokens of a model trained at native shape, which is evaluated so.
+    """
+
+    def scaled(size: Size | Budget, factor: float) -> Size | Budget:
+        if isinstance(size, Budget):
+            return Budget(max(1, round(size.tokens * factor**2)))
+        return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
+
+    by_area = sorted(trained, key=lambda size: size.tokens if isinstance(size, Budget) else math.prod(size))
+    sizes = dict.fromkeys([scaled(by_area[0], 0.5), *by_area, scaled(by_area[-1], 1.5), scaled(by_area[-1], 2)])
+    texts = [format_size(size) if isinstance(size, Budget) else short_size(size) for size in sizes]
+    protocol = ["--protocol", "native"] if any(isinstance(size, Budget) for size in trained) else []
+    return shlex.join(["vitrel", "evaluate", str(model), "--data", data, "--size", *texts, *protocol, "--out", str(out)])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from helpers import each, printed_commands
-from vitrel.common.commands import evaluate_line
 from vitrel.common.sizes import Budget
+from vitrel.train.running.progress import evaluate_line
 
 
 @pytest.mark.slow
