@@ -108,7 +108,7 @@ def test_report_of_windows():
     """Windows keep their grid at every size; only the global block and the embedding are resampled."""
     model = build("windows")
     windows, everywhere = at_size(model, (56, 72)).windows
-    assert (windows.blocks, windows.grid, windows.window, windows.window_count) == (2, (7, 9), (3, 2), (3, 5))
+    assert (windows.blocks, windows.grid, windows.window) == (2, (7, 9), (3, 2))
     assert windows.padding == (2, 1)
     assert (everywhere.blocks, everywhere.window, everywhere.grid) == (1, None, (7, 9))
     assert model.resampled((56, 72)) == {"absolute bicubic": 36 * 32, "decomposed linear": 2 * 11 * 16}

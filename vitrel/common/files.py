@@ -13,8 +13,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # the repository, unless vitrel 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Context manager that gives a temporary path beside `path`. At its end the file there replaces `path`; an error removes
-    it.
+    """Context manager that gives a temporary path beside `path`. The file there replaces `path` at the end, if there is no
+    error.
 
     Readers, also after a killed run, find the old file or the complete new one; what a killed run left of it beside `path` is
     overwritten. The folder must exist. An OSError without a file name, as of a full disk, is raised again with the path. Of

@@ -1,4 +1,4 @@
-"""Modules in another mode for a while."""
+"""Evaluation mode for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

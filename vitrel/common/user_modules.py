@@ -16,8 +16,7 @@ def import_modules(names: Sequence[str] = ()) -> None:
     given = dict.fromkeys([*imported_modules(), *names])
     if not given:
         return
-    if not {"", os.getcwd()} & {*sys.path}:  # the command does not look there, as python -m does
-        sys.path.append(os.getcwd())
+    search_working_folder()
     for name in given:
         try:
             importlib.import_module(name)
@@ -26,6 +25,12 @@ def import_modules(names: Sequence[str] = ()) -> None:
                 raise
             raise ValueError(f"--import {name}: there is no module {error.name} in {os.getcwd()} or installed") from None
     os.environ[VARIABLE] = ",".join(given)
+
+
+def search_working_folder() -> None:
+    """Let imports find modules in the working folder, as `python -m` does; the command does not look there."""
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
 
 
 def imported_modules() -> list[str]:

@@ -141,7 +141,7 @@ def _wraps(table: Tensor) -> int:
 
 
 def _order_of_waves(examined: Examined) -> Iterator[Finding]:
-    """Yield embeddings whose channels vary along both axes here, but along one at another size or with the axes exchanged."""
+    """Yield findings where an embedding's channels vary along both axes, though along one at another size or transposed."""
     found = [(size, one) for size, each in examined.surveys.items() for one in each.embeddings]
     pure = [single_axis(one) for _, one in found]
     for (size, one), good in zip(found, pure, strict=True):
@@ -383,7 +383,10 @@ def padding(examined: Examined) -> Iterator[Finding]:
 
 
 def mask(examined: Examined) -> Iterator[Finding]:
-    """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets."""
+    """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets.
+
+    So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden.
+    """
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)
         expected, pairs, text = f"windows of {format_size(shape)}, whole inside", real[:, :, None] & real[:, None], ""
@@ -397,7 +400,10 @@ def mask(examined: Examined) -> Iterator[Finding]:
 
 
 def shift(examined: Examined) -> Iterator[Finding]:
-    """Where h <= window along an axis, tokens at its two ends see each other: visible[first, last]."""
+    """Where h <= window along an axis, tokens at its two ends see each other: visible[first, last].
+
+    A window that holds a whole axis must not be shifted along it.
+    """
     seen = False
     for size, found, shape, _ in _windowed(examined):
         h, w = found.grid

@@ -106,7 +106,7 @@ def resampled(master: Embedding, found: Embedding) -> Resampled:
 def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
     """Return an embedding [h0, w0, C] at another grid, [h, w, C], by F.interpolate.
 
-    An `offset` other than 0 interpolates by the scale factors of the grid plus the offset, in place of its size.
+    With an `offset` it is called with scale factors, (h + offset) / h0 and (w + offset) / w0, instead of the size.
     """
     image = native.permute(2, 0, 1)[None].float()
     if offset:

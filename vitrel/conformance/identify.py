@@ -164,7 +164,7 @@ def _offsets(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_distance(table: Tensor) -> str:
-    """Return the name if every head's bias is linear ("alibi") or logarithmic ("log_decay") in a distance, else ""."""
+    """Return "alibi (DISTANCE)" or "log_decay" if every head's bias is linear or logarithmic in a distance, otherwise ""."""
     y, x = _offsets(table)
     distances = {"euclidean": (y**2 + x**2).sqrt(), "L1": y.abs() + x.abs(), "squared": y**2 + x**2}
     seen = ~table.isnan().any(0)
@@ -199,7 +199,7 @@ def _separates(table: Tensor) -> bool:
 
 
 def _memory(rows: Bias, model: nn.Module) -> str:
-    """Return by which offset a parameter holds the table, "query - key" or "key - query"; "" if none does."""
+    """Return the sign of the offsets in a parameter that holds the table: "query - key", "key - query", or "" if none does."""
     heads, (height, width) = len(rows.by_offset), rows.by_offset.shape[1:]
     table = rows.by_offset.flatten(1)
     seen = ~table.isnan().any(0)

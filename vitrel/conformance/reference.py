@@ -91,7 +91,7 @@ def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Modu
 
 
 def _window(one: Located, other: Located) -> str:
-    """Return whether windows or masks differ, "" if they do not."""
+    """Return how windows or masks differ from the reference's, "" if they do not."""
     if one.tokens.shape != other.tokens.shape or not torch.equal(one.tokens, other.tokens):
         return "windows: they hold other tokens"
     return "" if torch.equal(one.visible, other.visible) else "mask: other pairs are hidden"

@@ -99,7 +99,7 @@ def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size]
 
 
 def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, ...]:
-    """Return the sizes to examine: those given, with the exchanged one if it is alone, or the default ones."""
+    """Return the sizes to examine: those given (a single one also with height and width exchanged), or the default ones."""
     if given is not None:
         found = tuple(dict.fromkeys(checked_size(size) for size in given))
         for size in found:

@@ -48,7 +48,7 @@ class Survey:
 def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = None) -> Survey:
     """Examine position in `model`, in float32 on the CPU, at images of `size` (h, w) pixels.
 
-    Raises what the model raises for the size. `call` runs the model on images; by default it takes images of any size.
+    Raises what the model raises for the size. `call` runs the model on images; by default it is `on_images(model)`.
     """
     call = on_images(model) if call is None else call
     images = torch.randn(1, channels_of(model), *size, generator=torch.Generator().manual_seed(0))

@@ -28,9 +28,7 @@ class Vectors(NamedTuple):
     inputs: dict[str, Any]  # {name: Tensor, number, text or list}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: tensors as {"dtype", "shape", "data": row-major values}, with null for infinity and
-        NaN.
-        """
+        """Return values for JSON: tensors as {"dtype", "shape", "data": row-major values}, with null for infinity and NaN."""
         return {"inputs": {name: _plain(value) for name, value in self.inputs.items()}} | {
             name: _plain(getattr(self, name)) for name in ("expected", "seen")
         }

@@ -267,7 +267,11 @@ def _write_folder(model: nn.Module, part: Path, size: tuple[int, int], dynamic_s
     return timm.create_model(f"local-dir:{part}", pretrained=True).eval().requires_grad_(False)
 
 
-_WRITERS = {"exported": _write_program, "onnx": _write_onnx, "safetensors": _write_folder}
+_WRITERS = {  # each writes to a path and returns a function that runs what it wrote: images -> logits
+    "exported": _write_program,
+    "onnx": _write_onnx,
+    "safetensors": _write_folder,
+}
 
 
 def _move(part: Path, path: Path) -> None:
@@ -289,7 +293,7 @@ def _remove(part: Path) -> None:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the error from which another one was raised in the end."""
+    """Return the first error in the chain of causes of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -8,9 +8,7 @@ take every size. Others of timm's resample an embedding inside forward (`dynamic
 import contextlib
 import copy
 import inspect
-import os
 import pkgutil
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
+from vitrel.common.user_modules import search_working_folder
 from vitrel.grid import Grid
 from vitrel.inspect.recorder import Attention as Seen
 from vitrel.inspect.recorder import blank, hidden_pairs, run
@@ -51,12 +50,6 @@ class StageWindows(NamedTuple):
         """Share of the padded grid that is padding, 0 to 1."""
         (h, w), (down, right) = self.grid, self.padding
         return 1 - h * w / ((h + down) * (w + right))
-
-    @property
-    def window_count(self) -> Size:
-        """Number of windows down and across the padded grid."""
-        (h, w), (down, right), (y, x) = self.grid, self.padding, self.window or self.grid
-        return (h + down) // y, (w + right) // x
 
 
 class Call(NamedTuple):
@@ -223,8 +216,7 @@ def examinable(model: str | nn.Module, **options: Any) -> nn.Module:
 
 
 def _imported(name: str, **options: Any) -> Any:
-    if not {"", os.getcwd()} & {*sys.path}:
-        sys.path.append(os.getcwd())
+    search_working_folder()
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -235,7 +227,7 @@ def _imported(name: str, **options: Any) -> Any:
 
 
 def trace(model: nn.Module, size: Size) -> Trace:
-    """Run one image of `size` (h, w) pixels, without values, through the model, and return what attends in it.
+    """Run one image of `size` (h, w) pixels, without values, through the model, and return the attention and encodings in it.
 
     Raises what forward raises for the size.
     """

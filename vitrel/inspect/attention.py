@@ -138,7 +138,7 @@ def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float
 
 
 def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return how much position changes the attention of each layer: {layer: share}.
+    """Return how much position changes the attention of each layer: {layer: share}; {} for a model without position.
 
     The share is the root mean square of what position adds to the layer's logits, divided by that of the logits without it,
     over images, heads and visible pairs. Each query's mean over its keys is subtracted from both first, since softmax ignores
@@ -146,8 +146,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
 
     For encodings of vitrel that add to tokens there is an entry "tokens": it compares the logits of the first layer with and
     without them in the same way. Embeddings of timm's models are not measured. A layer in which position adds nothing has the
-    share 0 if an encoding of vitrel acts in the model's attention, and is left out otherwise. A model without position gives
-    {}.
+    share 0 if an encoding of vitrel acts in the model's attention, and is left out otherwise.
 
     Args:
         model: of vitrel or timm.

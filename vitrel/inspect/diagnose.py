@@ -237,8 +237,7 @@ def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tup
 
 
 def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasChange], list[float]]:
-    """Return how bias and rotation change from the calls of a model at one size to those at another, and shares of unseen
-    offsets.
+    """Return how bias and rotation change from a model's calls at one size to those at another, and shares of unseen offsets.
 
     A share, 0 to 1, is given for each call in which nothing changed: its further offsets read what no pair has trained.
     """

@@ -38,9 +38,7 @@ _JUDGED = 64  # images by which it is decided whether `distil` has helped
 
 
 class Attended(NamedTuple):
-    """Queries and keys of a block before position acts on them. In windowed attention every window counts as an image of the
-    batch.
-    """
+    """Queries and keys of a block before position acts. In windowed attention each window counts as an image of the batch."""
 
     q: Tensor  # [B, H, N, D]
     k: Tensor  # [B, H, N, D]
