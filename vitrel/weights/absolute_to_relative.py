@@ -286,7 +286,7 @@ def _gain(block: nn.Module, branch: int) -> Tensor | float:
 
 
 def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Add what an embedding `added` [N, C] adds to every image alike to other parameters of a model, in place.
+    """Move the part of an embedding `added` [N, C] that does not depend on the patch to other parameters of a model, in place.
 
     The rows of prefix tokens are added to these tokens. The mean over patches is added to the bias of the patch embedding,
     which is created if missing.

@@ -137,7 +137,7 @@ def fit_encoding(
         here: queries and keys.
         target: logits, [B, H, N, N].
         shift: [2, H, D], added to q and to k and fitted too, in place.
-        rotations: parts of the encoding whose frequencies are fitted from several starts instead.
+        rotations: parts of the encoding whose frequencies are not fitted from their values, but from several starts.
     """
     fitted = [*encoding.parameters(), *([] if shift is None else [shift])]
     log_p = target.log_softmax(-1)
@@ -311,7 +311,7 @@ def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tenso
 
 
 def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> None:
-    """Train a model in place, without labels, until its last features on images and their mirror images are the original's.
+    """Train a model in place, without labels, to give the original's last features on images and their mirror images.
 
     The loss is the squared distance of each token, divided by the variance of the original's; class and register tokens
     together count as much as all patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it

@@ -117,8 +117,8 @@ def timm_model(name: str, checkpoint_path: str | Path, native: bool = False, **a
     Args:
         name: of the model in timm's registry.
         checkpoint_path: .safetensors or a torch checkpoint (`unwrap` says of which trainers); .npz or .npy, which timm reads.
-        native: build a model that vitrel converts for the size that the file was trained at: img_size in `arguments` only says
-            which it is, where the number of rows leaves it open.
+        native: a model that vitrel converts is built at the size that the file was trained at, whatever `arguments` say;
+            img_size in them is used where the number of rows in the file leaves that size open.
         arguments: of timm.create_model.
 
     Raises:

@@ -125,7 +125,7 @@ def _order(channels: int, rotation: Rotation) -> Tensor:
 
 
 def _positions(state: dict[str, Tensor], own: list[str]) -> dict[str, Tensor]:
-    """Return the tensors with the model's names `own` for those of encodings, and one copy per block of a shared table."""
+    """Return the tensors with those of encodings under the model's names `own`; a shared table is copied to every block."""
     shared = "shared_position.relative_position_bias_table"
     if shared in state and not any(name.startswith("shared_position.") for name in own):
         blocks = [name for name in own if re.fullmatch(r"blocks\.\d+\.position\..*relative_position_bias_table", name)]

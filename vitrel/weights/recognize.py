@@ -386,8 +386,7 @@ def _strange(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
 
 
 def _unlike_the_first(blocks: list[Any]) -> Iterator[str]:
-    """Yield the differences of blocks from block 0, whose arguments are taken for all: missing parts, classes, eps, kind of
-    GELU.
+    """Yield how blocks differ from block 0, whose arguments are taken for all: in parts, their classes, eps or kind of GELU.
 
     Shapes, and the rates of dropout and DropPath, are not compared.
     """

@@ -127,10 +127,7 @@ def _check_position(position: str, args: dict) -> None:
 
 
 def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
-    """Return the model's own keys that `position` may stand beside: (those that add to tokens, joined by '+'; one that
-    rotates).
-
-    Each is "" if there is none.
+    """Return the model's own keys: (those that add to tokens, joined by '+'; the one that rotates), "" if there is none.
 
     Raises:
         ValueError: the model cannot be relativized.
