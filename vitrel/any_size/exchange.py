@@ -32,7 +32,7 @@ class Adapter(NamedTuple):
 
 
 def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
-    """Return `model` with its modules exchanged; its parameters are shared, so the argument must not be used any more.
+    """Exchange the modules of a timm model; the result shares its parameters, so the argument must not be used any more.
 
     Args:
         model: a model of one of the adapter's classes.

@@ -55,10 +55,10 @@ def forward_memory(
         image: the tile [B, in_chans, h, w]. Tiles of a strip have one width; heights may differ.
         memory: the value returned for the tile above; None for the topmost tile.
         length: number of tiles whose keys and values are cached.
-        height: pixels of the whole strip, if known; positions are then those of the whole strip. Otherwise positions are those
-            of the grid of the cached rows and the tile. For encodings that depend on offsets only, both are equal. Encodings
-            that depend on the grid differ (table, levit, factorized, decomposed, fire, rope_normalized, RoPE with a policy,
-            log_n), as do rotations with prefix tokens, which are not rotated.
+        height: pixels of the whole strip: positions are then those in the strip. None: positions are those in the grid of the
+            cached rows and the tile. Both give the same for encodings that depend on offsets only, but not for those that
+            depend on the grid (table, levit, factorized, decomposed, fire, rope_normalized, RoPE with a policy, log_n), nor for
+            rotations if there are prefix tokens, which are not rotated.
         detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
 
     Returns:

@@ -96,7 +96,7 @@ def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
 def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of timm.create_model that describe a model, without those that name a source of weights.
 
-    They are the arguments of the model's constructor, and the entries `_CFG` of a pretrained_cfg.
+    They are the arguments of the model's constructor, and the entries `_CFG` of a pretrained_cfg, or its tag.
 
     Args:
         arguments: {name: value}, of the model of a run, or read from a checkpoint.

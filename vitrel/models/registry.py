@@ -38,7 +38,7 @@ def base_cfg(**changes) -> dict:
 def register_family(
     trunk: type[nn.Module], rows: Rows, weights: dict[str, str], namespace: dict, rows_of: Callable[[Sequence[str]], Rows]
 ) -> dict:
-    """Register a timm entry point for each row, and return timm's `default_cfgs`.
+    """Register models with timm, one entry point for each row, and return the module's `default_cfgs`, where timm finds them.
 
     Args:
         trunk: class of the backbone.

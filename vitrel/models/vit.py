@@ -238,7 +238,7 @@ class ViT(Backbone):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits [B, num_classes] of tokens [B, N, C]; with pre_logits the pooled features [B, C].
 
-        In training a pair of logits after `set_distilled_training`.
+        After `set_distilled_training` the result in training is a pair of logits.
         """
         if self.head_dist is not None and self.global_pool:
             pooled = self.head_drop(self.fc_norm(x[:, :2]))  # class and distillation token

@@ -188,7 +188,7 @@ def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], dtype: str, axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
-    """Return the rotation of every token; `prefix` and `axes` are added to the arguments of `_frequencies`."""
+    """Return the rotation of every token of rope_axial without perturbation; most arguments are those of `_frequencies`."""
     theta = _frequencies(h, w, bands, base, policy, trained, slow, fast, strength, reference, dtype, device=device)
     return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
@@ -267,7 +267,7 @@ class RopeMixed(RotaryEncoding):
 
 
 def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
-    """Return the rotation of the tokens of `grid` from the angles of its patches, [1, N, D/2]; prefix tokens have angle 0.
+    """Return cosines and sines of the tokens of `grid`, [1, N, D/2] each, from the angles of its patches; prefix tokens have 0.
 
     Args:
         angle: [h*w, 2, T], angles along y and x.
