@@ -30,7 +30,7 @@ def checked_power(power: str | float) -> float:
     return POWERS[power]
 
 
-def temperature(trained: Grid, grid: Grid, power: str | float, device: torch.device | None) -> Tensor:
+def log_n_temperature(trained: Grid, grid: Grid, power: str | float, device: torch.device | None) -> Tensor:
     """Return the attention temperature (log N / log N_train)^p on `grid`, 0-d float32.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vitrel.grid import Grid, clip_saturated, unseen_share
-from vitrel.position.log_n import checked_power, temperature
+from vitrel.position.log_n import checked_power, log_n_temperature
 from vitrel.position.perturb import perturb
 
 
@@ -184,7 +184,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         if self.temperature_grid is None:
             return terms
         device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
-        return combine(terms, Terms(temperature=temperature(self.temperature_grid, grid, self.temperature, device)))
+        factor = log_n_temperature(self.temperature_grid, grid, self.temperature, device)
+        return combine(terms, Terms(temperature=factor))
 
     def set_temperature(self, value: str | float, trained: Grid) -> None:
         """Set the factor of the logits on a grid of N tokens: (log N / log N_train)^p (vitrel.position.log_n).
