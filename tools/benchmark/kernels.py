@@ -26,7 +26,6 @@ from unittest import mock
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from tools.benchmark.samples import ROOT
@@ -47,7 +46,7 @@ COMPILER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Shape(NamedTuple):
     """Shape of an attention call: windows of a size, or else global attention of a grid.
 
-    rotary: angles in the window kernel. scores: query tables of both axes instead of a bias table.
+    rotary: angles in the window kernel.
     """
 
     window: tuple[int, int] | None = None
@@ -55,14 +54,13 @@ class Shape(NamedTuple):
     width: int = 32
     dtype: torch.dtype = torch.bfloat16
     rotary: bool = False
-    scores: bool = False
 
     def __str__(self) -> str:
         h, w = self.window or self.grid[:2]  # type: ignore[index]
         what = f"windows {h}×{w}" if self.window else f"global {h}×{w}"
         if self.grid and self.grid.prefix:
             what += f" + {self.grid.prefix}"
-        what += ", rotary" if self.rotary else ", row and column scores" if self.scores else ""
+        what += ", rotary" if self.rotary else ""
         return f"{what}, D {self.width}, {str(self.dtype).removeprefix('torch.')}"
 
 
@@ -77,11 +75,9 @@ SHAPES = (
     Shape((16, 16), width=64, dtype=_FLOAT, rotary=True),
     *(Shape(grid=Grid(n, n, prefix), width=64) for n in (14, 32) for prefix in (0, 1)),
     Shape(grid=Grid(64, 64), width=64),
-    *(Shape(grid=Grid(n, n), width=64, scores=True) for n in (14, 32, 64)),
     Shape(grid=Grid(14, 14, 1), width=64, dtype=torch.float16),
     Shape(grid=Grid(14, 14, 1), width=64, dtype=_FLOAT),
     Shape(grid=Grid(32, 32), width=64, dtype=_FLOAT),
-    Shape(grid=Grid(14, 14), width=64, dtype=_FLOAT, scores=True),
 )
 
 
@@ -166,13 +162,9 @@ def _launch_windowed(shape: Shape) -> None:
 def _launch_global(shape: Shape) -> None:
     grid, heads = shape.grid or Grid(1, 1), 2
     x = torch.zeros(2, grid.tokens, heads, shape.width, dtype=shape.dtype).transpose(1, 2)
-
-    def scores(n: int) -> Tensor | None:
-        return torch.zeros(2, heads, grid.tokens, n, dtype=shape.dtype) if shape.scores else None
-
-    inputs = x, x, x, torch.zeros(heads, grid.classes()), scores(grid.h), scores(grid.w)
+    inputs = x, x, x, torch.zeros(heads, grid.classes())
     out, lse = triton_global.biased_forward(*inputs, grid, 1.0)
-    triton_global.biased_backward(out, *inputs, out, lse, grid, 1.0, not shape.scores)
+    triton_global.biased_backward(out, *inputs, out, lse, grid, 1.0)
 
 
 def table(rows: "pd.DataFrame") -> str:

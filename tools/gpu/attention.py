@@ -82,7 +82,7 @@ def contenders(shape: Shape) -> tuple[str, ...]:
     """Return the backends that may serve a shape, and attention without position where it is the same kernel."""
     if shape.window:
         return ("triton", "sdpa")
-    return ("triton", "augmented_qk", "sdpa", FLOOR) if shape.encoding == "decomposed" else ("triton", "sdpa", FLOOR)
+    return ("augmented_qk" if shape.encoding == "decomposed" else "triton", "sdpa", FLOOR)
 
 
 def call(shape: Shape, contender: str, training: bool, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

@@ -113,7 +113,7 @@ def work(setting: Setting, name: str) -> None:
                 print(case.key(contender), f"{time.perf_counter() - start:.0f} s", flush=True)
                 torch._dynamo.reset()
         if setting.device.type == "cuda":
-            for shape in share(attention.SHAPES, name):
+            for shape in share([one for one in attention.SHAPES if "triton" in attention.contenders(one)], name):
                 attention.call(shape, "triton", True, setting.device, torch.bfloat16)()
         return
     compiled, eager = ([case for case in cases(setting.small) if case.how == how] for how in ("compiled", "eager"))

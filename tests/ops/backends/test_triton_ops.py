@@ -26,31 +26,18 @@ runs = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="no GPU: run in the interpreter by test_triton_window.py"
 )
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-SERVED = {  # keys that the kernels take under global attention; the others meet keys or values, or tables of both axes
-    "none", "table", "levit", "factorized", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "decomposed", "rope_axial",
-    "rope_mixed", "rope_normalized", "lookhere",
+SERVED = {  # keys that the kernels take under global attention; the others have content tables or no bias
+    "table", "levit", "factorized", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "lookhere",
 }  # fmt: skip
 MODELS = {
     "swin table": ("vitrel_swin_n", dict(depths=(2, 1), num_heads=(1, 2))),
     "swin rope_mixed": ("vitrel_swin_n_rope_mixed", dict(depths=(2,), num_heads=(1,))),
     "swin v2": ("vitrel_swinv2_n", dict(depths=(2,), num_heads=(1,))),
     "vit table": ("vitrel_vit_n8_table", dict(depth=1)),
-    "vit absolute+rope_mixed": ("vitrel_vit_n8_absolute_rope_mixed", dict(depth=1)),
-    "vit decomposed": ("vitrel_vit_n8_decomposed", dict(depth=1, class_token=False, global_pool="avg")),
+    "vit rope_mixed+table": ("vitrel_vit_n8_rope_mixed_table", dict(depth=1)),
 }
-WAYS = {
-    "none",
-    "table",
-    "factorized",
-    "t5",
-    "alibi",
-    "decomposed",
-    "rope_axial",
-    "rope_mixed",
-    "lookhere",
-    "shaw",
-}  # to call the kernels
-ANOTHER_CALL = {"per_head", "mode", "learnable", "values"}  # options that change which tensors are given to the kernels
+WAYS = {"table", "factorized", "t5", "alibi", "lookhere"}  # to call the kernels
+ANOTHER_CALL = {"per_head", "learnable"}  # options that change which tensors are given to the kernels
 
 
 def heads_of(key):
@@ -80,8 +67,7 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
     grid, heads = Grid(4, 5, prefix), heads_of(key)
     encoding = perturbed(make(key, Grid(3, 4, prefix), heads, dim=16, **options).to(DEVICE))
     reason = refusal("triton", encoding(grid), grid, heads, 16, dtype=torch.float32, device=torch.device(DEVICE))
-    served = key in SERVED or options.get("values") is False  # Shaw's keys alone are query tables of one axis
-    assert bool(reason) == (not served or (key in ("decomposed", "shaw") and prefix > 0)), reason
+    assert bool(reason) == (key not in SERVED), reason
     if reason or (INTERPRETED and (key not in WAYS or (options and not options.keys() & ANOTHER_CALL))):
         return
     queries = 2 * grid.w if prefix else grid.tokens  # all of them, or the last rows of a grid with prefix tokens
@@ -106,13 +92,13 @@ def test_windows(key):
 
 @runs
 @each("entry", ["attention", "window_attention"])
-def test_scales_and_query_biases(entry):
-    """What no encoding of the package combines with plain biases: a number, a 0-d tensor, and a bias of the queries."""
+def test_scales_and_temperatures(entry):
+    """A number, and a 0-d tensor with a gradient."""
     grid = Grid(3, 4)
-    for scale in ({"scale": 0.7}, {"temperature": torch.tensor(0.7, device=DEVICE)}):
-        query_bias = torch.randn(4, 16, device=DEVICE, requires_grad=True)
-        terms = Terms(query_bias=query_bias, **scale, tables=(Table("w", bias=torch.randn(4, 7, device=DEVICE)),))
-        x = torch.randn(1, 3, 4, 3 * 64, device=DEVICE)
+    temperature = torch.tensor(0.7, device=DEVICE, requires_grad=True)
+    for scale, leaves in (({"scale": 0.7}, []), ({"temperature": temperature}, [temperature])):
+        terms = Terms(**scale, tables=(Table("w", bias=torch.randn(4, 7, device=DEVICE)),))
+        x = torch.randn(1, 3, 4, 3 * 64, device=DEVICE, requires_grad=True)
         q, k, v = x.view(1, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)
 
         def run(backend, terms=terms, x=x, q=q, k=k, v=v):
@@ -120,7 +106,7 @@ def test_scales_and_query_biases(entry):
                 return attention(q, k, v, terms, grid, backend=backend)
             return window_attention(x, terms, grid, (3, 4), (0, 0), 4, backend=backend)
 
-        check(run, [query_bias])
+        check(run, [x, *leaves])
 
 
 @runs
@@ -136,9 +122,7 @@ def test_operators_are_registered_as_pytorch_wants():
     saving = qkv, table, None, None, (9, 8), (0, 0), 1, 0.25, True  # statistics
     torch.library.opcheck(triton_ops.window_op, saving, test_utils="test_faketensor")
     q, k, v = (torch.randn(1, 1, 6, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-    rows, columns = (torch.randn(1, 1, 6, n, device=DEVICE, requires_grad=True) for n in (2, 3))
-    torch.library.opcheck(triton_ops.biased_op, (q, k, v, bias, None, None, 2, 3, 0, 0.25))
-    torch.library.opcheck(triton_ops.biased_op, (q, k, v, None, rows, columns, 2, 3, 0, 0.25), test_utils="test_faketensor")
+    torch.library.opcheck(triton_ops.biased_op, (q, k, v, bias, 2, 3, 0, 0.25))
 
 
 @runs
@@ -229,13 +213,13 @@ def small(name, **how):
 
 
 @runs
-@each("name", ["swin table", "swin v2", "vit decomposed"] if INTERPRETED else MODELS)
+@each("name", ["swin table", "swin v2", "vit rope_mixed+table"] if INTERPRETED else MODELS)
 def test_models_train_through_them(name):
     model, image = small(name)
     plain = run_model(model, image)
     with use_backend("triton"):
         assert_close(run_model(model, image), plain)
-        if name == "vit decomposed":  # statistics are saved when the forward pass is repeated
+        if name == "vit rope_mixed+table":  # statistics are saved when the forward pass is repeated
             model.set_grad_checkpointing()
             assert_close(run_model(model, image), plain)
         text = why(model, image)
@@ -296,23 +280,25 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "run on a GPU, not on cpu" in refusal("triton", Terms(), grid, **on_cpu)
     on_cpu["device"] = torch.device("cuda")
-    assert refusal("triton", Terms(), grid, width=16, **on_cpu) == ""
+    bias = Terms(tables=(Table(bias=torch.zeros(1, 35)),))
+    assert refusal("triton", bias, grid, width=16, **on_cpu) == ""
     for how, reason in (
         (dict(mask=torch.ones(12, 12)), "have no mask"),
         (dict(dropout_p=0.1), "use attn_drop_rate=0"),
         (dict(width=24), "head widths"),
         (dict(dtype=torch.float64), "not torch.float64"),
         (dict(queries=5), "nor its last whole rows of 4"),
-        (dict(terms=Terms(tables=(Table(value=torch.zeros(1, 35, 16)),))), "no key, value or gated tables"),
-        (dict(terms=Terms(tables=(Table(query=torch.zeros(1, 35, 16)),))), "query tables of one axis"),
+        (dict(terms=Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),))), "no content tables"),
+        (dict(terms=bias._replace(query_bias=torch.zeros(2, 16))), "no query_bias; augmented_qk serves"),
+        (dict(terms=Terms()), "there is no bias table: plain scaled_dot_product_attention"),
     ):
-        assert reason in refusal("triton", **dict(terms=Terms(), grid=grid, width=16) | on_cpu | how)
-    windows = dict(window=(3, 4)) | on_cpu
-    assert "only in global attention" in refusal(
-        "triton", Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),)), grid, **windows
-    )
+        assert reason in refusal("triton", **dict(terms=bias, grid=grid, width=16) | on_cpu | how)
+    assert refusal("triton", Terms(), grid, width=16, window=(3, 4), **on_cpu) == ""
     turing = sdpa_faults.Stack((7, 5), 0, torch.__version__)
     monkeypatch.setattr(sdpa_faults, "stack", lambda index: turing)
-    assert "compute capability 8.0" in refusal("triton", Terms(), grid, width=16, **on_cpu)
+    assert "compute capability 8.0" in refusal("triton", bias, grid, width=16, **on_cpu)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "a GPU of NVIDIA's" in refusal("triton", bias, grid, width=16, **on_cpu)
     monkeypatch.setattr(triton_backend, "_INSTALLED", False)
     assert refusal("triton", Terms(), grid, **on_cpu) == "Triton is not installed"

@@ -1,10 +1,10 @@
-"""The Triton kernels as a backend: bias tables, per-axis query tables and rotations, without an [N, N] tensor.
+"""The Triton kernels as a backend: bias tables and rotations without an [N, N] tensor, globally and in windows.
 
 They are for NVIDIA's GPUs from compute capability 8.0 on, and compiled ahead for four architectures (tools.benchmark.kernels).
 
-Position terms are converted for the kernels: bias tables of all axes become one table over both axes; query tables of one axis
-become scores of every query with every row or column of the grid (N times h or w numbers); rotations are applied before global
-attention, or in the window kernel.
+Position terms are converted for the kernels: bias tables of all axes become one table over both axes; rotations are applied
+before global attention, or in the window kernel. Content terms are not served, nor global attention without a bias table, for
+which torch has flash attention: `augmented_qk` and `sdpa` are the faster ones there.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vitrel.geometry import is_exporting
 from vitrel.grid import Grid
 from vitrel.ops import sdpa_faults
-from vitrel.ops.reference import Call, in_forward_mode, lattice_bias, needs_gradient, rotated, with_query_bias
+from vitrel.ops.reference import Call, has_content_terms, in_forward_mode, lattice_bias, needs_gradient, rotated
 from vitrel.ops.sdpa import SCALED_KEYS
 from vitrel.position.terms import Terms
 
@@ -34,8 +34,8 @@ def refuses(call: Call) -> str:
         return MISSING
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
-    if call.device.type == "cuda" and _is_too_old(call.device.index or 0):
-        return "its kernels need a GPU of compute capability 8.0 or later"
+    if call.device.type == "cuda" and not _can_run_on(call.device.index or 0):
+        return "its kernels need a GPU of NVIDIA's, of compute capability 8.0 or later"
     if is_exporting() or torch.jit.is_tracing():
         return "an exported program may contain PyTorch's operators only, so that it runs wherever it is loaded"
     if in_forward_mode() or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
@@ -46,18 +46,17 @@ def refuses(call: Call) -> str:
         return "its kernels have no dropout of attention weights; use attn_drop_rate=0"
     if call.terms.key_rotary is not None:
         return SCALED_KEYS
-    queries = [table.axis for table in call.terms.tables if table.query is not None]
-    if any([t.key is not None or t.value is not None or t.gated is not None for t in call.terms.tables]):
-        return "its kernels serve bias and query tables only, no key, value or gated tables"
-    if queries and (call.window is not None or any([axis not in ("h", "w") for axis in queries])):
-        return "its kernels serve query tables of one axis only, and only in global attention"
+    if has_content_terms(call.terms.tables) or call.terms.query_bias is not None:
+        return "its kernels serve no content tables and no query_bias; augmented_qk serves tables of one axis"
     if call.window is not None:
         from vitrel.ops.backends.triton_window import window_limits  # imports Triton
 
         return window_limits(call.dtype, call.width, call.window)
+    if not call.terms.tables:
+        return "there is no bias table: plain scaled_dot_product_attention computes these terms"
     from vitrel.ops.backends.triton_global import global_limits
 
-    return global_limits(call.dtype, call.width, call.grid, call.queries, bool(queries))
+    return global_limits(call.dtype, call.width, call.grid, call.queries)
 
 
 class Kind(NamedTuple):
@@ -166,7 +165,7 @@ def _try(kind: Kind) -> None:
     bias = zeros(kind.heads, grid.classes()) if kind.bias else None
     if kind.window is None:
         x = zeros(1, grid.tokens, kind.heads, kind.width, dtype=kind.dtype).transpose(1, 2)
-        inputs = x[:, :, -kind.queries :], x, x, bias, None, None
+        inputs = x[:, :, -kind.queries :], x, x, bias
         out, lse = triton_global.biased_forward(*inputs, grid, 1.0)
         if kind.grads:
             triton_global.biased_backward(out, *inputs, out, lse, grid, 1.0, kind.grads[0])
@@ -181,10 +180,10 @@ def _try(kind: Kind) -> None:
 
 
 @torch._dynamo.assume_constant_result
-def _is_too_old(index: int) -> bool:
-    """Return whether Triton does not support the GPU with this index."""
+def _can_run_on(index: int) -> bool:
+    """Return whether the kernels are written for the GPU with this index; True where fake tensors stand for those of none."""
     gpu = sdpa_faults.stack(index)
-    return gpu is not None and gpu.capability < (8, 0)
+    return torch.version.hip is None and (gpu is None or gpu.capability >= (8, 0))
 
 
 def attention(
@@ -195,13 +194,11 @@ def attention(
 
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (x.expand(*shape, *x.shape[-2:]) for x in (q, k, v))
-    q = with_query_bias(q, terms)
     scale = terms.scale * q.shape[-1] ** -0.5
     if terms.temperature is not None:
         q = q * terms.temperature.to(q.dtype)
-    rows, columns = (_axis_scores(q, terms, grid, axis, scale) for axis in ("h", "w"))
-    rotated_q, rotated_k = rotated(q, k, terms)
-    return triton_ops.biased_op(rotated_q, rotated_k, v, lattice_bias(terms, grid, q.dtype), rows, columns, *grid, scale)[0]
+    q, k = rotated(q, k, terms)
+    return triton_ops.biased_op(q, k, v, lattice_bias(terms, grid, q.dtype), *grid, scale)[0]
 
 
 def window_attention(
@@ -218,36 +215,9 @@ def window_attention(
 
     width = qkv.shape[-1] // (3 * num_heads)
     scale = terms.scale * width**-0.5
-    if terms.query_bias is not None or terms.temperature is not None:  # rare in windows, so a copy is acceptable
-        added = 0.0 if terms.query_bias is None else terms.query_bias.flatten().to(qkv.dtype)
-        factor = 1.0 if terms.temperature is None else terms.temperature.to(qkv.dtype)
+    if terms.temperature is not None:  # rare in windows, so a copy is acceptable
         q, others = qkv.tensor_split((num_heads * width,), -1)
-        qkv = torch.cat(((q + added) * factor, others), -1)
+        qkv = torch.cat((q * terms.temperature.to(qkv.dtype), others), -1)
     cos, sin = terms.rotary or (None, None)
     inputs = qkv, lattice_bias(terms, Grid(*window), qkv.dtype), cos, sin
     return triton_ops.windows(*inputs, window, shift, num_heads, scale, needs_gradient(*inputs))
-
-
-def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:
-    """Return the logits that the query tables of an axis add, or None if no query table has this axis.
-
-    Only for grids without prefix tokens.
-
-    Args:
-        q: queries [B, H, M, D], before rotation, with query_bias and temperature.
-        terms: what an encoding returns for `grid`.
-        grid: of the keys.
-        axis: "h" for the keys of each row, or "w" for those of each column.
-        scale: factor of the logits.
-
-    Returns:
-        [B, H, M, h] for "h", [B, H, M, w] for "w".
-    """
-    tables = [table.query for table in terms.tables if table.query is not None and table.axis == axis]
-    if not tables:
-        return None
-    n = grid.h if axis == "h" else grid.w
-    line = grid.coordinates(q.device)[-q.shape[-2] :, 0 if axis == "h" else 1]  # [M], row or column of the query
-    index = line[:, None] - torch.arange(n, device=q.device) + n - 1  # [M, n], offset class
-    scores = (q * scale) @ sum(tables[1:], tables[0]).to(q.dtype).mT  # [B, H, M, R]
-    return scores.gather(-1, index.expand(*scores.shape[:-1], n))

@@ -1,4 +1,4 @@
-"""Kernels of global attention with a bias table or per-axis query scores, in Triton: forward and backward, no [N, N] tensor.
+"""Kernels of global attention with a bias table, in Triton: forward and backward, without an [N, N] tensor.
 
 Forward: flash attention (online softmax, arXiv 2205.14135). A program computes BLOCK_M queries of one head and iterates over
 the keys in tiles. It stores the log-sum-exp of every query, from which the backward pass computes the weights again.
@@ -11,33 +11,28 @@ A tile of keys is aligned with image rows where that leaves no lane without a ke
 fill them; ROW): then there are no masks, the offsets within a tile are known to the compiler, and from tile to tile one number
 changes for all scores. Elsewhere a tile is any BLOCK_N consecutive patch keys, so that no lane is wasted for any w.
 
-Row and column scores need tiles aligned with image rows: a tile then holds as many whole rows as fit (two rows of 14 fill 28 of
-32 lanes), or a chunk of a wider row. A row score is one value per query and row of the tile; the column scores of a chunk stay
-in registers for all rows of the image.
-
-Registers (float32): logits, then weights [BLOCK_M, BLOCK_N], out [BLOCK_M, D], maximum and sum per query, and with column
-scores another [BLOCK_M, BLOCK_N]. Matrix products read queries, keys and values from shared memory.
-Bytes moved, per head: q, out and lse once; k and v once per tile of queries (from L2); table, row and column scores once.
+Registers (float32): logits, then weights [BLOCK_M, BLOCK_N], out [BLOCK_M, D], maximum and sum per query. Matrix products read
+queries, keys and values from shared memory.
+Bytes moved, per head: q, out and lse once; k and v once per tile of queries (from L2); the table once.
 
 Backward: two kernels compute the weights again, p = exp(logit - lse), and ds = p (grad_out.v - out.grad_out), tile by tile.
 Their results are bitwise equal in every run.
 
-- `_queries`: a program takes tiles of BLOCK_M queries of one head and iterates over keys: dq, row and column gradients, the sum
-  of ds at prefix keys, and the gradient of the table.
+- `_queries`: a program takes tiles of BLOCK_M queries of one head and iterates over keys: dq, the sum of ds at prefix keys, and
+  the gradient of the table.
 - `_keys`: a program owns BLOCK_N keys and iterates over queries, with transposed logits: dk and dv.
 
 The gradient of a table sums ds over pairs with the same offset. In a square tile within one image row these are its diagonals;
 in tiles of several whole rows a diagonal has two offsets. ds goes through shared memory once, and comes back so that diagonals
 are columns, whose sums the program adds to a table of its own; torch sums these tables in a fixed order. This avoids an atomic
-addition per score, and a third kernel that would compute all logits and weights again. Both kinds of tiles are then aligned
-with image rows, with lanes that are empty if w does not fit.
+addition per score, and a third kernel that would compute all logits and weights again. Tiles of queries and of keys are then
+aligned with image rows: a tile holds as many whole rows as fit (two rows of 14 fill 28 of 32 lanes), or a part of a wider row.
 
-Registers (float32): logits and ds of a tile; dq [BLOCK_M, D] and the column gradient [BLOCK_M, BLOCK_N]; dk and dv [BLOCK_N,
-D]. Shared memory: twice ds.
+Registers (float32): logits and ds of a tile; dq [BLOCK_M, D]; dk and dv [BLOCK_N, D]. Shared memory: twice ds.
 
 Bytes moved, per head: `_queries` as the forward kernel, and out, grad_out and dq once; `_keys` k, v, dk and dv once, q and
-grad_out once per tile of keys. Scratch memory (float32): [B, H, M], twice with a bias and prefix tokens; the tables of the
-programs, at most as many elements as q; for rows of several chunks, the row gradient once per chunk.
+grad_out once per tile of keys. Scratch memory (float32): [B, H, M], twice with prefix tokens; the tables of the programs, at
+most as many elements as q.
 """
 
 from typing import NamedTuple
@@ -49,18 +44,16 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_tiles
-from vitrel.ops.backends.triton_tiles import Tile, global_tile, padded_tokens, table_tile
-from vitrel.ops.backends.triton_window import LOG2_E, ceil_div
+from vitrel.ops.backends.triton_tiles import DTYPES, LOG2_E, Tile, ceil_div, compiler_options, global_tile, table_tile
 
 WIDTHS = (16, 32, 64, 128)  # head widths D
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_PATCHES = 2**20  # see `_row_of`
 TABLES = 768  # maximum programs that compute the gradient of a table, each in one of its own
 PREFIX_LANES = tl.constexpr(16)  # lanes of the tile of prefix keys or queries, the minimum of a matrix product
-PLAIN_LOADS = tl.constexpr(triton.knobs.runtime.interpret or torch.version.hip is not None)  # where PTX cannot be used
+PLAIN_LOADS = tl.constexpr(triton.knobs.runtime.interpret)  # it does not run PTX
 
 
-def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
+def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int) -> str:
     """Return the reason why the kernels do not serve a call, or "".
 
     Args:
@@ -68,7 +61,6 @@ def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis
         width: width D of a head.
         grid: of the keys.
         queries: number of queries M.
-        axis_scores: with row or column scores.
     """
     if dtype not in DTYPES:
         return f"the kernel supports float32, float16 and bfloat16, not {dtype}"
@@ -76,8 +68,6 @@ def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis
         return f"the kernel supports head widths {', '.join(map(str, WIDTHS))}, not {width}"
     if grid.prefix > PREFIX_LANES.value:
         return f"the kernel supports up to {PREFIX_LANES.value} prefix tokens, not {grid.prefix}"
-    if grid.prefix and axis_scores:
-        return "the kernel has no row and column scores for prefix tokens, and the grid has prefix tokens"
     if grid.h * grid.w > MOST_PATCHES:
         return f"the kernel supports grids of up to {MOST_PATCHES} tokens, not {grid.h} x {grid.w}"
     if queries != grid.tokens and (queries % grid.w or not 0 < queries <= grid.h * grid.w):
@@ -85,25 +75,14 @@ def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis
     return ""
 
 
-def biased_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scores: Tensor | None,
-    column_scores: Tensor | None,
-    grid: Grid,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale * q.k + bias[class] + row_scores[.., y of key] + column_scores[.., x of key]) v and its log-sum-exp.
+def biased_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
+    """Return softmax(scale * q . k + bias[class]) v and the log-sum-exp of its logits.
 
     Args:
         q: [B, H, M, D], of one dtype with k and v, any strides; the last M tokens of the key grid, all tokens or whole rows.
         k: [B, H, N, D].
         v: [B, H, N, D].
-        bias: [H, R] by offset class (query minus key, Grid.index("hw")), or None.
-        row_scores: [B, H, M, h], or None.
-        column_scores: [B, H, M, w], or None.
+        bias: [H, R] by offset class (query minus key, Grid.index("hw")).
         grid: of the keys.
         scale: factor of q . k.
 
@@ -114,39 +93,35 @@ def biased_forward(
     Raises:
         ValueError: `global_limits` gives a reason, or a shape is another.
     """
-    aligned = row_scores is not None or column_scores is not None
-    if reason := global_limits(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
+    if reason := global_limits(q.dtype, q.shape[-1], grid, q.shape[-2]):
         raise ValueError(reason)
-    _check_shapes(q, k, v, (bias, row_scores, column_scores), grid)
+    _check_shapes(q, k, v, bias, grid)
     batch, heads, queries, _ = q.shape
     out = like_tokens(q)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    block_m, block_n, *_ = tile = _tile_for("forward", q, aligned)
+    block_m, block_n, *_ = tile = _tile_for("forward", q)
     with torch.cuda.device_of(q):
         _forward[(ceil_div(queries, block_m) * batch * heads,)](
             (_strided(q), _strided(k), _strided(v)),
             _strided(out),
             lse,
-            (_in_log2(bias), _packed(row_scores), _packed(column_scores)),
-            _sizes_for(grid, heads, queries, block_n, aligned),
+            _in_log2(bias),
+            _sizes_for(grid, heads, queries, block_n, aligned=False),
             float(scale),
             ROW=_whole_rows(grid.h, grid.w, block_n),
-            PACKED=_row_lanes(grid.w, block_n),
             **_constants(grid, q, tile),
         )
     return out, lse
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], grid: Grid) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, grid: Grid) -> None:
     """Raise ValueError for mixed dtypes, and for shapes with which the kernels would read out of bounds."""
     keys = (*q.shape[:2], grid.tokens, q.shape[-1])
     if q.dim() != 4 or k.shape != keys or v.shape != keys or not q.dtype == k.dtype == v.dtype:
         actual = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
         raise ValueError(f"q, k, v are {actual}; expected [B, H, M, D] and twice [B, H, {grid.tokens}, D], of one dtype")
-    shapes = (q.shape[1], grid.classes()), (*q.shape[:3], grid.h), (*q.shape[:3], grid.w)
-    for name, table, shape in zip(("bias", "row scores", "column scores"), tables, shapes, strict=True):
-        if table is not None and table.shape != shape:
-            raise ValueError(f"{name} of shape {list(table.shape)}; expected {list(shape)} on this grid")
+    if bias.shape != (q.shape[1], grid.classes()):
+        raise ValueError(f"bias of shape {list(bias.shape)}; expected {[q.shape[1], grid.classes()]} on this grid")
 
 
 class _Sizes(NamedTuple):
@@ -175,8 +150,8 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
         heads: number of heads H.
         queries: number of queries of a head in all (M, not BLOCK_M).
         lanes: keys of a tile (BLOCK_N).
-        aligned: row and column scores need tiles that follow the image rows. Without them, tiles do so where no lane is wasted;
-            otherwise they hold any consecutive patch keys.
+        aligned: True: tiles follow the image rows, as the gradient of the table needs. False: they do so where no lane is
+            wasted; otherwise they hold any consecutive patch keys.
     """
     rows = max(1, lanes // grid.w)
     if not aligned and not _whole_rows(grid.h, grid.w, lanes):
@@ -185,12 +160,9 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
 
 
 def _constants(grid: Grid, x: Tensor, tile: Tile) -> dict[str, int]:
-    """Return the compile-time arguments of the kernels for queries like x, except ROW, QUERY_ROW and PACKED."""
-    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    constants = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], **dict(zip(names, tile[:4], strict=True))}
-    if x.dtype == torch.float32 and not torch.version.hip:
-        constants["maxnreg"] = 255  # otherwise the assembler spills a few registers for a higher occupancy
-    return constants
+    """Return the compile-time arguments of the kernels for queries like x, except ROW, QUERY_ROW and SEVERAL."""
+    sizes = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+    return sizes | compiler_options(tile, x.dtype)
 
 
 def _whole_rows(rows: int, columns: int, lanes: int) -> int:
@@ -209,19 +181,6 @@ def _whole_rows(rows: int, columns: int, lanes: int) -> int:
     return columns if lanes % columns == 0 and rows % (lanes // columns) == 0 else 0
 
 
-def _row_lanes(columns: int, lanes: int) -> int:
-    """Return the lanes for one value per image row of a tile, a power of two; 0 if a tile is one row or part of it.
-
-    The kernels receive the result as PACKED.
-
-    Args:
-        columns: width of the grid.
-        lanes: keys of a tile.
-    """
-    rows = lanes // columns
-    return padded_tokens(rows) if rows > 1 else 0
-
-
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Return x [B, H, N, D] and its strides of batch, head and token; a copy of x if its last stride is not 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -229,14 +188,9 @@ def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, batch, head, token
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
-    """Return x contiguous, or None."""
-    return None if x is None else x.contiguous()
-
-
-def _in_log2(bias: Tensor | None) -> Tensor | None:
+def _in_log2(bias: Tensor) -> Tensor:
     """Return a bias table in the kernels' format: contiguous, float32, divided by log 2."""
-    return None if bias is None else (bias.float() * LOG2_E.value).contiguous()
+    return (bias.float() * LOG2_E.value).contiguous()
 
 
 def like_tokens(x: Tensor) -> Tensor:
@@ -358,16 +312,15 @@ def _token_logits(
     """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where no key is."""
     LANES: tl.constexpr = key.shape[0]
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
-    if bias is not None:
-        if ROW:
-            first = group * sizes.rows * (2 * sizes.w - 1) + chunk * LANES
-            table = _look_up((bias - first + line)[:, None] - _row_cells(LANES, ROW)[None, :])
-        else:
-            cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask
-            table = _look_up(bias + (line[:, None] - cell[None, :]))
-        if PREFIX:
-            table = tl.where(is_prefix[:, None], tl.load(bias + _prefix_line(head, sizes)), table)
-        s += table
+    if ROW:
+        first = group * sizes.rows * (2 * sizes.w - 1) + chunk * LANES
+        table = _look_up((bias - first + line)[:, None] - _row_cells(LANES, ROW)[None, :])
+    else:
+        cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask
+        table = _look_up(bias + (line[:, None] - cell[None, :]))
+    if PREFIX:
+        table = tl.where(is_prefix[:, None], tl.load(bias + _prefix_line(head, sizes)), table)
+    s += table
     if ROW:
         return s
     else:
@@ -378,36 +331,8 @@ def _token_logits(
 def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
     """Return content and table logits of the prefix keys, [BLOCK_M, PREFIX_LANES], as `_token_logits`."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
-    if bias is not None:
-        s += tl.load(bias + _prefix_line(head, sizes) + tl.where(is_prefix, 2, 1))[:, None]
+    s += tl.load(bias + _prefix_line(head, sizes) + tl.where(is_prefix, 2, 1))[:, None]
     return tl.where((tl.arange(0, PREFIX_LANES) < sizes.prefix)[None, :], s, float("-inf"))
-
-
-@triton.jit
-def _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED: tl.constexpr):
-    """Return the row scores of queries i at the keys of a tile, divided by log 2; `row` points to the scores [B*H, M, h].
-
-    PACKED (not 0): a tile holds several image rows, and the result is [BLOCK_M, keys], for the row y of each key. Otherwise the
-    tile lies in image row `group`, and the result is [BLOCK_M, 1].
-    """
-    row += bh * sizes.queries * sizes.h
-    if PACKED:
-        score = tl.load(row + ((i * sizes.h)[:, None] + y[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
-    else:
-        score = tl.load(row + (i * sizes.h + group), mask=exist, other=0.0)[:, None]
-    return score.to(tl.float32) * LOG2_E
-
-
-@triton.jit
-def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
-    """Return the column scores [BLOCK_M, LANES] of queries i at the keys of an aligned tile of `chunk`, divided by log 2.
-
-    They are the same for every group. `column` points to the scores [B*H, M, w]. Zeros where there is no query or key.
-    """
-    _, x, inside = _key_tile(0, chunk, sizes, LANES, True)
-    column += bh * sizes.queries * sizes.w
-    score = tl.load(column + ((i * sizes.w)[:, None] + x[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
-    return score.to(tl.float32) * LOG2_E
 
 
 @triton.jit
@@ -434,19 +359,17 @@ def _forward(
     inputs,
     out,
     lse,
-    tables,
+    bias,
     sizes,
     scale,
     PREFIX: tl.constexpr,
     ROW: tl.constexpr,
-    PACKED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     q, k, v = inputs
-    bias, row, column = tables
-    ALIGNED: tl.constexpr = row is not None or column is not None or ROW > 0
+    ALIGNED: tl.constexpr = ROW > 0
     heads, prefix, queries = sizes.heads, sizes.prefix, sizes.queries
     tiles = tl.cdiv(queries, BLOCK_M)
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -467,18 +390,12 @@ def _forward(
         first_logits = _prefix_logits(query, first_key, bias, is_prefix, head, scale, sizes)
         acc, top, total = _attend(first_logits, first_value, acc, top, total)
     for chunk in range(sizes.chunks):
-        if column is not None:
-            columns = _column_terms(column, bh, i, exist, chunk, sizes, BLOCK_N)
         for group in range(sizes.groups):
             y, x, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
             j = _first_key(group, chunk, sizes, BLOCK_N, ALIGNED)
             key = _load_tokens(k, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
             value = _load_tokens(v, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
             s = _token_logits(query, key, bias, line, is_prefix, group, chunk, y, x, inside, head, scale, sizes, ROW, PREFIX)
-            if row is not None:
-                s += _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED)
-            if column is not None:
-                s += columns
             acc, top, total = _attend(s, value, acc, top, total)
     fully_masked = total == 0.0  # fully masked queries return 0
     total = tl.where(fully_masked, 1.0, total)
@@ -491,101 +408,90 @@ def biased_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    row_scores: Tensor | None,
-    column_scores: Tensor | None,
+    bias: Tensor,
     out: Tensor,
     lse: Tensor,
     grid: Grid,
     scale: float,
     bias_grad: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of q, k, v, bias, row_scores and column_scores of `biased_forward`, the last three float32 or None.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v (in their dtypes) and bias (float32) of `biased_forward`.
 
     It is deterministic.
 
     Args:
         grad_out: gradient of the output, [B, H, M, D], any strides.
-        q: as in `biased_forward`, and so are k, v, bias, row_scores, column_scores, grid and scale.
+        q: as in `biased_forward`, and so are k, v, bias, grid and scale.
         out: result of `biased_forward`.
         lse: result of `biased_forward`.
-        bias_grad: False: the bias gradient is None.
+        bias_grad: False: the gradient of bias is not computed, and is None.
     """
     inputs = (_strided(q), _strided(k), _strided(v), _strided(out), _strided(grad_out.to(q.dtype)))
-    tables = (_in_log2(bias), _packed(row_scores), _packed(column_scores))
-    stats = (lse, torch.empty_like(lse))
+    table, stats = _in_log2(bias), (lse, torch.empty_like(lse))
     with torch.cuda.device_of(q):
         # First the queries, since they compute delta.
-        dq, dbias, drow, dcolumn = _query_gradients(inputs, stats, tables, grid, scale, bias_grad and bias is not None)
-        dk, dv = _key_gradients(inputs, stats, tables, grid, scale)
-    return dq, dk, dv, dbias, drow, dcolumn
+        dq, dbias = _query_gradients(inputs, stats, table, grid, scale, bias_grad)
+        dk, dv = _key_gradients(inputs, stats, table, grid, scale)
+    return dq, dk, dv, dbias
 
 
-def _tile_for(kernel: str, q: Tensor, aligned: bool) -> Tile:
-    return global_tile(kernel, q.dtype, q.shape[-1], aligned, triton_tiles.architecture(q.device))
+def _tile_for(kernel: str, q: Tensor) -> Tile:
+    return global_tile(kernel, q.dtype, q.shape[-1], triton_tiles.architecture(q.device))
 
 
 def _query_gradients(
-    inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float, bias_grad: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale: float, bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
-    _, row, column = tables
-    scores = row is not None or column is not None
-    tile = _tile_for("queries", q, scores)
+    tile = _tile_for("queries", q)
     if bias_grad:
         tile = table_tile(tile, grid.w, triton_tiles.architecture(q.device))
-    keys = _sizes_for(grid, heads, queries, tile.keys, scores or bias_grad)
+    keys = _sizes_for(grid, heads, queries, tile.keys, bias_grad)
     down = min(queries // grid.w, grid.h)  # image rows of the queries
     of_queries = _sizes_for(Grid(down, grid.w), heads, queries, tile.rows, bias_grad)
     tiles = of_queries.groups * of_queries.chunks + (queries > down * grid.w)
     programs = batch * tiles  # of a head
-    dq, drow, parts = like_tokens(q), None, None
+    dq, parts = like_tokens(q), None
     if bias_grad:  # a program sums the gradient of a table over its tiles; all sums have no more elements than q
         programs = min(programs, ceil_div(TABLES, heads), max(1, batch * queries * width // grid.classes()))
         parts = torch.zeros((heads, programs, grid.classes()), dtype=torch.float32, device=q.device)
-    if row is not None:
-        drow = row.new_empty((keys.chunks, *row.shape), dtype=torch.float32)
-    dcolumn = None if column is None else torch.empty_like(column, dtype=torch.float32)
     to_prefix = torch.empty_like(stats[0]) if bias_grad and grid.prefix else None
     _queries[(programs * heads,)](
         inputs,
         stats,
-        tables,
-        (_strided(dq), parts, None if drow is None else (drow, batch * heads), dcolumn, to_prefix),
+        table,
+        (_strided(dq), parts, to_prefix),
         keys,
         (of_queries.groups, of_queries.chunks, batch * tiles, programs),
         float(scale),
         ROW=_whole_rows(grid.h, grid.w, tile.keys),
-        PACKED=_row_lanes(grid.w, tile.keys),
+        SEVERAL=tile.keys >= 2 * grid.w,
         **_constants(grid, q, tile),
     )
-    if drow is not None:
-        drow = drow[0] if keys.chunks == 1 else drow.sum(0)
     if parts is None:
-        return dq, None, drow, dcolumn
+        return dq, None
     dbias = parts.sum(1)
     if to_prefix is not None:
         first, prefix = grid.offset_classes(), grid.prefix if queries == grid.tokens else 0
         dbias[:, first + 1] = to_prefix[:, :, prefix:].sum((0, 2))
         dbias[:, first + 2] = to_prefix[:, :, :prefix].sum((0, 2))
         dbias[:, first] = -dbias[:, first + 2]  # the softmax of a prefix query depends on their difference only
-    return dq, dbias, drow, dcolumn
+    return dq, dbias
 
 
-def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
+def _key_gradients(inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     q, k = inputs[0][0], inputs[1][0]
     batch, heads, queries, _ = q.shape
-    aligned = tables[1] is not None or tables[2] is not None
-    tile = _tile_for("keys", q, aligned)
-    shape = _sizes_for(grid, heads, queries, tile.keys, aligned)
+    tile = _tile_for("keys", q)
+    shape = _sizes_for(grid, heads, queries, tile.keys, aligned=False)
     dk, dv = like_tokens(k), like_tokens(k)
     tiles = shape.groups * shape.chunks + (grid.prefix > 0)
     gradients = (_strided(dk), _strided(dv))
     _keys[(tiles * batch * heads,)](
         inputs,
         stats,
-        tables,
+        table,
         gradients,
         shape,
         float(scale),
@@ -612,59 +518,17 @@ def _logit_gradient(s, norm, mean, dout, value):
 
 
 @triton.jit
-def _sums_by(ds, place, LANES: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the sums [queries, LANES] of ds [queries, keys] over the keys whose `place` is the lane."""
-    lanes = place[:, None] == tl.arange(0, LANES)[None, :]
-    return tl.dot(ds, lanes.to(tl.float32), input_precision=PRECISION)
-
-
-@triton.jit
-def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Write the sums of ds [BLOCK_M, keys] over each image row of the tile (group, chunk) into drow [chunks, B*H, M, h].
-
-    Each element is written by one tile, and chunks remain to be summed. drow is given as (pointer, B*H).
-    """
-    h, rows = sizes.h, sizes.rows
-    drow, of_chunk = drow
-    drow += (chunk * of_chunk + bh) * sizes.queries * h  # 64-bit, as bh is
-    if PACKED:
-        r = tl.arange(0, PACKED)
-        place = drow + ((i * h + group * rows)[:, None] + r[None, :])
-        inside = (r < rows) & (group * rows + r < h)
-        tl.store(place, _sums_by(ds, y - group * rows, PACKED, PRECISION), mask=exist[:, None] & inside[None, :])
-    else:
-        place = drow + (i * h + group)
-        tl.store(place, tl.sum(ds, 1), mask=exist)
-
-
-@triton.jit
-def _store_column_gradient(dcolumn, ds, bh, i, exist, chunk, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Write ds [BLOCK_M, LANES], already summed over the groups of a chunk, into dcolumn [B*H, M, w].
-
-    With PACKED (several image rows per tile) the lanes of a column are summed first.
-    """
-    LANES: tl.constexpr = ds.shape[1]
-    _, x, inside = _key_tile(0, chunk, sizes, LANES, True)
-    if PACKED:
-        ds = _sums_by(ds, x, LANES, PRECISION)
-        x = tl.arange(0, LANES)
-        inside = x < sizes.w
-    place = dcolumn + bh * sizes.queries * sizes.w + ((i * sizes.w)[:, None] + x[None, :])
-    tl.store(place, ds, mask=exist[:, None] & inside[None, :])
-
-
-@triton.jit
 def _queries(
     inputs,
     stats,
-    tables,
+    bias,
     grads,
     sizes,
     work,
     scale,
     PREFIX: tl.constexpr,
     ROW: tl.constexpr,
-    PACKED: tl.constexpr,
+    SEVERAL: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -675,14 +539,14 @@ def _queries(
     for item in range(tl.program_id(0) % programs, items, programs):
         b = (item // tiles).to(tl.int64)
         tile = item % tiles, groups, chunks
-        _query_tile(inputs, stats, tables, grads, sizes, b, head, tile, scale, PREFIX, ROW, PACKED, D, BLOCK_M, BLOCK_N)
+        _query_tile(inputs, stats, bias, grads, sizes, b, head, tile, scale, PREFIX, ROW, SEVERAL, D, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _query_tile(
     inputs,
     stats,
-    tables,
+    bias,
     grads,
     sizes,
     b,
@@ -691,7 +555,7 @@ def _query_tile(
     scale,
     PREFIX: tl.constexpr,
     ROW: tl.constexpr,
-    PACKED: tl.constexpr,
+    SEVERAL: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -699,10 +563,9 @@ def _query_tile(
     """Compute the gradients of a tile of patch queries, or, if it is the last one, of the prefix queries, if there are any."""
     q, k, v, out, grad_out = inputs
     lse, delta = stats
-    bias, row, column = tables
-    dq, parts, drow, dcolumn, to_prefix = grads
+    dq, parts, to_prefix = grads
     tile, query_groups, query_chunks = tile
-    ALIGNED: tl.constexpr = parts is not None or row is not None or column is not None or ROW > 0
+    ALIGNED: tl.constexpr = parts is not None or ROW > 0
     h, w, prefix, queries = sizes.h, sizes.w, sizes.prefix, sizes.queries
     bh = b * sizes.heads + head
     first = bh * queries
@@ -728,7 +591,6 @@ def _query_tile(
     dout = _load_tokens(grad_out, b, head, start, lane, exist, D, False)
     mean = tl.sum(dout.to(tl.float32) * _load_tokens(out, b, head, start, lane, exist, D, False).to(tl.float32), 1)
     tl.store(delta + first + i, mean, mask=exist)
-    PRECISION: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
     norm = tl.load(lse + first + i, mask=exist, other=float("inf")) * LOG2_E
     line, of_prefix = _query_lanes(i, head, sizes, PREFIX)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -742,31 +604,18 @@ def _query_tile(
         if to_prefix is not None:
             tl.store(to_prefix + first + i, tl.sum(dfirst, 1), mask=exist)
     for chunk in range(sizes.chunks):
-        if column is not None:
-            columns = _column_terms(column, bh, i, exist, chunk, sizes, BLOCK_N)
-            dcolumns = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for group in range(sizes.groups):
             y, x, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
             j = _first_key(group, chunk, sizes, BLOCK_N, ALIGNED)
             key = _load_tokens(k, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
             value = _load_tokens(v, b, head, j, tl.arange(0, BLOCK_N), inside, D, ROW > 0)
             s = _token_logits(query, key, bias, line, of_prefix, group, chunk, y, x, inside, head, scale, sizes, ROW, PREFIX)
-            if row is not None:
-                s += _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED)
-            if column is not None:
-                s += columns
             ds = _logit_gradient(s, norm, mean, dout, value)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision="ieee")
             if parts is not None:
                 classes = (2 * h - 1) * (2 * w - 1) + (3 if PREFIX else 0)
                 of_program = parts + tl.program_id(0).to(tl.int64) * classes
-                _add_diagonals(of_program, ds, down - group * sizes.rows, right - chunk * BLOCK_N, sizes, PACKED > 0)
-            if row is not None:
-                _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED, PRECISION)
-            if column is not None:
-                dcolumns += ds
-        if column is not None:
-            _store_column_gradient(dcolumn, dcolumns, bh, i, exist, chunk, sizes, PACKED, PRECISION)
+                _add_diagonals(of_program, ds, down - group * sizes.rows, right - chunk * BLOCK_N, sizes, SEVERAL)
     _store_tokens(dq, b, head, start, lane, exist, acc * scale, D)
 
 
@@ -856,7 +705,7 @@ def _load_queries(inputs, stats, b, head, bh, first, exist, queries, LANES: tl.c
 def _keys(
     inputs,
     stats,
-    tables,
+    bias,
     grads,
     sizes,
     scale,
@@ -868,9 +717,8 @@ def _keys(
     BLOCK_N: tl.constexpr,
 ):
     k, v = inputs[1], inputs[2]
-    bias, row, column = tables
     dk, dv = grads
-    ALIGNED: tl.constexpr = row is not None or column is not None or ROW > 0
+    ALIGNED: tl.constexpr = ROW > 0
     heads, h, w, prefix, queries = sizes.heads, sizes.h, sizes.w, sizes.prefix, sizes.queries
     tiles = sizes.groups * sizes.chunks + (1 if PREFIX else 0)
     tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -891,9 +739,7 @@ def _keys(
         first_query, first_dout, first_norm, first_mean = _load_queries(
             inputs, stats, b, head, bh, 0, is_query, queries, PREFIX_LANES, D, False
         )
-        first_logits = 0.0
-        if bias is not None:
-            first_logits = tl.load(bias + _prefix_line(head, sizes) + tl.where(to_prefix, 2, 0))
+        first_logits = tl.load(bias + _prefix_line(head, sizes) + tl.where(to_prefix, 2, 0))
         dkey, dvalue = _add_queries(
             dkey, dvalue, key, value, first_query, first_dout, first_norm, first_mean, first_logits, scale
         )
@@ -915,24 +761,15 @@ def _keys(
             query, dout, norm, mean = _load_queries(
                 inputs, stats, b, head, bh, first, exist, queries, BLOCK_M, D, QUERY_ROW > 0
             )
-            logits = 0.0
-            if bias is not None:
-                if QUERY_ROW:
-                    top = h - patches // w + group * down  # image row
-                    line = _head_line(head, sizes, PREFIX) + (top + h - 1) * (2 * w - 1) + chunk * BLOCK_M + w - 1
-                    logits = _look_up((bias + line - cell)[:, None] + _row_cells(BLOCK_M, QUERY_ROW)[None, :])
-                else:
-                    line, _ = _query_lanes(i, head, sizes, PREFIX)
-                    logits = _look_up(bias + (line[None, :] - cell[:, None]))
-                if PREFIX:
-                    logits = tl.where(to_prefix, tl.load(bias + _prefix_line(head, sizes) + 1), logits)
-            both = inside[:, None] & exist[None, :]
-            if row is not None:
-                at = row + bh * queries * h + ((i * h)[None, :] + y[:, None])
-                logits += tl.load(at, mask=both, other=0.0).to(tl.float32) * LOG2_E
-            if column is not None:
-                at = column + bh * queries * w + ((i * w)[None, :] + x[:, None])
-                logits += tl.load(at, mask=both, other=0.0).to(tl.float32) * LOG2_E
+            if QUERY_ROW:
+                top = h - patches // w + group * down  # image row
+                line = _head_line(head, sizes, PREFIX) + (top + h - 1) * (2 * w - 1) + chunk * BLOCK_M + w - 1
+                logits = _look_up((bias + line - cell)[:, None] + _row_cells(BLOCK_M, QUERY_ROW)[None, :])
+            else:
+                line, _ = _query_lanes(i, head, sizes, PREFIX)
+                logits = _look_up(bias + (line[None, :] - cell[:, None]))
+            if PREFIX:
+                logits = tl.where(to_prefix, tl.load(bias + _prefix_line(head, sizes) + 1), logits)
             dkey, dvalue = _add_queries(dkey, dvalue, key, value, query, dout, norm, mean, logits, scale)
     _store_tokens(dk, b, head, j, lane, inside, dkey * scale, D)
     _store_tokens(dv, b, head, j, lane, inside, dvalue, D)

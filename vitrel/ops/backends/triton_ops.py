@@ -107,48 +107,42 @@ def windows(
 
 @torch.library.custom_op("vitrel::biased_attention", mutates_args=())
 def biased_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, h: int, w: int, prefix: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute global attention, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D], and its log-sum-exp.
 
     See `triton_global.biased_forward`.
     """
-    return triton_global.biased_forward(q, k, v, bias, rows, columns, Grid(h, w, prefix), scale)
+    return triton_global.biased_forward(q, k, v, bias, Grid(h, w, prefix), scale)
 
 
 @biased_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, h: int, w: int, prefix: int, scale: float) -> tuple[Tensor, Tensor]:
     return triton_global.like_tokens(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("vitrel::biased_attention_backward", mutates_args=())
 def biased_backward_op(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, bias, rows and columns; empty where the input is None.
-
-    That of bias is also empty without bias_grad.
-    """
-    grid = Grid(h, w, prefix)
-    grads = triton_global.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
-    return tuple(_or_empty(x, q) for x in grads)  # type: ignore[return-value]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v and bias; that of bias is empty without bias_grad."""
+    dq, dk, dv, dbias = triton_global.biased_backward(grad, q, k, v, bias, out, lse, Grid(h, w, prefix), scale, bias_grad)
+    return dq, dk, dv, _or_empty(dbias, q)
 
 
 @biased_backward_op.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (triton_global.like_tokens(x) for x in (q, k, v))
-    return dq, dk, dv, _like(bias if bias_grad else None, q), _like(rows, q), _like(columns, q)
+    return dq, dk, dv, q.new_empty(bias.shape if bias_grad else 0, dtype=torch.float32)
 
 
 def _setup_biased_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.sizes = inputs[6:]
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.sizes = inputs[4:]
 
 
 def _biased_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
@@ -168,7 +162,3 @@ def _needed(grads: Sequence[Tensor], inputs: Sequence[Tensor | None], needs_grad
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32) if x is None else x
-
-
-def _like(x: Tensor | None, other: Tensor) -> Tensor:
-    return _or_empty(None if x is None else other.new_empty(x.shape, dtype=torch.float32), other)

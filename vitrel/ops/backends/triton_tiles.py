@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LOG2_E = tl.constexpr(1.4426950408889634)  # logits are multiplied by it, since the hardware has exp2
 
 
 class Tile(NamedTuple):
@@ -42,14 +46,13 @@ HALF: dict[str, dict[int, Tile]] = {
 def architecture(device: torch.device) -> int:
     """Return the compute capability for which kernels are compiled on a device.
 
-    90 for sm_90, on a CPU (as in the interpreter), and where fake tensors stand for those of a GPU that is not there; 0 if not
-    NVIDIA's.
+    90 is sm_90, and the result on a CPU (as in the interpreter) and where fake tensors stand for those of a GPU that is not
+    there.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 90
     with torch.cuda.device(device):
-        arch = triton.runtime.driver.active.get_current_target().arch
-    return arch if isinstance(arch, int) else 0
+        return triton.runtime.driver.active.get_current_target().arch
 
 
 def generation(arch: int) -> int:
@@ -81,19 +84,18 @@ def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, rotary: bo
     return half_tile("tiles", arch)
 
 
-def global_tile(kernel: str, dtype: torch.dtype, width: int, aligned: bool, arch: int) -> Tile:
+def global_tile(kernel: str, dtype: torch.dtype, width: int, arch: int) -> Tile:
     """Return the tile of a kernel of global attention, by its name in HALF.
 
     Args:
         kernel: "forward", "queries" or "keys".
         dtype: of q, k and v.
         width: width D of a head.
-        aligned: tiles follow the image rows, as row and column scores need.
         arch: see `architecture`.
     """
     if dtype == torch.float32:
         return Tile(32, 32, 8, 1)
-    if not aligned and width <= 64:
+    if width <= 64:
         return half_tile(kernel, arch)
     if kernel == "keys":
         return Tile(32, 64, 8, 2 if generation(arch) > 80 else 1)
@@ -112,6 +114,19 @@ def table_tile(tile: Tile, columns: int, arch: int) -> Tile:
     if 2 * columns <= side and generation(arch) == 80:
         side = min(side, 32)
     return tile._replace(rows=side, keys=side)
+
+
+def compiler_options(tile: Tile, dtype: torch.dtype) -> dict[str, int]:
+    """Return Triton's compiler options for kernels with this tile on inputs of `dtype`."""
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if dtype == torch.float32:
+        options["maxnreg"] = 255  # otherwise the assembler spills a few registers for a higher occupancy
+    return options
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up; triton.cdiv takes microseconds for it, since kernels call it as well."""
+    return -(-a // b)
 
 
 def padded_tokens(tokens: int) -> int:

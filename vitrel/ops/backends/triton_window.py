@@ -46,12 +46,21 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrel.ops.backends import triton_tiles
-from vitrel.ops.backends.triton_tiles import MOST_IN_ONE_TILE, Tile, padded_tokens, window_backward_tile, window_tile
+from vitrel.ops.backends.triton_tiles import (
+    DTYPES,
+    LOG2_E,
+    MOST_IN_ONE_TILE,
+    Tile,
+    ceil_div,
+    compiler_options,
+    padded_tokens,
+    window_backward_tile,
+    window_tile,
+)
 from vitrel.ops.window import check_window
 
 WIDTHS = (16, 32, 48, 64)  # head widths D
 MOST_TOKENS = 256  # maximum tokens of a window
-LOG2_E = tl.constexpr(1.4426950408889634)  # logits are multiplied by it, since the hardware has exp2
 VARYING = ("h", "w", "windows", "per")  # not specialized, so that a kernel is compiled once for all grids and batches
 PROGRAMS = 4096  # maximum per launch; each computes several windows, with one lookup of their bias
 BACKWARD_PROGRAMS = 2048  # the same of the backward pass
@@ -75,7 +84,7 @@ HEADS, WH, WW, N, SY, SX, D, DP, ROWS, KEYS, HOLD = map(tl.constexpr, range(11))
 
 def window_limits(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
     """Return the reason why the kernels do not serve this dtype, head width D and window (h, w) in tokens, or ""."""
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in DTYPES:
         return f"the Triton window kernels support float32, float16 and bfloat16, not {dtype}"
     if width not in WIDTHS:
         return f"the Triton window kernels support head widths {', '.join(map(str, WIDTHS))}, not {width}"
@@ -159,10 +168,7 @@ def _plan(tile: Tile, window: tuple[int, int], shift: tuple[int, int], heads: in
         raise ValueError(reason)
     of_tile = tile.rows, tile.keys, tile.hold
     sizes = (heads, *window, window[0] * window[1], *shift, width, triton.next_power_of_2(width), *of_tile)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if dtype == torch.float32 and not torch.version.hip:
-        options["maxnreg"] = 255  # as in triton_global
-    return Plan(tile, sizes, options)
+    return Plan(tile, sizes, compiler_options(tile, dtype))
 
 
 def _launch(kernel: triton.JITFunction, plan: Plan, tiles: int, windows: int, per: int, arguments: tuple) -> None:
@@ -220,11 +226,6 @@ def window_count(qkv: Tensor, window: tuple[int, int]) -> int:
     """Return the number of windows in all images of qkv [B, h, w, 3C]."""
     batch, h, w, _ = qkv.shape
     return batch * ceil_div(h, window[0]) * ceil_div(w, window[1])
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up; triton.cdiv takes microseconds for it, since kernels call it as well."""
-    return -(-a // b)
 
 
 def windows_per_program(windows: int, jobs: int, programs: int) -> int:
