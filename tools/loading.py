@@ -41,7 +41,7 @@ def theirs(dataset: ImageSet, settings: dict) -> Callable[[int], tuple]:
 
 
 def seconds(read: Callable, collate_fn: Callable, indices: Sequence[int]) -> float:
-    """Processor time in which `indices` are read and put into batches."""
+    """Return the processor time, in seconds, in which `indices` are read and put into batches."""
     start = time.process_time()
     for first in range(0, len(indices), BATCH):
         collate_fn([read(index) for index in indices[first : first + BATCH]])

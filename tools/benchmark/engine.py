@@ -5,8 +5,6 @@ of the difference over the norm is at most LIMIT, in bfloat16 HALF_LIMIT. Every 
 a failure. Rows in the samples are not measured again.
 """
 
-import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -89,18 +87,6 @@ class Engine:
         self.samples, self.worker = samples, worker
         self.threads = torch.get_num_threads()
 
-    def run(self, cases: Iterable[Case], only: str, until: float) -> bool:
-        """Measure the cases whose name matches `only`, in order.
-
-        until: `time.time()` after which no case starts. Returns False if that time came first.
-        """
-        for case in cases:
-            if re.search(only, case.name):
-                if time.time() > until:
-                    return False
-                self.measure(case)
-        return True
-
     def measure(self, case: Case) -> None:
         """Check and time the contenders of a case together, unless all their rows are there."""
         group = [c for c in case.contenders if not any(self._has(kind, case, c, any) for kind in ENDS)]
@@ -152,10 +138,10 @@ class Engine:
         if contender.name not in workers:
             process = self._process(case, contender.args | visit.set, contender.env)
             workers[contender.name] = worker = stack.enter_context(process)
-            row = worker.start() | {"new_compiles": 0}
+            row: Arguments = {**worker.start()}
         else:
             worker = workers[contender.name]
-            row = {"new_compiles": -worker.compiles()} | worker.set(bool(case.plan.rounds), **visit.set)
+            row = {**worker.set(bool(case.plan.rounds), **visit.set)}
         errors = relative_errors(worker.outcome(), truth) if checked else {}
         if text := too_large(errors):
             self.samples.add("wrong", **case.key(contender, visit), text=text)
@@ -164,10 +150,8 @@ class Engine:
         return row | {"errors": {name: errors[name] for name in errors if name in worst or name in _OUTPUTS}}
 
     def _write(self, case: Case, visit: Visit, contender: Contender, worker: Worker, row: Arguments) -> None:
-        memory, compiles = worker.memory(), worker.compiles()
-        row |= {"compiles": compiles, "new_compiles": row["new_compiles"] + compiles}
         common = {"of": contender.of} | case.row | visit.row | contender.row
-        self.samples.add(case.kind, **case.key(contender, visit), **common | row | memory)
+        self.samples.add(case.kind, **case.key(contender, visit), **common | row | worker.memory())
 
     def _truth(self, case: Case, visit: Visit, args: Arguments) -> dict[str, Tensor]:
         """Return the definition's result, computed once per case and arguments."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import timm
@@ -32,13 +33,16 @@ class Model(NamedTuple):
 
 
 def _swin(ours: str, peer: str, **args: Any) -> Model:
-    """Return a Swin; drop path is 0, since with random drops no two contenders compute the same step."""
+    """Return a Swin. Its drop path is 0, since with random drops no two contenders would compute the same step."""
     any_size = dict(strict_img_size=False) if "v2" in peer else dict(dynamic_img_size=True)
     return Model(ours, peer, dict(drop_path_rate=0.0, **args), dict(drop_path_rate=0.0) | any_size | args)
 
 
 def _vit(letter: str, kind: str, **args: Any) -> Model:
-    """kind: "absolute"; "table" and "none" have no class token; "rope" and "none scaled" have layer scale."""
+    """Return a ViT of a size, letter "s" or "b", and a kind of position.
+
+    kind: "absolute"; "table" and "none", both without class token; "rope" and "none scaled", both with layer scale.
+    """
     size = {"s": "small", "b": "base"}[letter]
     ours, peer = f"vitrel_vit_{letter}16_{kind}", f"vit_{size}_patch16"
     plain, any_size = dict(class_token=False, global_pool="avg"), dict(dynamic_img_size=True)
@@ -94,6 +98,13 @@ def our_model(name: str, size: tuple[int, int]) -> nn.Module:
     return vitrel.load_pretrained(net, vitrel.from_timm(peer_model(name, size)))
 
 
+def model_without_position(name: str, size: tuple[int, int]) -> nn.Module:
+    """Return vitrel's model without position, with weights of its own, in train mode."""
+    torch.manual_seed(0)
+    options = {key: value for key, value in MODELS[name].ours_args.items() if key != "position_args"}
+    return timm.create_model(MODELS[name].ours, img_size=size, **options, position="none")
+
+
 def other_model(library: str, name: str, side: int) -> nn.Module:
     """Return the model of torchvision or transformers of the same shape, with weights of its own, in train mode."""
     torch.manual_seed(0)
@@ -132,11 +143,11 @@ class ModelCall:
     """One call of a model: a forward pass, or a training step of forward, cross entropy, backward and fused AdamW.
 
     Returns {"output"} or {"loss"} and the gradients by parameter. Images are random; `set` changes size, batch and mode.
-    ours: vitrel's model, for timm's gradients under our names in gates; None if `net` is that. Compiled graphs are of one shape
-    (dynamic=False).
+    ours: builds vitrel's model, for timm's gradients under our names in gates; None if `net` is that. Compiled graphs are of
+    one shape (dynamic=False).
     """
 
-    def __init__(self, net: nn.Module, ours: nn.Module | None, how: str, dtype: str, device: str):
+    def __init__(self, net: nn.Module, ours: Callable[[], nn.Module] | None, how: str, dtype: str, device: str):
         self.how, self.device = how, device
         self.net, self.ours = net.to(device, _cast(dtype)), ours
         self.dtype, self.forward, self.optimizer = dtype, self.net, None
@@ -184,7 +195,7 @@ class ModelCall:
         if self.ours is None or not self.training:
             return returned
         gradients = {name: x for name, x in returned.items() if name != "loss"}
-        planned = plan_weights(self.ours, gradients).state
+        planned = plan_weights(self.ours(), gradients).state
         return {"loss": returned["loss"]} | {name: x for name, x in planned.items() if x is not None}
 
     def _definition(self) -> dict[str, Tensor]:
@@ -222,19 +233,15 @@ class ModelCall:
 def model_call(
     library: str, model: str, how: str, native: int, dtype: str = "float32", device: str = "cpu", **visit: Any
 ) -> ModelCall:
-    """Return the call of a worker. library: "ours" (vitrel with timm's weights), "timm", "torchvision" or "transformers".
+    """Return the call of a worker. library: "ours" (vitrel with timm's weights), "timm", "none" (ours without position),
+    "torchvision" or "transformers".
 
     how: "eager", "compiled", "reference". native: side of the images for which the model is built. dtype:
     "float32", "float64" or "amp". visit: arguments of ModelCall.set.
     """
-    size = (native, native)
-    if library == "ours":
-        net, ours = our_model(model, size), None
-    elif library == "timm":
-        net, ours = peer_model(model, size), our_model(model, size)
-    else:
-        net, ours = other_model(library, model, native), None
-    call = ModelCall(net, ours, how, dtype, device)
+    size, builders = (native, native), {"ours": our_model, "timm": peer_model, "none": model_without_position}
+    net = builders[library](model, size) if library in builders else other_model(library, model, native)
+    call = ModelCall(net, partial(our_model, model, size) if library == "timm" else None, how, dtype, device)
     call.set(**visit)
     return call
 

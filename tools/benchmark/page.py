@@ -1,40 +1,16 @@
 """The tables of docs/performance.md, from the rows of the suites cpu and scale."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from tools.benchmark.models import SETTINGS, visits_of
 from tools.benchmark.samples import footer, last_run
 from tools.benchmark.scale import DENSE, FLUSHED
-from tools.benchmark.tables import Ratio, Row, by_case, call_mb, growth, markdown, ratio, three, verdict
+from tools.benchmark.tables import Ratio, Row, by_case, call_mb, growth, markdown, ratio, three
 
 PAGE = "docs/performance.md"
 _CPU = SETTINGS["cpu"]
 MODELS = [model for group in _CPU.groups for model in group]
 _ONE, _MANY, _TRAIN, _TRAIN_MANY, _OTHER = range(5)  # of visits_of
-
-
-class Goal(NamedTuple):
-    """A goal of speed: what `fast` is, at least, of `slow`. model and contender each, in the same case and visit."""
-
-    text: str
-    least: float
-    fast: tuple[str, str]
-    slow: tuple[str, str]
-    visit: int
-
-
-GOALS = (
-    Goal("Swin-T over timm's, eager", 2.0, ("Swin-T", "ours"), ("Swin-T", "timm"), _ONE),
-    Goal("Swin V2-T over timm's, eager", 1.3, ("SwinV2-T", "ours"), ("SwinV2-T", "timm"), _ONE),
-    Goal("Swin-T over timm's, training", 1.5, ("Swin-T", "ours"), ("Swin-T", "timm"), _TRAIN_MANY),
-    Goal("ViT-S table over ViT-S absolute", 1.0, ("ViT-S table", "ours"), ("ViT-S absolute", "ours"), _ONE),
-    Goal("the same, training", 0.95, ("ViT-S table", "ours"), ("ViT-S absolute", "ours"), _TRAIN),
-    *(
-        Goal(f"{name} over timm's, compiled", least, (name, "ours, compiled"), (name, "timm, compiled"), _ONE)
-        for name, least in {name: 1.05 if name == "Swin-T" else 1.0 for name in MODELS}.items()
-    ),
-)  # fmt: skip
 
 
 class Measured:
@@ -59,18 +35,8 @@ def tables(models: list[Row], scale: list[Row]) -> list[tuple[str, str]]:
     """Return (name, Markdown) of every table of the page."""
     about, models = last_run(models)
     measured, (_, scale) = Measured(models), last_run(scale)
-    found = [("goals", _goals(measured)), ("speed", _speeds(measured)), ("resources", _resources(measured))]
-    found.append(("scale", scale_table(scale)))
+    found = [("speed", _speeds(measured)), ("resources", _resources(measured)), ("scale", scale_table(scale))]
     return [(name, "\n".join(lines)) for name, lines in [("machine", [f"{footer(about)}."]), *found]]
-
-
-def _goals(measured: Measured) -> list[str]:
-    body = []
-    for goal in GOALS:
-        found = measured.ratio(goal.fast, goal.slow, goal.visit)
-        where = visits_of(goal.fast[0], _CPU)[goal.visit].mode
-        body.append((goal.text, where, f"{goal.least:.2f}", _cell(found), verdict(found and found.middle, goal.least)))
-    return markdown(("goal", "", "at least", "measured", ""), "|---|---|---:|---|---|", body)
 
 
 def _speeds(measured: Measured) -> list[str]:
@@ -78,13 +44,23 @@ def _speeds(measured: Measured) -> list[str]:
         ("ours", "timm"), ("ours, compiled", "timm, compiled"), ("ours", "timm, fused attention"), ("ours", "torchvision"),
         ("ours", "transformers"),
     )  # fmt: skip
-    head = ("", "eager / timm", "compiled / timm compiled", "eager / timm fused", "/ torchvision", "/ transformers")
+    plain = MODELS[0]
+    head = (
+        "",
+        "eager / timm",
+        "compiled / timm compiled",
+        "eager / timm fused",
+        "/ torchvision",
+        "/ transformers",
+        f"/ {plain}",
+    )
     body = []
     for model in MODELS:
         for number, visit in enumerate(visits_of(model, _CPU)):
             cells = [_cell(measured.ratio((model, fast), (model, slow), number)) for fast, slow in ways]
-            body.append([f"{model}, {visit.mode}", *cells])
-    return markdown(head, "|---|" + "---|" * len(ways), body)
+            other = measured.ratio((model, "ours"), (plain, "ours"), number) if "ViT" in model and model != plain else None
+            body.append([f"{model}, {visit.mode}", *cells, _cell(other)])
+    return markdown(head, "|---|" + "---|" * (len(ways) + 1), body)
 
 
 def _resources(measured: Measured) -> list[str]:

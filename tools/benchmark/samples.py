@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ KEY = ("kind", "case", "mode", "contender")  # columns that identify a measureme
 STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")
 CARRIED = ("cpu", "python", "commit")  # further columns of every row
 ENDS = ("refused", "wrong", "failed")  # kinds of rows that hold a reason instead of times
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Samples:
@@ -70,17 +68,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) -> dict[str, str]:
-    """Return what the numbers depend on: hardware, driver, versions, commit, and a hash of the measured code.
+    """Return what the numbers depend on: hardware, versions, commit, and a hash of the measured code.
 
     code: glob patterns of its files, relative to the root of the repository.
     """
-    gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else processor_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "cpu": processor_name(),
-        "driver": _driver_version() if gpu else "",
-        "cuda": str(torch.version.cuda) if gpu else "",
-        "cudnn": str(torch.backends.cudnn.version()) if gpu else "",
         "torch": torch.__version__,
         "triton": installed_version("triton") or "none",
         "timm": installed_version("timm") or "none",
@@ -105,15 +99,6 @@ def footer(about: dict[str, Any]) -> str:
     threads = f"{about['threads']} thread{'s' if about['threads'] != '1' else ''}"
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "timm", "python") if about.get(name))
     return ", ".join(filter(None, (about["device"], threads, versions, f"commit {about['commit']}" if about["commit"] else "")))
-
-
-def _driver_version() -> str:
-    """Return the version of the NVIDIA driver, or where the system does not say, the newest CUDA version that it serves."""
-    try:
-        words = re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", _DRIVER.read_text("utf-8", "replace"))
-    except OSError:
-        words = []
-    return words[0] if words else str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")())
 
 
 def _fingerprint(patterns: Iterable[str]) -> str:

@@ -97,11 +97,6 @@ def call_mb(row: Row) -> float:
     return (row["call_bytes"] + row["kept_bytes"]) / 1e6
 
 
-def verdict(value: float | None, least: float = -math.inf, most: float = math.inf) -> str:
-    """Return whether a goal is met by what was measured, None for nothing."""
-    return "not measured" if value is None else "met" if least <= value <= most else "**missed**"
-
-
 def three(x: float) -> str:
-    """Format with three digits, without an exponent."""
+    """Return a number as text with three digits, without an exponent."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"

@@ -96,7 +96,7 @@ class Worker:
         self.close()
 
     def start(self) -> dict[str, float]:
-        """Build the call and run it once; return first_call_s and compiles."""
+        """Build the call and run it once; return first_call_s."""
         return self._ask("start", *self._order)
 
     def outcome(self) -> dict[str, Tensor]:
@@ -118,10 +118,6 @@ class Worker:
         Also launches: the operators of a call, if the call counts them.
         """
         return self._ask("memory")
-
-    def compiles(self) -> int:
-        """Return the number of graphs compiled by dynamo so far."""
-        return self._ask("compiles")
 
     def close(self) -> None:
         """Kill the process."""
@@ -177,7 +173,7 @@ class _Served:
         module, _, function = build.partition(":")
         self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
         gc.collect()
-        return {"first_call_s": self._first(), "compiles": self.compiles()}
+        return {"first_call_s": self._first()}
 
     def outcome(self, path: str) -> str:
         tensors = getattr(self.call, "checked", dict)(self.kept)
@@ -206,9 +202,6 @@ class _Served:
         call_bytes = most_bytes(self._once, torch.device("cpu"))
         count = getattr(self.call, "launches", lambda: None)()
         return {"call_bytes": call_bytes, "call_ms": call_ms, "launches": count}
-
-    def compiles(self) -> int:
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
 
     def _once(self) -> None:
         self.kept = None  # gradients of the last call are not held through the next

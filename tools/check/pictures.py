@@ -45,12 +45,12 @@ def main() -> None:
 
 
 def name(text: str) -> str:
-    """The name of a picture, from the name of its fault."""
+    """Return the name of a picture, made from the name of its fault."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
 def figure(fault: faults.Fault) -> Figure:
-    """The right model and the fault side by side."""
+    """Return the figure of the right model and the fault side by side."""
     windows = fault.name.startswith("windows")
     right = faults.swin() if windows else fault.right() if fault.right else _right(fault.build)
     size = (28, 112) if fault.check == "shift" else (56, 112) if windows else SIZE
@@ -85,7 +85,7 @@ def _at(shape: tuple[int, ...], fault: faults.Fault) -> tuple[int, int]:
 
 
 def examined(model: nn.Module, size: tuple[int, int], fault: faults.Fault | None) -> Survey:
-    """The survey of a model, under the condition that shows the fault."""
+    """Return the survey of a model under the condition that shows the fault."""
     model = model.eval()
     if fault is not None and fault.check == "cache":
         model(torch.zeros(1, 3, *size[::-1]))
@@ -100,9 +100,10 @@ def examined(model: nn.Module, size: tuple[int, int], fault: faults.Fault | None
 
 
 def nearness(found: Survey, fault: faults.Fault) -> Tensor:
-    """[h, w]: products of embeddings, or weights by position alone (mean over heads), of the marked token with all others.
+    """Return how near every token is to the marked one, [h, w]: products of embeddings, or weights by position alone.
 
-    The class token is marked where the fault is one of prefix tokens; in windows the map is of visible tokens.
+    Weights are means over heads. The class token is marked where the fault is one of prefix tokens; in windows the map is of
+    visible tokens.
     """
     if found.embeddings:
         rows = torch.nn.functional.normalize(found.embeddings[0].patches.float(), dim=-1)

@@ -53,7 +53,7 @@ def models(most: int) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
 
 def small(name: str, **options: Any) -> nn.Module:
-    """A model of timm with two layers, or stages of two, narrow and of small images, where its arguments allow it."""
+    """Return a model of timm with two layers, or stages of two, narrow and of small images, where its arguments allow it."""
     flat, stages = {"depth": 2}, {"depths": (2, 2, 2, 2)}
     thin, few = {"embed_dim": 192, "num_heads": 3}, {"embed_dim": 48, "num_heads": (1, 2, 4, 8)}
     patch = re.search(r"patch(\d+)", name)
@@ -108,7 +108,7 @@ def _torchvision() -> dict[str, Callable[[], nn.Module]]:
 
 
 def row(name: str, build: Callable[[], nn.Module], checks: list[str]) -> dict[str, Any]:
-    """The row of a model; a model that cannot be built or examined has its error as the encoding."""
+    """Return the row of a model; one that cannot be built or examined has its error as the encoding."""
     import transformers
 
     versions = {"timm": timm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -13,13 +13,11 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs does not set them; pages show tests/oracles
 
-from tools.docs import encodings, reference, studies  # noqa: E402
+from tools.docs import encodings, reference  # noqa: E402
 from tools.explorer.make import explorer_html  # noqa: E402
 
 LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)(#[^)\s]+)?")  # Markdown links that begin with ../, and their fragments
 GENERATED = {  # {file of the repository, with or without a fragment: page of the site that is made from it}
-    "results/study/imagenet/table.md": "studies/imagenet_weights_tables.md",
-    "results/study/imagenette224/table.md": "studies/photographs_tables.md",
     "tools/explorer/page/page.html": "explorer.html",
     "vitrel/__init__.py": "reference/api.md",
     "vitrel/cli/__init__.py": "reference/command_line.md",
@@ -44,8 +42,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"encodings/{key}.png", content=encodings.picture(key)))
     files.append(File.generated(config, "reference/command_line.md", content=reference.command_line()))
     files.append(File.generated(config, "reference/api.md", content=reference.api()))
-    files.append(File.generated(config, "studies/photographs_tables.md", content=studies.photographs()))
-    files.append(File.generated(config, "studies/imagenet_weights_tables.md", content=studies.imagenet_weights()))
     files.append(File.generated(config, "explorer.html", content=explorer_html()))
     for page in [*files.documentation_pages()]:
         for target, fragment in LINK.findall(page.content_string):

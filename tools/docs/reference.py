@@ -7,13 +7,12 @@ import importlib
 import os
 import re
 from itertools import takewhile
-from pathlib import Path
 from unittest import mock
 
+from tools.study.pages import ROOT, fill
 from vitrel.cli.options import packaged
 from vitrel.evaluate.folder import COLUMNS
 
-ROOT = Path(__file__).parents[2]
 FILES_PAGE = ROOT / "docs" / "reference" / "files.md"
 
 PACKAGES = (
@@ -75,10 +74,7 @@ def columns() -> str:
 
 def files_page(text: str) -> str:
     """Return the text of docs/reference/files.md with its two generated tables made anew."""
-    for mark, generate in (("configurations", configurations), ("columns", columns)):
-        start, end = f"<!-- {mark} -->\n", f"\n<!-- /{mark} -->"
-        text = text.partition(start)[0] + start + generate() + end + text.partition(end)[2]
-    return text
+    return fill(text, [("configurations", configurations()), ("columns", columns())])
 
 
 def api() -> str:

@@ -11,13 +11,12 @@ import os
 import time
 from typing import Any, NamedTuple
 
-import timm
 import torch
 
 from tools.benchmark.engine import relative_errors, too_large
-from tools.benchmark.models import MODELS, ModelCall, our_model, peer_model
+from tools.benchmark.models import ModelCall, model_call
 from tools.benchmark.samples import Samples
-from tools.benchmark.tables import Row, by_case, markdown, ratio, three, times, verdict
+from tools.benchmark.tables import Row, by_case, markdown, three, times
 from tools.benchmark.worker import Repeats, most_bytes, take_turns
 from tools.gpu import attention
 from tools.gpu.parts import CODE, Job, Setting, known, measuring, run, run_again, share, sync
@@ -63,15 +62,6 @@ GROUPS = {  # the most important first
     "ViT-B": (*_of("ViT-B table", *_ALL), *_of("ViT-B rope", *_ALL)),
     "SwinV2-T": _of("SwinV2-T", *_ALL),
 }
-GOALS = (  # at least, of the speed of the second
-    *((f"Swin-T, {how}", mode, "Swin-T: ours", "Swin-T: timm", least) for how, mode, least in (
-        ("compiled", "inference", 1.6), ("compiled", "training", 1.4), ("eager", "inference", 1.4), ("eager", "training", 1.3),
-    )),
-    ("SwinV2-T, compiled", "inference", "SwinV2-T: ours", "SwinV2-T: timm", 1.4),
-    ("SwinV2-T, compiled", "training", "SwinV2-T: ours", "SwinV2-T: timm", 1.2),
-    *(("ViT-B, compiled", mode, "ViT-B table: ours", "ViT-B table: none", 0.95) for mode in MODES),
-    *(("ViT-B, compiled", mode, "ViT-B rope: ours", "ViT-B rope: none", 0.97) for mode in MODES),
-)  # fmt: skip
 
 
 def cases(small: bool) -> list[Case]:
@@ -126,18 +116,9 @@ def work(setting: Setting, name: str) -> None:
 
 def built(case: Case, contender: Contender, setting: Setting) -> ModelCall:
     """Return the call of a contender, of which none was made yet."""
-    model, training = contender.model, case.mode == "training"
-    side, batch = (56, 2) if setting.small else (256 if "V2" in model else 224, _BATCH)
-    dtype = "amp" if training else "bfloat16"
-    if contender.library == "none":
-        torch.manual_seed(0)
-        options = {name: value for name, value in MODELS[model].ours_args.items() if name != "position_args"}
-        net = timm.create_model(MODELS[model].ours, img_size=side, **options, position="none")
-    else:
-        net = (our_model if contender.library == "ours" else peer_model)(model, (side, side))
-    call = ModelCall(net, None, case.how, dtype, setting.device.type)
-    call.set(side, batch, case.mode)
-    return call
+    side, batch = (56, 2) if setting.small else (256 if "V2" in contender.model else 224, _BATCH)
+    dtype, how = "amp" if case.mode == "training" else "bfloat16", {"side": side, "batch": batch, "mode": case.mode}
+    return model_call(contender.library, contender.model, case.how, side, dtype, setting.device.type, **how)
 
 
 class Turns:
@@ -219,7 +200,7 @@ def table(setting: Setting) -> tuple[list[str], bool]:
     rows = setting.samples(MEASURED).current()
     bad = [row for row in rows if row["kind"] in ("failed", "wrong")]
     lines = [f"- {row['case']}, {row['mode']}, {row['contender']}: {row['kind']}, {row['text'][:200]}" for row in bad]
-    return [*times(rows), "", *attention_table(rows), "", *goals_table(rows), "", *lines], bool(bad)
+    return [*times(rows), "", *attention_table(rows), "", *lines], bool(bad)
 
 
 def _speed(rows: list[Row]) -> float | None:
@@ -241,34 +222,3 @@ def attention_table(rows: list[Row]) -> list[str]:
         body.append((case, mode, *cells, three(moved)))
     head = ("µs of kernels; of the host (MB)", "", *names, "its bytes, µs")
     return markdown(head, "|---|---|" + "---|" * len(names) + "---:|", body)
-
-
-def goals_table(rows: list[Row]) -> list[str]:
-    """Return the table of the goals."""
-    found = by_case(rows)
-    body = []
-    for case, mode, fast, slow, least in GOALS:
-        pair = [found.get((case, mode), {}).get(name) for name in (slow, fast)]
-        over = ratio(pair[0], pair[1]) if pair[0] and pair[1] else None
-        met = verdict(over and over.middle, least)
-        body.append((f"{case}, {mode}: {fast} over {slow}", f"{least:.2f}", str(over or ""), met))
-    return markdown(("goal", "at least", "measured", ""), "|---|---:|---|---|", [*body, *_kernel_goals(rows)])
-
-
-def _kernel_goals(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return the rows of the goals of attention alone: at most so many times its bytes, or flash attention without position."""
-    speed = _speed(rows)
-    us = by_case(rows, "attention")
-    windows, square = attention.SHAPES[0].name, attention.SHAPES[1].name
-    found = us.get((windows, "training"), {}).get("triton")
-    times = found["gpu_us"] / (found["moved_bytes"] / speed / 1e6) if found and speed else None
-    goals = [(f"{windows}, training, over its bytes", times, 2.5)]
-    for mode in attention.MODES:
-        of = us.get((square, mode), {})
-        ours, floor = of.get("triton"), of.get(attention.FLOOR)
-        times = ours["gpu_us"] / floor["gpu_us"] if ours and floor else None
-        goals.append((f"{square}, {mode}, over {attention.FLOOR}", times, 1.5))
-    return [
-        (text, f"at most {most:.2f}", "" if times is None else f"{times:.2f}", verdict(times, most=most))
-        for text, times, most in goals
-    ]

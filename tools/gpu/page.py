@@ -22,7 +22,7 @@ def pages(folder: Path) -> dict[str, list[tuple[str, str]]]:
     """Return {page: [(name, Markdown)]}."""
     made = {  # what is shown of the rows of a part
         "check": (check.check_table,),
-        "bench": (bench.goals_table, times, bench.attention_table),
+        "bench": (times, bench.attention_table),
         "train": (train.train_table,),
         "study": (study.miou_table,),
     }

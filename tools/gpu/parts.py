@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """The GPU, or the CPU of a machine without one."""
+        """Return the GPU, or the CPU of a machine without one."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def samples(self, code: Sequence[str] = CODE, stamp: Sequence[str] = STAMP) -> Samples:

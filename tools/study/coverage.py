@@ -73,7 +73,7 @@ def draw(
 
 
 def ours(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % intervals of the difference of two models."""
+    """Return the ends of the 95 % intervals of the difference of two models, which the package computes."""
     found = estimate([scores[0]], [scores[1]])
     return found.low(), found.high()
 
@@ -101,7 +101,7 @@ def together(
 
 
 def hillis(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `ours`, with Hillis's (2007) degrees of freedom instead of Cochran's critical value."""
+    """Return the same with Hillis's (2007) degrees of freedom instead of Cochran's critical value."""
     found = estimate([scores[0]], [scores[1]])
     critical = ndtri(1 - TAIL)
     if found.seeds > 1:
@@ -112,7 +112,7 @@ def hillis(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bootstrap(scores: np.ndarray, draws: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """As `ours`, by percentiles of a bootstrap that draws seeds and images with replacement."""
+    """Return the same by percentiles of a bootstrap that draws seeds and images with replacement."""
     rng, (seeds, images) = np.random.default_rng(0), scores.shape[2:]
     ends = []
     for one in scores[0] - scores[1]:  # [S, n]

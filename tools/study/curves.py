@@ -12,6 +12,7 @@ from vitrel.common.sizes import parse_size
 from vitrel.evaluate.policies import WINDOW_POLICIES
 from vitrel.tasks import Row
 
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 Curve = tuple[str, str]  # label and policy, "none" for a model without policies
 MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for color blindness
 
@@ -48,12 +49,10 @@ def _at(row: Row) -> tuple[str, str]:
     return row["protocol"], row["img_size"]
 
 
-def draw_protocols(
-    tables: Mapping[str, Sequence[Row]], shown: Mapping[Curve, str], title: str, folder: Path, name: str
-) -> None:
-    """Write folder/name_scale.png and folder/name_canvas.png (`small_multiples`), and print their paths."""
+def draw_protocols(tables: Mapping[str, Sequence[Row]], shown: Mapping[Curve, str], title: str, name: str) -> None:
+    """Write docs/images/name_scale.png and name_canvas.png (`small_multiples`), and print their paths."""
     for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-        picture = folder / f"{name}_{protocol}.png"
+        picture = IMAGES / f"{name}_{protocol}.png"
         figure = small_multiples(tables, shown, protocol, f"{title}: {protocol}, {what}")
         figure.savefig(picture, dpi=130, bbox_inches="tight")
         print(picture)

@@ -16,7 +16,7 @@ native shape as `vitrel evaluate` does. It writes an evaluation into runs/study_
 
 `pages` writes the tables and pictures of docs/studies/imagenet_weights.md from folders of results/study: imagenet
 and imagenet_flowers, which hold these files of both folders, and imagenet_untrained, an evaluation of the initial weights (its
-command is in results/README.md). All tables are on the page that mkdocs generates (tools/docs/studies.py).
+command is in results/README.md). The differences that the page's text names are in results/study/imagenet/differences.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 import vitrel
 from tools.study.curves import Curve, draw_protocols
-from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
+from tools.study.pages import ROOT, Curves, fill_pages, side_of
 from tools.study.results import read_rows, read_scores
 from vitrel.cli.options import packaged
 from vitrel.common.exits import reported, terminable
@@ -64,12 +64,6 @@ FIXED = {  # curves of the page, trained at 224 px
     ("rope_mixed", "none"): "rope_mixed",
     ("none", "none"): "none",
 }
-POLICIES = {  # the other policies of encodings that have several
-    ("table", "bicubic"): "table, bicubic",
-    ("table", "clip"): "table, clip",
-    ("cpb", "renormalize"): "cpb, renormalize",
-    ("log_decay", "renormalize"): "log_decay, renormalize",
-}
 CONTROL = ("absolute-relearned", "bicubic")  # it starts where the other students start
 CONTROL_SEVERAL = ("absolute-relearned-sizes", "bicubic")
 SCALED = {(f"rope_mixed+{key}", "none"): f"rope_mixed, {key}" for key in ("linear", "ntk", "yarn", "log_n")}
@@ -78,9 +72,9 @@ UNTRAINED = {  # the model as it was, and with the table that a student starts w
     ("vitrel_vit_ti16_absolute", "bicubic"): "as it was, not trained",
     ("vitrel_vit_ti16_table", "geometric"): "table fitted, not trained",
 }
+RESULTS = ROOT / "results" / "study"
 FOLDERS = ("imagenet", "imagenet_untrained", "imagenet_flowers")
-PAGE = "docs/studies/imagenet_weights.md"
-ON_PAGE = ("scale", "scale_among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
+PAGE, DIFFERENCES = "docs/studies/imagenet_weights.md", RESULTS / "imagenet" / "differences.md"
 Cells = Callable[[Curve, str], str]
 FITTED = 64  # photographs to which the table is fitted
 
@@ -100,14 +94,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--config", type=Path, default=packaged()["study_imagenet"])
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
     add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
-    pages = commands.add_parser("pages", help="write the study's page from the results")
-    add_page_arguments(pages, ROOT / "results" / "study")
+    commands.add_parser("pages", help="write the study's page from the results")
     args = parser.parse_args(argv)
     with reported("the same command goes on"), terminable():
         if args.command == "prepare":
             prepare(args.imagenette, args.flowers, args.ilsvrc, args.weights, args.out)
         elif args.command == "pages":
-            write_pages(args.results, args.root, args.check)
+            write_pages()
         else:
             evaluate_flowers(args.config, args.runs, args.flowers, args.out)
 
@@ -144,7 +137,7 @@ def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: P
 
 
 def _photographs(out: Path) -> torch.Tensor:
-    """The images [n, 3, 224, 224] that the table is fitted to, drawn from the training photographs."""
+    """Return the images [n, 3, 224, 224] that the table is fitted to, drawn from the training photographs."""
     data = create_dataset(str(out / "photographs"), "train", (224, 224), mean=HALF, std=HALF)
     chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:FITTED]
     return torch.stack([data[i][0] for i in chosen.tolist()])
@@ -227,29 +220,15 @@ class Evaluated:
         """Return the sample of a curve, of top1 or top1_among; ValueError if there is none."""
         return sample_of(self.curves.at(curve, size, protocol), self.scores[column], column)
 
-    def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
-        """Return the mean over seeds of top1 or top1_among, in percent."""
-        return fmean(self.sample(curve, size, protocol, column).means.values())
-
     def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval over seeds and images."""
         sample = self.sample(curve, size, protocol, column)
         low, high = contrast([sample]).of_share()
         return f"{fmean(sample.means.values()):.1f} ±{(high - low) / 2:.1f}"
 
-    def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
-        """Return the difference in top-1 to another curve, ± half its 95 % interval."""
-        found = contrast(*([self.sample(one, size, protocol, column)] for one in (curve, other)))
-        return f"{found.mean:+.1f} ±{found.half():.1f}"
-
-    def kept(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
-        """Return how many points less a curve loses from the training size on than another, ± half its 95 % interval.
-
-        Every image counts (right here - right at the training size) of the curve minus the same of the other, seed by seed.
-        """
-        places = (curve, size), (other, self.trained), (curve, self.trained), (other, size)
-        samples = [self.sample(one, place, protocol, column) for one, place in places]
-        found = contrast(samples[:2], samples[2:])
+    def ahead(self, other: Curve, curve: Curve, size: str, column: str = "top1") -> str:
+        """Return the difference in top-1 of a curve to another one in the scale protocol, ± half its 95 % interval."""
+        found = contrast(*([self.sample(one, size, "scale", column)] for one in (curve, other)))
         return f"{found.mean:+.1f} ±{found.half():.1f}"
 
 
@@ -259,59 +238,48 @@ def table_of(cells: Cells, shown: Mapping[Curve, str], sizes: Sequence[str], tra
     return markdown(head, [[name, *(cells(curve, size) for size in sizes)] for curve, name in shown.items()]).rstrip()
 
 
-def study_tables(results: Path) -> dict[str, str]:
-    """Return {name: Markdown} of every table of the study, from results/imagenet, imagenet_untrained and imagenet_flowers."""
-    imagenet, untrained, flowers = (Evaluated(results / name) for name in FOLDERS)
-    everything = {**UNTRAINED, **FIXED, **SCALED}
-    fixed_others = {curve: name for curve, name in {**FIXED, **SCALED, **POLICIES}.items() if curve != CONTROL}
-    several_others = {curve: name for curve, name in SEVERAL.items() if curve != CONTROL_SEVERAL}
-    away = [size for size in SIZES if size != imagenet.trained]
+def study_tables() -> tuple[dict[str, str], str]:
+    """Return {name: table} of the page, and the text of DIFFERENCES, in Markdown."""
+    imagenet, untrained, flowers = (Evaluated(RESULTS / name) for name in FOLDERS)
+    everything, found = {**UNTRAINED, **FIXED, **SCALED}, {}
+    text = (
+        "# Differences to the absolute embedding learned again\n\nPoints of top-1 in the scale protocol, ± half the 95 % "
+        "interval over seeds and images; at several sizes one seed.\n"
+    )
 
-    def top1(protocol: str, column: str) -> Cells:
-        return lambda curve, size: (untrained if curve in UNTRAINED else imagenet).cell(curve, size, protocol, column)
+    def top1(curve: Curve, size: str, column: str) -> str:
+        return (untrained if curve in UNTRAINED else imagenet).cell(curve, size, "scale", column)
 
-    def ahead(control: Curve, column: str) -> Cells:
-        return lambda curve, size: imagenet.ahead(curve, control, size, "scale", column)
-
-    def kept(column: str) -> Cells:
-        return lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale", column)
-
-    shown: dict[str, tuple[Cells, Mapping[Curve, str], Sequence[str]]] = {}
-    for column, among in (("top1", ""), ("top1_among", "_among")):
-        shown |= {
-            f"scale{among}": (top1("scale", column), everything, SIZES),
-            f"policies{among}": (top1("scale", column), POLICIES, SIZES),
-            f"canvas{among}": (top1("canvas", column), everything, SIZES[:-1]),
-            f"ahead{among}": (ahead(CONTROL, column), fixed_others, SIZES),
-            f"kept{among}": (kept(column), fixed_others, away),
-            f"several{among}": (top1("scale", column), SEVERAL, SIZES),
-            f"several_canvas{among}": (top1("canvas", column), SEVERAL, SIZES[:-1]),
-            f"several_ahead{among}": (ahead(CONTROL_SEVERAL, column), several_others, SIZES),
-        }
-    found = {name: table_of(cells, curves, sizes, imagenet.trained) for name, (cells, curves, sizes) in shown.items()}
-    flower_sizes = [format_size(size) for size in FLOWER_SIZES]
+    for column, among, of in (("top1", "", "of 1,000 classes"), ("top1_among", "_among", "among the ten classes")):
+        for name, curves, own, sizes in (
+            ("scale", everything, FIXED | SCALED, "at 224 px"),
+            ("several", SEVERAL, SEVERAL, "at 128 to 288 px"),
+        ):
+            found[name + among] = table_of(partial(top1, column=column), curves, SIZES, imagenet.trained)
+            control = CONTROL if name == "scale" else CONTROL_SEVERAL
+            others = {curve: called for curve, called in own.items() if curve != control}
+            cells = partial(imagenet.ahead, control, column=column)
+            text += f"\n## Trained {sizes}, {of}\n\n{table_of(cells, others, SIZES, imagenet.trained)}\n"
     both = FIXED | {curve: f"{name}, several sizes" for curve, name in SEVERAL.items()}
-    for protocol in ("scale", "native"):
-        found[f"flowers_{protocol}"] = table_of(partial(flowers.cell, protocol=protocol), both, flower_sizes, flowers.trained)
-    return found
+    flower_sizes = [format_size(size) for size in FLOWER_SIZES]
+    found["flowers_scale"] = table_of(partial(flowers.cell, protocol="scale"), both, flower_sizes, flowers.trained)
+    return found, text
 
 
-def write_pages(results: Path, root: Path, check: bool = False) -> None:
-    """Fill the tables of the pages, and draw the pictures; with `check`, only exit with a message if a page is out of date."""
-    tables = study_tables(results)
-    pages = {PAGE: [(name, tables[name]) for name in ON_PAGE]}
-    fill_pages(root, pages, "python -m tools.study.imagenet_weights pages", check)
-    if check:
-        return
-    rows = read_rows(results / "imagenet" / "results.csv")
-    table = aggregate(rows, read_scores(results / "imagenet", rows, "top1"))
+def write_pages() -> None:
+    """Fill the tables of the page, write DIFFERENCES, and draw the pictures."""
+    tables, differences = study_tables()
+    fill_pages(ROOT, {PAGE: [*tables.items()]})
+    DIFFERENCES.write_text(differences, "utf-8")
+    print(DIFFERENCES)
+    rows = read_rows(RESULTS / "imagenet" / "results.csv")
+    table = aggregate(rows, read_scores(RESULTS / "imagenet", rows, "top1"))
     several = [row | {"label": row["label"].removesuffix("-sizes")} for row in table if row["label"].endswith("-sizes")]
     recipes = {
         "trained at 224 px": [row for row in table if not row["label"].endswith("-sizes")],
         "at 128 to 288 px": several,
     }
-    shown = {CONTROL: FIXED[CONTROL]} | FIXED
-    draw_protocols(recipes, shown, "ImageNet weights, used at other sizes", root / "docs" / "images", "imagenet_weights")
+    draw_protocols(recipes, {CONTROL: FIXED[CONTROL]} | FIXED, "ImageNet weights, used at other sizes", "imagenet_weights")
 
 
 if __name__ == "__main__":

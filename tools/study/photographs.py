@@ -1,22 +1,20 @@
 """Write the tables and pictures of the study on photographs into docs/studies, from its results.
 
-python -m tools.study.photographs            # into the pages
-python -m tools.study.photographs --check    # write nothing; fail if a page is out of date
+python -m tools.study.photographs
 """
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.study.curves import Curve, draw_protocols
-from tools.study.pages import ROOT, Curves, accuracy_tables, add_page_arguments, fill_pages, side_of
+from tools.study.pages import ROOT, Curves, fill_pages, side_of
 from tools.study.results import read_rows
 from vitrel.common.tables import markdown
 from vitrel.evaluate.verdicts import aggregate, contrast, sample_of
 from vitrel.tasks import Row
 
-DATA = ("imagenette224", "flowers256")
+RESULTS, DATA = ROOT / "results" / "study", ("imagenette224", "flowers256")
+TITLE = "Nano models trained at 64 px on photographs, used at other sizes"
 CURVES = {  # of the headline; the tables have all
     ("absolute", "bicubic"): "absolute, interpolated",
     ("table", "bicubic"): "table, bicubic",
@@ -30,14 +28,6 @@ CURVES = {  # of the headline; the tables have all
 DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # that curve hardly differs from bicubic
 PLACES = (("64x64", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
 AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
-
-
-def study_tables(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (name, Markdown) of the evaluation in each folder/name: top-1 against size in both protocols.
-
-    FileNotFoundError if an evaluation has not been run.
-    """
-    return [(name, accuracy_tables(_table(folder / name))) for name in names]
 
 
 def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:
@@ -88,7 +78,7 @@ def _table(folder: Path) -> list[Row]:
 
 
 def _ends(found: Curves, curve: Curve, size: str, protocol: str) -> tuple[list[Row], list[Row]]:
-    """The rows of a curve at the place and at its training size; ValueError if they are missing."""
+    """Return the rows of a curve at the place and at its training size; ValueError if they are missing."""
     there = found.at(curve, size, protocol)
     return there, found.at(curve, there[0]["train_size"], protocol)
 
@@ -98,24 +88,12 @@ def _where(trained: set[str], size: str, protocol: str) -> str:
     return f"{side_of(size)} (trained)" if trained == {size} else f"{side_of(size)}, {protocol}"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_page_arguments(parser, ROOT / "results" / "study")
-    args = parser.parse_args(argv)
-    try:
-        tables = [
-            ("headline", headline(args.results, DATA, CURVES, PLACES)),
-            ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
-        ]
-        fill_pages(args.root, {"docs/studies/photographs.md": tables}, "python -m tools.study.photographs", args.check)
-        if not args.check:
-            drawn = {name: _table(args.results / name) for name in DATA}
-            title = "Nano models trained at 64 px on photographs, used at other sizes"
-            draw_protocols(drawn, DRAWN, title, args.root / "docs" / "images", "photographs")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+def pages() -> dict[str, list[tuple[str, str]]]:
+    """Return {page: [(name, table)]}; FileNotFoundError if an evaluation has not been run."""
+    tables = [("headline", headline(RESULTS, DATA, CURVES, PLACES)), ("kept", kept_beside(RESULTS, DATA, CURVES, AWAY))]
+    return {"docs/studies/photographs.md": tables}
 
 
 if __name__ == "__main__":
-    main()
+    fill_pages(ROOT, pages())
+    draw_protocols({name: _table(RESULTS / name) for name in DATA}, DRAWN, TITLE, "photographs")

@@ -61,7 +61,7 @@ def read_scores(folder: Path, rows: list[Row], metric: str) -> Mapping[str, np.n
 
 
 def _key(row: Row) -> str:
-    """The key of a row, as `vitrel.evaluate.sweep.Trial.key`."""
+    """Return the key of a row, as `vitrel.evaluate.sweep.Trial.key` has it."""
     seed, budget, policy = row["seed"], row.get("budget"), row["policy"]
     protocol = row["protocol"] + (f",{int(budget)}t" if budget == budget and budget is not None else "")
     return f"{row['label']}|{int(seed) if seed == seed else None}|{row['img_size']}|{protocol}|{policy}|{row['crop_pct']:g}"

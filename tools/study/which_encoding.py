@@ -6,7 +6,6 @@ python -m tools.study.which_encoding               # tables and pictures only
 
 import argparse
 import platform
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from torch import nn
 from tools.benchmark.tables import markdown, milliseconds, ratio
 from tools.benchmark.worker import timed
 from tools.study.curves import draw_protocols
-from tools.study.pages import ROOT, add_page_arguments, fill_pages
+from tools.study.pages import ROOT, fill_pages
 from tools.study.results import read_rows
 from vitrel.common.files import atomic_write, commit
 from vitrel.evaluate.verdicts import aggregate
@@ -31,6 +30,8 @@ from vitrel.tasks import Row
 TRAINED, LARGER = 224, 448  # pixels
 _MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (mode, image side, batch)
 _PROTOCOLS = ("canvas", "scale")
+MEASURED = ROOT / "results" / "encoding_cost" / "costs.csv"
+STUDY = ROOT / "results" / "study_shapes" / "shapes" / "results.csv"
 COSTS, EVIDENCE = "docs/encodings/index.md", "docs/studies/scenes.md"
 DRAWN = {
     ("absolute", "bicubic"): "absolute, interpolated",
@@ -159,33 +160,23 @@ def read_costs(path: Path) -> list[Row]:
     return pd.read_csv(path).to_dict("records")
 
 
+def pages() -> dict[str, list[tuple[str, str]]]:
+    """Return {page: [(name, table)]}; FileNotFoundError for results that are missing."""
+    return {COSTS: [("costs", cost_table(read_costs(MEASURED)))], EVIDENCE: [("evidence", evidence_table(STUDY))]}
+
+
 def main() -> None:
-    """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure the costs again, into results/encoding_cost/costs.csv")
-    add_page_arguments(parser, ROOT / "results")
-    args = parser.parse_args()
-    try:
-        _write(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
-def _write(args: argparse.Namespace) -> None:
-    costs = args.results / "encoding_cost" / "costs.csv"
-    if args.measure:
-        costs.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(costs) as part:
+    if parser.parse_args().measure:
+        with atomic_write(MEASURED) as part:
             ran_on = {name: version(name) for name in ("torch", "torchvision", "timm", "vitrel")}
             ran_on |= {"python": platform.python_version(), "commit": commit(), "device": f"cpu {platform.machine()}, 1 thread"}
             pd.DataFrame(measure_costs()).assign(**ran_on).to_csv(part, index=False)
-    study = args.results / "study_shapes/shapes/results.csv"
-    pages = {COSTS: [("costs", cost_table(read_costs(costs)))], EVIDENCE: [("evidence", evidence_table(study))]}
-    fill_pages(args.root, pages, "python -m tools.study.which_encoding", args.check)
-    if not args.check:
-        rows = {"built-in scenes": aggregate(read_rows(study))}
-        title = "Nano models trained at 64 px, used at other sizes"
-        draw_protocols(rows, DRAWN, title, args.root / "docs" / "images", "scenes")
+    fill_pages(ROOT, pages())
+    title = "Nano models trained at 64 px, used at other sizes"
+    draw_protocols({"built-in scenes": aggregate(read_rows(STUDY))}, DRAWN, title, "scenes")
 
 
 if __name__ == "__main__":
