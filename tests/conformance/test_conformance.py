@@ -220,6 +220,7 @@ def test_a_check_that_says_nothing_gives_its_reason():
         (["nowhere.module:build"], "neither a name of timm.list_models() nor an import path"),
         (["test_vit", "--model-args", "{dynamic: true}"], "unexpected keyword argument 'dynamic'"),
         (["test_vit", "--size", "97"], "does not take images of 97x97 px"),
+        (["test_vit", "--json", "no/such/folder.json"], "no folder no/such for folder.json: create it first"),
     ],
 )
 def test_bad_usage_has_exit_status_2(arguments, message, capsys):

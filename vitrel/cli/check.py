@@ -28,13 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Check the model and print the report; exits with status 1 for findings."""
-    check_folders(args.json)
-
-    from vitrel.conformance import check
-
     try:
+        check_folders(args.json)
+        from vitrel.conformance import check
+
         report = check(args.model, args.size, args.like, args.expect, args.checks, print_step, **args.model_args)
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:  # status 1 stands for findings
         given = f"--model-args {args.model_args}: " if isinstance(error, TypeError) and args.model_args else ""
         args.usage_error(f"{given}{error}")
     if args.json != "-":
