@@ -23,7 +23,7 @@ from vitrel.common.user_modules import import_modules
 
 
 def local_device(name: str) -> torch.device:
-    """Return the torch.device `name`; "cuda", and "auto" if there is a GPU, give the GPU numbered LOCAL_RANK."""
+    """Return the torch.device `name`: "auto" is "cuda" if there is a GPU, else "cpu"; "cuda" is the GPU numbered LOCAL_RANK."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device(name)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], like: Sequence[Sequence[str]] | None = None) -> list[str]:
-    """Return each line of cells as text, with columns two spaces apart that are as wide as in `like`, by default all lines."""
+    """Return each line of cells as text, in columns two spaces apart; the lines `like`, by default all, set their widths."""
     widths = [max(map(len, column)) for column in zip(*(lines if like is None else like), strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 

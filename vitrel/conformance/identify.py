@@ -164,7 +164,7 @@ def _offsets(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_distance(table: Tensor) -> str:
-    """Return "alibi (DISTANCE)" or "log_decay" if every head's bias is linear or logarithmic in a distance, otherwise ""."""
+    """Return a name, such as "alibi (L1)" or "log_decay", if every head's bias follows from a distance so, otherwise ""."""
     y, x = _offsets(table)
     distances = {"euclidean": (y**2 + x**2).sqrt(), "L1": y.abs() + x.abs(), "squared": y**2 + x**2}
     seen = ~table.isnan().any(0)

@@ -131,12 +131,8 @@ def checked_size(size: int | Size) -> Size:
 
 def trained_size(model: nn.Module) -> Size:
     """Return the image size (h, w) in pixels that a model was built for, else its weights were trained at, else 224 x 224."""
-    named = (
-        ("patch_embed", "img_size"),
-        ("", "img_size"),
-        ("config", "image_size"),
-        ("", "image_size"),
-    )  # transformers, torchvision
+    # of timm, transformers, torchvision
+    named = (("patch_embed", "img_size"), ("", "img_size"), ("config", "image_size"), ("", "image_size"))
     built_for = next((size for part, name in named if (size := getattr(getattr(model, part, model), name, None))), None)
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return tuple(to_2tuple(built_for or cfg.get("input_size", (3, 224, 224))[-2:]))
@@ -190,11 +186,8 @@ def examinable(model: str | nn.Module, **options: Any) -> nn.Module:
         name = model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = (
-                _imported(name, **options)
-                if ":" in name and not name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
-                else create_model(name, **options)
-            )
+            of_timm = ":" not in name or name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
+            model = create_model(name, **options) if of_timm else _imported(name, **options)
     elif options:
         raise TypeError(f"options {', '.join(options)} are for a name; here the model is already built")
     if not isinstance(model, nn.Module):

@@ -303,11 +303,8 @@ def _own_layer(
         q, k = (part[:, None] for part in module.heads(qkv)[:2])
         mask = None if mask is None else mask.expand(*q.shape[:1], *q.shape[2:-1], -1)[:, None]  # [B, 1, H, N, N]
     else:
-        layout, n, grid = (
-            windows(grid.h, grid.w, call.window, module.shift, qkv.device),
-            call.tokens.shape[1],
-            Grid(*call.window),
-        )
+        layout = windows(grid.h, grid.w, call.window, module.shift, qkv.device)
+        n, grid = call.tokens.shape[1], Grid(*call.window)
         image = qkv if qkv.dim() == 3 else qkv.flatten(1, 2)  # [B, h*w, 3C]
         slots = image[:, layout.source].unflatten(2, (3, module.num_heads, -1)).unflatten(1, (-1, n))
         q, k, _ = slots.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each

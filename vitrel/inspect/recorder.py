@@ -660,7 +660,7 @@ class _Recorder(TorchDispatchMode):
         return value[: value.shape[0] // self._batch]
 
     def _note_added(self, read: list[Tensor]) -> None:
-        """Note a tensor that is added to tokens, if it has a row for each of them and their places are known."""
+        """Note a tensor that is added to tokens, if it has several rows and the places of the tokens are known."""
         tokens, position = read if read[0] in self._trail else read[::-1]
         if not self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
             return
