@@ -277,7 +277,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
     if found.places is None or found.places[0].shape[-1] < 2:
         return unknown
     place = found.places[0]  # [L, N]
-    heads = int((place == place[:1]).all(1).sum())
+    heads = int((place == place[:1]).all(1).sum())  # all heads have the same tokens, windows have others
     if len(place) % heads:
         return unknown
     fast, slow = place.view(-1, heads, place.shape[1]), place.view(heads, -1, place.shape[1]).transpose(0, 1)
@@ -287,7 +287,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
     place = (slow if heads_first else fast)[:, 0].long()  # [W, N]
     real = place[place >= 0].unique()
     rows, columns = (real // size[1]).unique(), (real % size[1]).unique()
-    if not len(real) or len(real) != len(rows) * len(columns):
+    if not len(real) or len(real) != len(rows) * len(columns):  # no complete grid
         return unknown
     tokens = torch.where(place >= 0, torch.searchsorted(real, place.clamp(min=0)), -1)
     bias = found.bias
@@ -300,7 +300,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
     tokens = tokens if visible is None else _without_copies(tokens)  # a mask hides the copies
     if int((tokens >= 0).sum()) != len(real):
         return unknown
-    leading = int((tokens[0] >= 0).long().argmax())
+    leading = int((tokens[0] >= 0).long().argmax())  # slots without a place: prefix tokens if attention is global
     prefix = leading if len(tokens) == 1 and not bool((tokens[0, leading:] < 0).any()) else 0
     if prefix:
         tokens = torch.cat((torch.arange(prefix)[None], tokens[:, prefix:] + prefix), 1)
