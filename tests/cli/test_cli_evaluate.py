@@ -136,7 +136,7 @@ def test_mistakes_with_named_models_end_with_one_line(weights, tmp_path, capsys)
         (["vit_tini_patch16_224", *weights], "unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16"),
         (["vit_tiny_patch16_224", *weights, "--class-indices", str(indices)], "has outputs 0 to 3, but .* below to output 4"),
         (["vit_tiny_patch16_224", *weights, "--class-indices", "none.txt"], "no file none.txt"),
-        (["vit_tiny_patch16_224", *weights, "--crop-pct", "1.5"], "crop_pct takes shares of the image"),
+        (["vit_tiny_patch16_224", *weights, "--crop-pct", "0"], "crop_pct must be above 0"),
     ]:
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             tool.main([*given, *arguments])
@@ -161,7 +161,7 @@ def photographs(tmp_path):
         (["--std", "0.1", "0.2", "0.3"], "std", [0.1, 0.2, 0.3]),
         (["--interpolation", "bilinear"], "interpolation", "bilinear"),
         (["--crop-mode", "squash"], "crop_mode", "squash"),
-        (["--crop-pct", "0.5"], "", None),
+        (["--crop-pct", "0.5"], "crop_pct", 0.5),
         (["--class-indices", "FILE"], "outputs", None),
     ],
 )

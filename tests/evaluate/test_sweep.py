@@ -34,8 +34,6 @@ def plan(models, sizes=(), **settings):
         ({"device": "gpu"}, "device is auto, cpu, cuda, cuda:1, ..., got 'gpu'"),
         ({"device": "cuda:99"}, "there is no device cuda:99 .*[0-9]+ GPUs.*use auto or cpu"),
         ({"device": "meta"}, r"there is no device meta .*\(.+\); use auto or cpu"),
-        ({"crop_pct": (0.0,)}, "crop_pct takes shares of the image, above 0 and at most 1, got 0.0"),
-        ({"crop_pct": 1.5}, "crop_pct takes shares of the image, above 0 and at most 1, got 1.5"),
         ({"translations": [4, -1]}, "translations takes whole numbers of pixels, 0 or more, got -1"),
         ({"translations": [0.5]}, "translations takes whole numbers of pixels, 0 or more, got 0.5"),
         ({"sizes": ["64*96"]}, r"'64\*96' is not an image size"),
@@ -44,8 +42,8 @@ def plan(models, sizes=(), **settings):
 def test_settings_that_cannot_be_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Settings(**{"device": "cpu"} | given)
-    assert Settings(crop_pct=1, translations=4, sizes=[96, "64x32", "9t"]) == Settings(
-        crop_pct=[1.0], translations=[4, 4], sizes=((96, 96), (64, 32), Budget(9))
+    assert Settings(translations=4, sizes=[96, "64x32", "9t"]) == Settings(
+        translations=[4, 4], sizes=((96, 96), (64, 32), Budget(9))
     )
 
 
@@ -101,12 +99,11 @@ def test_what_no_trial_can_be_is_refused(trained, settings, message):
 
 
 def test_keys_name_a_row_alone(trained):
-    models = [trained("vitrel_vit_n8_table", seed=seed) for seed in (0, 1)]
+    models = [trained("vitrel_vit_n8_table", seed=seed, crop_pct=crop) for seed, crop in ((0, 1.0), (1, 0.5))]
     settings = Settings(
         sizes=("9t", 32, 48),
         protocols=("scale", "native"),
         policies="all",
-        crop_pct=(1.0, 0.5),
         translations=(0, 3),
         device="cpu",
     )
@@ -198,15 +195,10 @@ def test_translated_content_is_that_of_a_plain_model_on_translated_images(traine
     assert rows[1]["top1"] == pytest.approx(100 * hits / 12, abs=1e-3)
 
 
-def test_every_crop_is_evaluated_and_refers_to_its_own_training_size(trained, noise, rows_of):
-    model = trained("vitrel_vit_n8_none", crop_pct=0.8)
-    assert {row["crop_pct"] for row in rows_of([model], [48])} == {0.8}  # the model's own
-    noise.requested.clear()
-    rows = rows_of([model], [48], protocols=("scale", "canvas"), crop_pct=(1, 0.5))
-    assert sorted(row["crop_pct"] for row in rows) == [0.5] * 4 + [1.0] * 4
-    asked = {(one["crop_pct"], one["size"]) for one in noise.requested if one["crop_pct"] != 0.8}
-    assert asked == {(c, (s, s)) for c in (1.0, 0.5) for s in (32, 48)}
-    assert all(row["retention"] in (1, None) for row in rows if row["img_size"] == "32x32")
+def test_the_crop_is_that_of_the_model(trained, noise, rows_of):
+    rows = rows_of([trained("vitrel_vit_n8_none", crop_pct=0.5)], [48], protocols=("scale", "canvas"))
+    assert [row["crop_pct"] for row in rows] == [0.5] * 4
+    assert {(one["crop_pct"], one["size"]) for one in noise.requested} == {(0.5, (s, s)) for s in (32, 48)}
 
 
 def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, rows_of):

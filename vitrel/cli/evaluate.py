@@ -48,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", nargs="+", dest="policies", default=[],
         help="policies of windows (fixed, divisor, rescale) and of encodings, or all; default the model's own")  # fmt: skip
     add("--log-n", action="store_true", help="evaluate an attention temperature of log N too, beside each policy")
-    add("--crop-pct", type=float, nargs="+", default=[],
-        help="shares of the image that the center crop keeps, each evaluated; default the model's")  # fmt: skip
     add("--translations", type=int, nargs="+", default=[],
         help="numbers of pixels by which the content is translated at the training size, each evaluated")  # fmt: skip
     add("--batch-size", type=int, default=128, help="batch size, halved when memory runs out; default %(default)s")
@@ -63,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")
     add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
     add_report(parser)
-    add("--mean", type=float, nargs=3, help="mean of the pixels, 0 to 1; this and the next three are for all models")
+    add("--mean", type=float, nargs=3, help="mean of the pixels, 0 to 1; this and the next four are for all models")
     add("--std", type=float, nargs=3, help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
+    add("--crop-pct", type=float, help="share of the image that the center crop keeps; masks are not cropped")
     add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
     add("--class-indices", type=Path, help="file with a class, a tab and the index of the model's output on every line")
 
@@ -97,7 +96,7 @@ def _models(args: argparse.Namespace) -> list["TrainedModel"]:
     """Return the models with unique labels: the path is added to equal ones, which would be taken for seeds of one model."""
     from vitrel.evaluate.checkpoint import read_class_indices
 
-    names = ("mean", "std", "interpolation", "crop_mode")
+    names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
     models = open_models(args, preprocessing=preprocessing, outputs=outputs)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{trained.label} has the task {task.name}: vitrel predict writes the classes of whole images")
     [protocol] = default_protocols([trained])
     size = args.size or (trained.train_sizes[0] if trained.is_native else trained.img_size)
-    view = PROTOCOLS[protocol](trained, size, trained.crop_pct)
+    view = PROTOCOLS[protocol](trained, size)
     images = Images(reader, view, batch_size=args.batch_size, workers=args.workers, reading=Reading(on_bad="leave_out"))
     policy = policies_at(trained.model, view.size)[0]
     with progress(len(images), "images") as advance, AtSizes(trained.model, policy, device) as at:

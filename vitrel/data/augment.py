@@ -53,7 +53,7 @@ POLICIES: dict[str, Callable[..., Any]] = {  # by the first part of a config str
 
 
 class Augmenter:
-    """Returns a randomly augmented view of an image, or of an image and its mask, without random erasing.
+    """Makes random views of training images, and of their masks: all of `Augmentation` but random erasing.
 
     Args:
         settings: the augmentation.

@@ -245,7 +245,7 @@ def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def _limits(region: tuple[float, float, float, float], field: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corners (low, high) of the region, each (y, x) in units; ValueError for no region or too small a one."""
+    """Return the corners (low, high) of the region, each (y, x) in units; ValueError for an invalid or too small one."""
     share = np.asarray(region, np.float64).reshape(2, 2)
     if not ((share[0] >= 0) & (share[0] < share[1]) & (share[1] <= 1)).all():
         raise ValueError(f"region must be shares (top, left, bottom, right), 0 <= top < bottom <= 1, not {tuple(region)}")

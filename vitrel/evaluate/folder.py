@@ -58,7 +58,7 @@ COLUMNS = {
     "n": "number of images",
     "majority": "top-1 or mIoU of always predicting the most frequent class, mAP of equal probabilities, percent",
     "left_out": "number of images that could not be read; bad_images in settings.json names them",
-    "retention": "top-1, mIoU or mAP, divided by that at the nearest training size, same protocol and crop",
+    "retention": "top-1, mIoU or mAP, divided by that at the nearest training size, same protocol",
     "tokens": "patch tokens, without class tokens; native: mean over images; sliding: of all windows",
     "window": "window of every stage in tokens, height x width; native: at img_size",
     "pad_fraction": "share of padding in the grid that a stage's windows cover, for every stage; native: mean as for gflops",

@@ -62,7 +62,7 @@ def frozen_rows(
         ValueError: the data, a size that the model does not take, or a model of another task than classification.
     """
     check_task(trained)
-    view = scale(trained, trained.img_size, trained.crop_pct)
+    view = scale(trained, trained.img_size)
     of_training = Images(data, view, n=train_images, batch_size=batch_size, split="train")
     of_evaluation = Images(data, view, n=val_images, batch_size=batch_size)
     classes = len(of_training.classes or ())

@@ -84,38 +84,38 @@ class View(NamedTuple):
         return self.size if self.budget is None or self.patch is None else native_size(*file, self.budget, self.patch)
 
 
-def scale(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+def scale(trained: TrainedModel, size: Size | Budget) -> View:
     """Return the view of the protocol scale: the same field of view at every size, so objects grow with the image."""
-    how = trained.size_of(size), "scale", crop_pct, trained.crop_mode, trained.img_size
+    how = trained.size_of(size), "scale", trained.crop_pct, trained.crop_mode, trained.img_size
     whole = View(*how, trained.mean, trained.std, trained.interpolation, trained.task)
     return whole._replace(crop_pct=1.0, crop_mode="squash") if whole.masks else whole  # masks are not cropped
 
 
-def canvas(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+def canvas(trained: TrainedModel, size: Size | Budget) -> View:
     """Return the view of the protocol canvas: objects keep their size in pixels.
 
     A larger image shows more content or padding, a smaller one a center crop.
     """
-    return scale(trained, size, crop_pct)._replace(mode="canvas")
+    return scale(trained, size)._replace(mode="canvas")
 
 
-def native(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+def native(trained: TrainedModel, size: Size | Budget) -> View:
     """Return the view of the protocol native: the whole image at its own aspect ratio, with at most the tokens of the size."""
-    whole = scale(trained, size, 1.0)._replace(mode="native", crop_mode="center")
+    whole = scale(trained, size)._replace(mode="native", crop_pct=1.0, crop_mode="center")
     return whole._replace(budget=trained.budget_of(size), patch=trained.patch)
 
 
-def sliding(trained: TrainedModel, size: Size | Budget, crop_pct: float) -> View:
+def sliding(trained: TrainedModel, size: Size | Budget) -> View:
     """Return the view of the protocol sliding: that of canvas, in half overlapping windows of the training size.
 
     ValueError for another task than segmentation.
     """
     if not task_named(trained.task).dense:
         raise ValueError("the sliding protocol joins the outputs of windows pixel by pixel: it is for segmentation")
-    return canvas(trained, size, crop_pct)._replace(window=trained.img_size)
+    return canvas(trained, size)._replace(window=trained.img_size)
 
 
-PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget, float], View]] = {
+PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget], View]] = {
     protocol.__name__: protocol for protocol in (scale, canvas, native, sliding)
 }
 
@@ -242,7 +242,7 @@ class Images:
         return min(self.batch_size, max(1, MASK_PIXELS // math.prod(view.size))) if view.masks else self.batch_size
 
     def order(self, view: View, rank: int = 0, world: int = 1) -> list[int]:
-        """Return the indices of this process's images, every world-th, in the order of `batches`: with a budget by size."""
+        """Return the indices of this process's images, every world-th, in the order of `batches`."""
         groups = self._groups(view, rank, world)
         return [item.index if isinstance(item, Draw) else item for group in groups for item in group]
 

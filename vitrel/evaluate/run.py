@@ -88,7 +88,7 @@ def at_sizes(
         overwrite: start anew where `out` has another evaluation.
         title: of the report.
         command: the command that this is, for the report.
-        settings: fields of `Settings`: protocols, policies, n, batch_size, device, crop_pct, ...
+        settings: fields of `Settings`: protocols, policies, n, batch_size, device, ...
 
     Raises:
         ValueError: invalid settings, data or classes that do not fit the model, unsupported sizes, another evaluation in `out`.
@@ -150,7 +150,7 @@ def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tu
         val_fraction=settings.val_fraction,
     )
     how = {name: getattr(settings, name) for name in ("n", "batch_size", "workers")}
-    view = PROTOCOLS["scale"](models[0], models[0].img_size, models[0].crop_pct)
+    view = PROTOCOLS["scale"](models[0], models[0].img_size)
     images = Images(data, view, seed=settings.data_seed, reading=reading, **how)
     classes = _classes(models, images)
     plan = trials(models, [class_outputs(trained, classes, images.source) for trained in models], settings)
@@ -185,6 +185,7 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
             "mean": one.mean,
             "std": one.std,
             "interpolation": one.interpolation,
+            "crop_pct": one.crop_pct,
             "crop_mode": one.crop_mode,
             "outputs": hashlib.sha256(repr(outputs[id(one)]).encode()).hexdigest()[:12],
         }
@@ -328,26 +329,14 @@ def _evaluating(models: Sequence[TrainedModel]) -> Iterator[None]:
 
 
 def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: Path) -> str:
-    """Return the lines printed at the start: models, images, sizes, the number of rows, and notes."""
+    """Return the lines printed at the start: models, images, sizes, and the number of rows."""
     models = {id(trial.trained): trial.trained for trial in plan}.values()
     texts = [f"{one.label} ({one.model.num_classes} classes, trained at {sizes_in_words(one.train_sizes)})" for one in models]
     sizes, protocols = (dict.fromkeys(map(of, plan)) for of in (lambda one: format_size(one.size), lambda one: one.protocol))
     return (
         f"evaluating {', '.join(dict.fromkeys(texts))}\n"
         f"on {len(images):,} images of {shown(images.source)} at {', '.join(sizes)} px, protocol {' and '.join(protocols)}\n"
-        f"{len(plan)} rows, {len(plan) - len(left)} of them done already; output folder {out}{_notes(plan)}"
-    )
-
-
-def _notes(plan: Sequence[Trial]) -> str:
-    """Return a note for each size at which sliding windows are larger than the image, each on a line; "" for none."""
-    views = dict.fromkeys(trial.view for trial in plan if trial.view.window)
-    sides = dict.fromkeys((view.size, view.window) for view in views if view.window is not None)
-    return "".join(
-        f"\nsliding: an image of {format_size(size)} px is smaller than the window of {format_size(window)} px, and is padded "
-        "to it with the mean color"
-        for size, window in sides
-        if size[0] < window[0] or size[1] < window[1]
+        f"{len(plan)} rows, {len(plan) - len(left)} of them done already; output folder {out}"
     )
 
 

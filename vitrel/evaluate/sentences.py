@@ -33,7 +33,7 @@ def sentences(judged: Judged) -> dict[str, str]:
 
 
 def notes(judged: Judged) -> list[str]:
-    """Return what holds for all sentences: whether they are about these trained models, and whether images were left out."""
+    """Return the notes to all sentences: one seed tells of this trained model alone, and unused images could tell more."""
     rows = [row for model in judged.models.values() for row in model.used.values()]
     found = []
     if all(row["seeds"] == 1 for row in rows):

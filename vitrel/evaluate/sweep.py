@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from vitrel.common.files import shown
 from vitrel.common.processes import checked_device
@@ -33,7 +34,6 @@ class Settings:
         protocols: names of `vitrel.evaluate.images.PROTOCOLS`; (): scale, native for models trained at native shape.
         policies: of windows and encodings, each evaluated where it makes a difference; (): the model's own; ("all",): all.
         log_n: evaluate every policy with an attention temperature of log N too (`vitrel.position.log_n`).
-        crop_pct: shares of the resized image that the center crop keeps, each evaluated; (): the model's.
         translations: pixels by which the content is moved at the training size in the first protocol, each evaluated.
         skip: combinations of size and protocol to leave out, such as "192x192 canvas".
 
@@ -65,7 +65,6 @@ class Settings:
     protocols: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     log_n: bool = False
-    crop_pct: tuple[float, ...] = ()
     translations: tuple[int, ...] = ()
     skip: tuple[str, ...] = ()
     n: int | None = None
@@ -82,7 +81,7 @@ class Settings:
     photographs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "protocols", "policies", "crop_pct", "translations", "skip"):
+        for name in ("sizes", "protocols", "policies", "translations", "skip"):
             given = getattr(self, name)
             several = (given,) if isinstance(given, str | int | float) else tuple(given or ())
             several = tuple(map(as_size, several)) if name == "sizes" else several
@@ -97,8 +96,6 @@ class Settings:
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if wrong := [share for share in self.crop_pct if not 0 < share <= 1]:
-            raise ValueError(f"crop_pct takes shares of the image, above 0 and at most 1, got {wrong[0]!r}")
         if wrong := [pixels for pixels in self.translations if type(pixels) is not int or pixels < 0]:
             raise ValueError(f"translations takes whole numbers of pixels, 0 or more, got {wrong[0]!r}")
 
@@ -182,8 +179,8 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
         outputs: of each model, for each class of the data.
 
     Raises:
-        ValueError: a policy that no model has, a protocol or crop that the task does not have, or a
-            token budget for a model without a patch size.
+        ValueError: a policy that no model has, a protocol that the task does not have, or a token
+            budget for a model without a patch size.
     """
     asked, protocols = settings.sizes or default_sizes(models[0]), settings.protocols or default_protocols(models)
     _check(models, settings)
@@ -196,17 +193,14 @@ def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], s
             size = trained.size_of(given)
             if f"{format_size(given)} {protocol}" in settings.skip:
                 continue
-            for crop in (settings.crop_pct or (trained.crop_pct,)) if protocol != "native" else (1.0,):
-                view = PROTOCOLS[protocol](trained, given, crop)
-                number = views.setdefault(view.of_files, len(views))
-                names = policies_at(trained.model, view.window or size, wanted, settings.log_n)
-                own = protocol == protocols[0] and size == trained.img_size
-                moved = [0, *(pixels for pixels in settings.translations if pixels)] if own else [0]
-                for policy in names[:1] if view.window else names:
-                    for by in moved:
-                        place = size not in trained.train_pixels, places.index(size), protocols.index(protocol), crop, number
-                        trial = Trial(trained, size, protocol, policy, view._replace(translation=by), of_classes)
-                        found.append((place, trial))
+            view = PROTOCOLS[protocol](trained, given)
+            number = views.setdefault(view.of_files, len(views))
+            names = policies_at(trained.model, view.window or size, wanted, settings.log_n)
+            own = protocol == protocols[0] and size == trained.img_size
+            moved = [0, *(pixels for pixels in settings.translations if pixels)] if own else [0]
+            place = size not in trained.train_pixels, places.index(size), protocols.index(protocol), number
+            for policy, by in product(names[:1] if view.window else names, moved):
+                found.append((place, Trial(trained, size, protocol, policy, view._replace(translation=by), of_classes)))
     found.sort(key=lambda pair: pair[0])
     return [*{trial.key: trial for _, trial in reversed(found)}.values()][::-1]  # a size may be given in two ways
 
@@ -222,11 +216,8 @@ def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
     labels = [(trained.label, trained.seed) for trained in models]
     if twice := [label for label, seed in labels if labels.count((label, seed)) > 1]:
         raise ValueError(f"{twice[0]} is given twice: its rows would be taken for two seeds")
-    if task_named(models[0].task).dense:
-        if settings.translations:
-            raise ValueError("translated content is for classification: masks are not translated, leave translations out")
-        if settings.crop_pct:
-            raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas below the training size crops")
+    if task_named(models[0].task).dense and settings.translations:
+        raise ValueError("translated content is for classification: masks are not translated, leave translations out")
     available = {policy for trained in models for policy in policies_of(trained.model)} | {"all"}
     if unknown := [policy for policy in settings.policies if policy not in available]:
         names = ", ".join(sorted(available))
@@ -234,7 +225,7 @@ def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
 
 
 def default_protocols(models: Sequence[TrainedModel]) -> tuple[str, ...]:
-    """Return the protocols where none is named: scale, and native if a model was trained at native shape."""
+    """Return the protocols where none is named: native for models trained at native shape, scale for others."""
     return tuple(name for name in ("scale", "native") if (name == "native") in {trained.is_native for trained in models})
 
 

@@ -125,20 +125,15 @@ def is_training(row: Row) -> bool:
 def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
     """Return the function that names the protocol of a row in a table.
 
-    The names have the crop if any model has several crops in one protocol ("scale, crop 0.875"), and the token budget if any
-    has several at one size ("native, 200 tokens").
+    The names have the token budget if any model has several at one size ("native, 200 tokens").
     """
 
-    def several(column: str, *same: str) -> bool:
-        found = {(*(row[name] for name in same), row[column]) for row in rows if known_number(row.get(column))}
-        return len(found) > len({place[:-1] for place in found})
-
-    crops, budgets = several("crop_pct", "label", "protocol"), several("budget", "label", "img_size")
+    places = {(row["label"], row["img_size"], row["budget"]) for row in rows if known_number(row.get("budget"))}
+    several = len(places) > len({place[:2] for place in places})
 
     def name(row: Row) -> str:
-        crop = f", crop {row['crop_pct']:g}" if crops else ""
-        budget = f", {row['budget']:g} tokens" if budgets and known_number(row.get("budget")) else ""
-        return f"{row['protocol']}{crop}{budget}"
+        budget = f", {row['budget']:g} tokens" if several and known_number(row.get("budget")) else ""
+        return f"{row['protocol']}{budget}"
 
     return name
 
@@ -184,9 +179,9 @@ def _in_order(rows: Sequence[Row]) -> list[Row]:
 def with_retention(rows: Sequence[Row]) -> list[Row]:
     """Return copies of the rows of all seeds with the column retention.
 
-    It is the metric divided by that at the nearest training size of the same model, seed, protocol and crop, NaN without one.
+    It is the metric divided by that at the nearest training size of the same model, seed and protocol, NaN without one.
     """
-    same = ("label", "seed", "protocol", "crop_pct", "translation")
+    same = ("label", "seed", "protocol", "translation")
     references: dict[tuple, dict[Size, float]] = defaultdict(dict)
     for row in rows:
         if is_training(row):

@@ -50,7 +50,7 @@ class Losses(Protocol):
 
 
 class ImageMean(Metric):
-    """Mean of a value per image. Images are left out by a weight of 0, since an index by a mask waits for the device."""
+    """Mean over images of a value of each; images that do not count get weight 0, since to select them would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -180,15 +180,15 @@ class ImageSet(Dataset):
             raise AugmentationError(f"{place}: {error}") from error.__cause__
 
     def _check_root(self) -> None:
-        """Raise FileNotFoundError where all images have gone, which is no fault of one of them."""
+        """Raise FileNotFoundError if the file or folder of all images is gone, instead of calling each image unreadable."""
         if (root := self.reader.root) and not os.path.exists(root):
             text = "is gone, with the images in it: was it moved, or is its disk no longer mounted?"
             raise FileNotFoundError(f"{shown(root)} {text}")
 
     def finish(self, picture: Picture, target: Any, draw: Draw) -> tuple[Tensor, Any]:
-        """Return the item of a decoded image: (image [3, H, W] by `augment`, or without one by `prepare`; target as it is).
+        """Return the item of a decoded image: it is augmented, or prepared where there is no `augment`, to [3, H, W].
 
-        The image has the size of `draw`, or else that of the set. The epoch, and index and repeat of `draw`, seed the
+        H and W are the size of `draw`, or else that of the set. The epoch, and index and repeat of `draw`, seed the
         augmentation.
         """
         if self.augment is not None:
@@ -225,16 +225,16 @@ class ImageSet(Dataset):
             return self._digest(list(readers.map(content, self.sources())))
 
     def fingerprints(self) -> tuple[str, str]:
-        """Return two SHA-256, without reading the images: of the classes, names, labels and sizes in bytes; of the times.
+        """Return (SHA-256 of classes, names, labels and sizes in bytes, SHA-256 of the files' times of modification).
 
-        The times are those of modification, of the files that have them.
+        The images are not read.
         """
         states = [state.partition(" ") for state in self.reader.states(self.sources())]
         times = " ".join(time for _, _, time in states)
         return self._digest([size for size, _, _ in states]), hashlib.sha256(times.encode()).hexdigest()
 
     def _digest(self, values: list[str]) -> str:
-        """SHA-256 of the classes, names and labels with a value for each source."""
+        """Return the SHA-256 of the classes, names and labels, and of a value for each of `sources`."""
         names = [self.reader.name(source) for source in self.sources()]
         return hashlib.sha256(json.dumps([self.classes, names, self.labels(), values]).encode()).hexdigest()
 

@@ -201,7 +201,7 @@ class Scan:
 
 
 def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
-    """Return the images of folders and their subfolders, as `Scan` finds them, and files of any suffix, each once; label 0.
+    """Return the images of folders and their subfolders, as `Scan` finds them, and files of any suffix, each once.
 
     FileNotFoundError for a place that is neither; ValueError as of `Scan`.
     """
@@ -215,7 +215,7 @@ def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
 
 
 def hidden(name: str) -> bool:
-    """Return whether a file or folder is not part of a data set by its name: with a leading dot, or of `SYSTEM`."""
+    """Return whether a name excludes a file or folder from a data set: it has a leading dot, or is one of SYSTEM."""
     return name.startswith(".") or name.lower() in SYSTEM
 
 

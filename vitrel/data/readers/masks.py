@@ -65,7 +65,7 @@ class MaskSet(ImageSet):
         return super().finish(picture, torch.from_numpy(target), draw)
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the item (H, W) that stands for an unreadable image: zeros, and a mask without classes."""
+        """Return the item that stands for an unreadable image: zeros [3, H, W], and a mask [H, W] without classes."""
         return super().left_out(size)[0], torch.full(size, IGNORED, dtype=torch.uint8)
 
     def labels(self) -> list[int]:

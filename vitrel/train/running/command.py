@@ -236,7 +236,7 @@ class TrainCLI(LightningCLI):
 
 @contextmanager
 def _threads_in_a_line() -> Iterator[None]:
-    """Context in which an OSError of a thread, as of TensorBoard's writer on a full disk, is a line instead of a traceback."""
+    """Context in which an OSError of a thread, as of TensorBoard's writer on a full disk, is printed as a line."""
     before = threading.excepthook
 
     def say(failed: threading.ExceptHookArgs) -> None:

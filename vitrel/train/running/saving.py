@@ -58,7 +58,7 @@ class AtomicIO(TorchCheckpointIO):
 
 
 class Best(ModelCheckpoint):
-    """Lightning's ModelCheckpoint of the highest metric of the evaluation set, which also knows its file in a moved folder.
+    """Lightning's ModelCheckpoint of the highest metric of the evaluation set, which a run in a moved folder can resume.
 
     Args:
         folder: folder of `best.ckpt`.
