@@ -45,6 +45,13 @@ def empty(monkeypatch):
     geometry.clear()
 
 
+def held():
+    """Bytes of all cached geometry, including what compiled and captured graphs read."""
+    kept = [*geometry._cache.values(), *geometry._captured.values()]
+    tensors = [t for value in kept for t in value] + list(vars(geometry._graphs).values())
+    return sum({t.data_ptr(): geometry._bytes(t) for t in tensors}.values())
+
+
 def test_made_once_and_told_apart():
     first = make()
     assert make() is first and len(MADE) == 1
@@ -52,7 +59,7 @@ def test_made_once_and_told_apart():
     for other in ({"n": 4}, {"pair": (2, 1)}, {"name": "b"}, {"share": 0.25}, {"flag": False}):
         assert make(**other) is not first
     assert len(MADE) == 6 and make() is first
-    assert geometry.held() == sum(4 * key[0] for key in MADE)
+    assert held() == sum(4 * key[0] for key in MADE)
 
 
 def test_bounded_in_bytes_with_the_oldest_dropped(monkeypatch):
@@ -61,7 +68,7 @@ def test_bounded_in_bytes_with_the_oldest_dropped(monkeypatch):
         make(n)
     make(100)  # used again, so 101 is the oldest now
     make(98)
-    assert geometry.held() <= 1200
+    assert held() <= 1200
     MADE.clear()
     make(100), make(99), make(98)
     assert not MADE
@@ -69,7 +76,7 @@ def test_bounded_in_bytes_with_the_oldest_dropped(monkeypatch):
     assert len(MADE) == 1
     assert make(1000) is make(1000)  # larger than the bound alone: kept until the next
     make(2)
-    assert geometry.held() == 8
+    assert held() == 8
 
 
 def test_the_first_caller_may_be_in_any_mode():
@@ -90,7 +97,7 @@ def test_not_kept_where_tensors_are_no_values():
     torch.func.grad(lambda x: (x * make()).sum())(torch.ones(3))
     traced = torch.jit.trace(lambda x: x + make(x.shape[0]), torch.ones(3), check_trace=False)
     assert "aten::arange" in str(traced.graph)
-    assert geometry.held() == 0
+    assert held() == 0
     assert type(make()) is Tensor and make() is make()
 
 
@@ -129,7 +136,7 @@ def test_nothing_of_them_in_a_model():
     names, size = [*model.state_dict()], len(pickle.dumps(model))
     buffers = [name for name, _ in model.named_buffers()]
     model(torch.zeros(1, 3, 200, 120))
-    assert geometry.held() > 10_000
+    assert held() > 10_000
     for same in (model, copy.deepcopy(model)):
         assert [*same.state_dict()] == names and [name for name, _ in same.named_buffers()] == buffers
     assert len(pickle.dumps(model)) == size
@@ -162,7 +169,7 @@ def test_what_a_captured_graph_reads_stays(capturing, monkeypatch):
     monkeypatch.setattr(geometry, "limit", 4)
     make(2, device="cuda:0")  # drops both from the cache
     assert read() is not None and other() is None
-    assert geometry.held() == 4 * (100 + 2)
+    assert held() == 4 * (100 + 2)
     geometry.clear()
     capturing[0] = False
     again = make(100, device="cuda:0")

@@ -78,14 +78,6 @@ def cached_geometry(function: F) -> F:
     return cast(F, cached)
 
 
-def held() -> int:
-    """Return the bytes of all cached geometry, including what compiled and captured graphs read."""
-    with _lock:
-        kept = [*_cache.values(), *_captured.values()]
-        tensors = [t for value in kept for t in value] + list(vars(_graphs).values())
-        return sum({t.data_ptr(): _bytes(t) for t in tensors}.values())
-
-
 def clear() -> None:
     """Drop all cached geometry, to free memory: it is computed again when needed, and graphs compiled with it compile again.
 

@@ -6,11 +6,9 @@ attributes, parameters and submodules. No class is changed, so other models of t
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class Adapter(NamedTuple):
@@ -48,7 +46,10 @@ def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
             kind = adapter.exchanged.get(type(module))
             if kind is not None and "forward" in vars(module):
                 raise ValueError(f"its {type(module).__name__} has a forward that is not its class's")
-            new = module if kind is None else adopt(kind, module)
+            new = module
+            if kind is not None:
+                new = kind.__new__(kind)
+                vars(new).update(vars(module))  # the same parameters, submodules and other attributes
             done[id(module)] = new
             for name, part in module._modules.items():
                 if part is not None:
@@ -61,13 +62,6 @@ def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
             module.adopted(model)
     model.dynamic_img_size = True  # type: ignore[assignment]  # timm's name for a model that takes any size
     return model
-
-
-def adopt(kind: type[M], module: nn.Module) -> M:
-    """Return an object of `kind`, a subclass of the module's class, that shares all attributes of the module."""
-    new = kind.__new__(kind)
-    vars(new).update(vars(module))
-    return new
 
 
 class AnySize:

@@ -30,20 +30,12 @@ def checked_power(power: str | float) -> float:
     return POWERS[power]
 
 
-def log_n_temperature(trained: Grid, grid: Grid, power: str | float, device: torch.device | None) -> Tensor:
-    """Return the attention temperature (log N / log N_train)^p on `grid`, 0-d float32.
-
-    Args:
-        trained: the training grid.
-        grid: the current grid; N = grid.tokens, counted as at least 2 since log 1 = 0.
-        power: "none" (p = 0), "log_n" (p = 1/2) or p.
-        device: of the result.
-    """
-    return _temperature(*grid, *trained, checked_power(power), device=device)
-
-
 @cached_geometry
-def _temperature(h: int, w: int, prefix: int, th: int, tw: int, tp: int, power: float, device: torch.device) -> Tensor:
+def log_n_temperature(h: int, w: int, prefix: int, trained: tuple[int, ...], power: float, device: torch.device) -> Tensor:
+    """Return (log N / log N_train)^power on a grid, 0-d float32; `trained` is (h, w, prefix) of the training grid.
+
+    N and N_train count as at least 2 tokens, since log 1 = 0.
+    """
     one = torch.ones((), device=device)  # a float would cost a graph per size
-    current, training = ((one * grid.tokens).clamp(min=2).log() for grid in (Grid(h, w, prefix), Grid(th, tw, tp)))
+    current, training = ((one * grid.tokens).clamp(min=2).log() for grid in (Grid(h, w, prefix), Grid(*trained)))
     return (current / training) ** power

@@ -59,7 +59,8 @@ class LookHere(PositionEncoding):
 @cached_geometry
 def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, device: torch.device) -> Tensor:
     """Return the bias of every head and offset class, [H, R]; it is -inf outside the field of view, 0 for prefix classes."""
-    grid, head, directed = Grid(h, w, prefix), torch.arange(num_heads, device=device), _directed(num_heads)
+    grid, head = Grid(h, w, prefix), torch.arange(num_heads, device=device)
+    directed = num_heads - max(1, min(4, num_heads // 3))
     offsets = grid.offsets(device=device).float()
     views = _views(offsets, fov)  # [V, R] bool
     cycle, view = head // len(views), head % len(views)
@@ -68,11 +69,6 @@ def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, d
     bias = -slope * slopes[:, None] * distances(offsets, "euclidean")  # [H, R]
     visible = views.index_select(0, view) | (head >= directed)[:, None]
     return pad_prefix(bias.masked_fill(~visible, float("-inf")), grid)
-
-
-def _directed(num_heads: int) -> int:
-    """Return how many of the heads have a field of view; the others see in all directions."""
-    return num_heads - max(1, min(4, num_heads // 3))
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:

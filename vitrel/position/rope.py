@@ -25,17 +25,9 @@ from torch import Tensor, nn
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
+from vitrel.position.bands import band_frequencies, of_axes, split_axes
 from vitrel.position.rope_policies import POLICIES, RotaryPolicy
-from vitrel.position.terms import (
-    Factory,
-    PositionEncoding,
-    Terms,
-    band_frequencies,
-    check_pair,
-    of_axes,
-    split_axes,
-    upcast,
-)
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_pair, upcast
 
 
 class RotaryEncoding(PositionEncoding, abc.ABC):

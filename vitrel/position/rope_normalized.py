@@ -15,8 +15,9 @@ from torch import Tensor
 
 from vitrel.geometry import cached_geometry, dtype_name
 from vitrel.grid import Grid
+from vitrel.position.bands import band_frequencies, split_axes
 from vitrel.position.rope import Rotary, rotary_terms
-from vitrel.position.terms import Factory, PositionEncoding, Terms, band_frequencies, split_axes
+from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class RopeNormalized(PositionEncoding):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Terms, band_frequencies, of_axes, split_axes
+from vitrel.position.bands import band_frequencies, of_axes, split_axes
+from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class SinCos(PositionEncoding):

@@ -62,8 +62,9 @@ class T5(PositionEncoding):
         )
         rules = []
         for n, count, reach in zip(grid[:2], counts, reaches, strict=True):
-            single = n == 1 and not isinstance(num_buckets, tuple | list)  # it has offset 0 only: other buckets stay untrained
-            rules.append(_rule(n, 1 if single else count, reach, bidirectional))
+            if n == 1 and not isinstance(num_buckets, tuple | list):  # it has offset 0 only: other buckets stay untrained
+                count = 1
+            rules.append(Rule(_first(n, count, reach, bidirectional), bidirectional, bidirectional and count != 1))
         self.rules = tuple(rules)
         (n_h, n_w), extra = (rule.count for rule in self.rules), 3 if grid.prefix else 0
         product = {"relative_attention_bias": n_h * n_w + extra}
@@ -142,19 +143,14 @@ def _pairs(
     return (rows[:, None] * count + columns).flatten()
 
 
-def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> Rule:
-    """Return the rule of an axis from the options of T5; `length` is the training grid's side in patches."""
-    if num_buckets == 1:
-        return Rule((0,), bidirectional, False)
-    return Rule(tuple(_first(length, num_buckets, max_distance, bidirectional)), bidirectional, bidirectional)
-
-
-def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:
+def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> tuple[int, ...]:
     """Return the first distance of every bucket of one sign, for a training axis of `length` patches.
 
     Raises:
         ValueError: an odd number of buckets in two directions, or a max_distance below the exact buckets.
     """
+    if num_buckets == 1:
+        return (0,)
     reach = max_distance if max_distance is not None else length - 1
     if num_buckets is None:
         choices = (_boundaries(count, reach) for count in range(min(16, length // 2 + 1), 0, -1) if reach >= count // 2)
@@ -170,7 +166,7 @@ def _first(length: int, num_buckets: int | None, max_distance: int | None, bidir
     return _boundaries(count, reach)
 
 
-def _boundaries(count: int, max_distance: int) -> list[int]:
+def _boundaries(count: int, max_distance: int) -> tuple[int, ...]:
     """Return the first distance of each of `count` buckets of one sign: half of them hold one distance, the others grow.
 
     The last one holds `max_distance` and all larger distances.
@@ -184,4 +180,4 @@ def _boundaries(count: int, max_distance: int) -> list[int]:
         while d**logs * exact**t < max_distance**t * exact**logs:
             d += 1
         first.append(d)
-    return first
+    return tuple(first)

@@ -184,7 +184,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         if self.temperature_grid is None:
             return terms
         device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
-        factor = log_n_temperature(self.temperature_grid, grid, self.temperature, device)
+        power = checked_power(self.temperature)
+        factor = log_n_temperature(*grid, tuple(self.temperature_grid), power, device=device)
         return combine(terms, Terms(temperature=factor))
 
     def set_temperature(self, value: str | float, trained: Grid) -> None:
@@ -361,47 +362,6 @@ def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> t
     None is half of the training grid, so that many training pairs train the edge row.
     """
     return (grid.h // 2, grid.w // 2) if radius is None else check_pair(key, "radius", radius, least=0)
-
-
-def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, int]:
-    """Return the axes among which an encoding by sines and cosines divides its channels, and the number of bands of each axis.
-
-    They are ("hw", width / 4). If only 2 divides the width, the training grid must have one row or column, and its other axis
-    has all channels: ("w" or "h", width / 2).
-
-    Args:
-        key: name of the encoding, for errors.
-        width_name: what the width is called in errors.
-        width: number of channels.
-        grid: the training grid.
-
-    Raises:
-        ValueError: the width is any other.
-    """
-    if width % 4 == 0:
-        return "hw", width // 4
-    if width % 2 == 0 and min(grid[:2]) == 1:
-        return "h" if grid.w == 1 else "w", width // 2
-    raise ValueError(
-        f"{key} needs a {width_name} divisible by 4 (pairs of channels over two axes; by 2 on one row or column), not {width}; "
-        f"choose embed_dim and num_heads so that it is"
-    )
-
-
-def band_frequencies(bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
-    """Return the frequencies base^(-t / bands) of the bands t = 0..bands-1 of one axis, [bands], of the type named `dtype`."""
-    return base ** (-torch.arange(bands, device=device).to(getattr(torch, dtype)) / bands)
-
-
-def of_axes(axes: str, values: Tensor, dim: int) -> Tensor:
-    """Return the values of the axes that `split_axes` chose.
-
-    Args:
-        axes: "hw", "h" or "w".
-        values: a tensor.
-        dim: the dimension of `values`, of length 2, that has the values of y and of x.
-    """
-    return values.narrow(dim, "hw".index(axes[0]), len(axes))
 
 
 def check_prefix(key: str, trained: Grid, grid: Grid, row_each: bool = False) -> None:

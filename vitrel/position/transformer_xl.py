@@ -14,17 +14,8 @@ from torch import Tensor, nn
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
-from vitrel.position.terms import (
-    Factory,
-    PositionEncoding,
-    Table,
-    Terms,
-    band_frequencies,
-    no_autocast,
-    pad_prefix,
-    split_axes,
-    upcast,
-)
+from vitrel.position.bands import band_frequencies, split_axes
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, upcast
 
 
 class TransformerXL(PositionEncoding):

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from vitrel.geometry import cached_geometry
 from vitrel.grid import Grid
+from vitrel.position.bands import band_frequencies, split_axes
 from vitrel.position.rope import rotary_terms
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, band_frequencies, pad_prefix, split_axes
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix
 
 
 class XPos(PositionEncoding):
