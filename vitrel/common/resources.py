@@ -23,7 +23,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def lacking(error: BaseException) -> bool:
-    """Return whether an error is `out_of_memory`, or PyTorch's that loader processes were killed or lack shared memory."""
+    """Return whether an error is `out_of_memory`, or says that loader processes were killed or lack shared memory."""
     return out_of_memory(error) or (isinstance(error, RuntimeError) and _has(error, _LOADING))
 
 

@@ -30,7 +30,7 @@ def _same(a: Tensor, b: Tensor) -> float:
 
 
 def _small(subject: Subject) -> list[Size]:
-    """Return [size] of an image of 2 x 2 patches, which a window may exceed, or [] if the model does not take it."""
+    """Return [size] of an image of 2 x 2 patches, smaller than many windows, or [] if the model does not take it."""
     size = 2 * subject.unit(), 2 * subject.unit()
     return [] if subject.refusal(size) else [size]
 

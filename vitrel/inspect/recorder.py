@@ -215,12 +215,12 @@ def run(
         call: calls the model.
         model: gives modules and parameters their names.
         images: [B, C, height, width], or the result of `blank`.
-        replace: what to replace; by default nothing.
-        use: called with each attention as it runs, which is not stored then.
+        replace: results to replace; by default none.
+        use: called with each attention as it runs; attention is not in the result then.
         follow: follow places and biases (see the module).
         plain: follow queries, keys and logits without position.
         own: called after each attention of vitrel with its name, module, projected tokens and the arguments after the tokens;
-            that attention is left out elsewhere. None: it is seen as any other.
+            that attention is neither in the result nor given to `use`. None: it is recorded as any other.
     """
     with ExitStack() as stack:
         mode = _Recorder(model, images, replace, use, follow, plain)

@@ -273,7 +273,10 @@ def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
 
 @torch.no_grad()
 def agreement(here: Attended, target: Tensor, logits: Tensor) -> Agreement:
-    """Return how closely attention with `logits` follows attention with the logits `target`, [B, H, N, N] both."""
+    """Return how closely attention with `logits` follows attention with the logits `target`, both [B, H, N, N].
+
+    `here` has the queries' weights and the mask.
+    """
     log_p, log_q = target.log_softmax(-1), logits.log_softmax(-1)
     p = log_p.exp()
     seen = torch.ones_like(target[:, :1]) if here.mask is None else (here.mask == 0).to(target.dtype)
