@@ -32,7 +32,8 @@ def create_model(name: str, **kwargs) -> nn.Module:
     """
     check_model_name(name, allow_sources=True)
     overlay = kwargs.get("pretrained_cfg_overlay") or {}
-    if not kwargs.get("pretrained") or name.startswith("local-dir:") or "file" in overlay or "state_dict" in overlay:
+    local = name.startswith("local-dir:") or "file" in overlay or "state_dict" in overlay
+    if local or not kwargs.get("pretrained"):  # nothing is downloaded
         return timm.create_model(name, **kwargs)
     if timm.is_model(name) and not timm.get_pretrained_cfg(name).has_weights and not kwargs.get("pretrained_cfg"):
         raise ValueError(f"there are no pretrained weights for {name}: give a file with weights (--weights FILE), or train it")

@@ -37,8 +37,8 @@ def base_cfg(**changes) -> dict:
 
 def register_family(
     trunk: type[nn.Module], rows: Rows, weights: dict[str, str], namespace: dict, rows_of: Callable[[Sequence[str]], Rows]
-) -> dict:
-    """Register models with timm, one entry point for each row, and return the module's `default_cfgs`, where timm finds them.
+) -> None:
+    """Register models with timm, one entry point for each row.
 
     Args:
         trunk: class of the backbone.
@@ -58,7 +58,6 @@ def register_family(
     for name, (arguments, _) in rows.items():
         namespace[name] = register_model(_entry_point(trunk, name, arguments, namespace["__name__"]))
     _FAMILIES[trunk] = lambda key: register_family(trunk, rows_of([key]), {}, namespace, rows_of)
-    return namespace["default_cfgs"]
 
 
 def register_position(key: str) -> Callable[[type[Encoding]], type[Encoding]]:

@@ -1,9 +1,8 @@
 """Segmentation: a backbone with a head that gives every pixel of an image logits, at any height and width.
 
 The head "linear" is one linear layer on the tokens, as in the linear probe of DINOv2 (arXiv 2304.07193, section 7.4), but
-without its batch norm: trained with one, a Swin loses 9 to 12 points of mIoU on larger canvases of `shapes-dense` that it keeps
-without.
-"fpn" (arXiv 1612.03144) and "upernet" (arXiv 1807.10221) are decoders of segmentation_models_pytorch on `vitrel.pyramid`.
+without its batch norm, with which a Swin loses 9 to 12 points of mIoU on larger canvases of `shapes-dense`. "fpn" (arXiv
+1612.03144) and "upernet" (arXiv 1807.10221) are decoders of segmentation_models_pytorch on `vitrel.pyramid`.
 """
 
 import re

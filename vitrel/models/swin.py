@@ -342,4 +342,4 @@ _ROWS |= {
     f"vitrel_swinv2_{size}": (dict(img_size=256, window_size=8) | _SIZES[size] | _V2, cfg) for size, cfg in _CFGS_V2.items()
 }
 _ROWS["vitrel_swin"] = (dict(depths=(2, 2, 6, 2)), _CFGS["t"])  # any, by its arguments, for vitrel.from_timm and vitrel.load
-default_cfgs = register_family(Swin, _ROWS, _WEIGHTS, globals(), _rows)
+register_family(Swin, _ROWS, _WEIGHTS, globals(), _rows)

@@ -447,4 +447,4 @@ def _rows(keys: Iterable[str]) -> Rows:
 
 _ROWS = _rows((*POSITIONS, *COMPOSITIONS))
 _ROWS["vitrel_vit"] = (dict(depth=12), _cfg())  # any ViT, by its arguments, for vitrel.from_timm and vitrel.load
-default_cfgs = register_family(ViT, _ROWS, _WEIGHTS, globals(), _rows)
+register_family(ViT, _ROWS, _WEIGHTS, globals(), _rows)
