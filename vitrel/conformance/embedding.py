@@ -71,11 +71,7 @@ def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list
     """Return every embedding at every size, with the rule by which it follows from its master.
 
     The master is the model's parameter if the embedding at the native size follows from it, else the embedding at that size.
-
-    Args:
-        surveys: by image size.
-        native: image size that the model was built for, examined or not.
-        model: as it was built, whose parameters are those of the native size.
+    `native` is the image size that the model was built for, examined or not; `model` has the parameters of that size.
     """
     found = []
     for number in range(min(len(one.embeddings) for one in surveys.values())):

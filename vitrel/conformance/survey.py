@@ -96,12 +96,7 @@ def _groups(found: list[Attention]) -> list[list[int]]:
 def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention]], size: Size, model: nn.Module) -> Located:
     """Return one attention, computed in the parts `group`, with its tokens in the image; Unlocated if they cannot be placed.
 
-    Args:
-        group: numbers of the parts in each pass.
-        plain: attentions of a pass without replacements.
-        fixed: attentions of each constant pass.
-        size: of the image, (h, w) in pixels.
-        model: that it is in.
+    `group` are numbers of attentions in a pass: in `plain`, without replacements, and in each of the constant passes `fixed`.
     """
     first = plain[group[0]]
     queries, keys = first.logits.shape[-2:]

@@ -325,10 +325,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
 def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
     """Return values by offset (query minus key), [2h-1, 2w-1, H]: offset (dy, dx) at [dy + h-1, dx + w-1].
 
-    Args:
-        pairs: values of all pairs of tokens [H, N, N].
-        shape: (h, w) of the grid or window whose tokens follow the prefix tokens.
-        prefix: number of prefix tokens.
+    `pairs` [H, N, N] are the values of all pairs of tokens; h x w = `shape` tokens follow the prefix tokens.
     """
     h, w = shape
     table = torch.full((len(pairs), 2 * h - 1, 2 * w - 1), torch.nan, device=pairs.device)
@@ -362,9 +359,7 @@ def _without_copies(tokens: Tensor) -> Tensor:
 def line_length(tokens: Tensor, line: Callable[[Tensor], Tensor]) -> int:
     """Return after how many slots of a window the tokens change to another row (or column); 0 if they never do.
 
-    Args:
-        tokens: [W, N], -1 for padding; the window with the least padding is used.
-        line: gives the row (or column) of each of some tokens.
+    Of `tokens` [W, N] (-1 for padding) the fullest window is used. `line` gives the row (or column) of tokens.
     """
     row = tokens[int((tokens >= 0).sum(1).argmax())]
     real = (row >= 0).nonzero().flatten()

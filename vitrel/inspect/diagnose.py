@@ -198,12 +198,9 @@ def _default_sizes(model: nn.Module) -> list[Size]:
 
 
 def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDiagnosis:
-    """Return what a size does to the model that was brought to it.
+    """Return what images of `size` (h, w) pixels do to a model that was brought to them, `found`.
 
-    Args:
-        found: the model at the size.
-        size: (h, w) in pixels.
-        before: the trace at the size that the model was built for, None where it is not needed or was refused.
+    `before` is the trace at the size that the model was built for, None where it is not needed or was refused.
     """
     encodings = found.trace.encodings
     changes = _own_bias_changes(encodings)

@@ -208,12 +208,7 @@ class _Fit(NamedTuple):
 def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, refit: bool) -> list[_Fit]:
     """Fit the blocks of a model in place, one after the other, to those of the original, and return what is reported of each.
 
-    Args:
-        model: changed in place.
-        original: the model to follow.
-        images: [B, C, height, width].
-        new_rotation: whether the encodings hold a rotation that was not trained with these q and k.
-        refit: as in `absolute_to_relative`.
+    `new_rotation` says whether the encodings hold a rotation that was not trained with these q and k.
     """
     device = model.patch_embed.proj.weight.device
 
@@ -253,12 +248,7 @@ def _chunked(function: Callable, x: Tensor):
 def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid) -> None:
     """Refit the last linear layers of a block's attention and MLP, in place, so that its tokens become the original's.
 
-    Args:
-        block: changed in place.
-        x: its input.
-        between: the original's tokens after attention.
-        out: the original's tokens after the MLP.
-        grid: of the tokens.
+    `x` is the block's input on `grid`; `between` and `out` are the original's tokens after attention and after the MLP.
     """
     share = torch.full_like(out[0, ..., 0], 1 / (grid.h * grid.w))  # [N] or [h, w]
     if grid.prefix:

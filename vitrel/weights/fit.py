@@ -181,10 +181,7 @@ def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> Non
 def minimize(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
     """Minimize a loss in place by L-BFGS, and return the least value found; the parameters keep the values that gave it.
 
-    Args:
-        parameters: to fit. Those that the loss does not depend on stay as they are.
-        loss: is computed from their current values.
-        iterations: of L-BFGS, at most.
+    `loss` is computed from their current values; parameters that it does not depend on stay as they are.
     """
     needed = [parameter.requires_grad for parameter in parameters]
     best, kept = math.inf, [parameter.detach().clone() for parameter in parameters]
@@ -258,10 +255,7 @@ def _covariance(tokens: Tensor) -> Tensor:
 def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
     """Set the frequencies of all heads in place: some pairs do not rotate, the others slow to fast in all directions.
 
-    Args:
-        part: changed in place.
-        still: share of the pairs that do not rotate, 0 to 1.
-        factor: multiplies all frequencies.
+    `still` is the share of pairs that do not rotate, 0 to 1; `factor` multiplies all frequencies.
     """
     pairs = part.freqs.shape[-1]
     at_rest = int(pairs * still)
@@ -316,15 +310,10 @@ def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tenso
 def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> None:
     """Train a model in place, without labels, to give the original's last features on images and their mirror images.
 
-    The loss is the squared distance of each token, divided by the variance of the original's; class and register tokens
-    together count as much as all patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it
-    was: updates of this size can only harm a model that already follows the original closely.
-
-    Args:
-        model: changed in place; in evaluation mode.
-        original: in evaluation mode.
-        images: [B, C, height, width].
-        steps: number of updates, of 32 images each.
+    Each of `steps` updates takes 32 of the images [B, C, height, width]; both models are in evaluation mode. The loss is the
+    squared distance of each token, divided by the variance of the original's; class and register tokens together count as much
+    as all patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it was: updates of this
+    size can only harm a model that already follows the original closely.
     """
     scales = model.position_lr_scales()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

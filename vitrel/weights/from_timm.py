@@ -173,12 +173,8 @@ def _converts(model: nn.Module) -> bool:
 def _trained_size(state: dict[str, Tensor], model: Any, wanted: int | tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the image size (h, w) in pixels that the weights in a file were trained at; None if it is the model's or unknown.
 
-    It follows from the number of rows of the absolute embedding, or else of a relative table.
-
-    Args:
-        state: the tensors in the file.
-        model: the timm model at its own size.
-        wanted: a size in pixels, preferred where the number of rows allows it.
+    It follows from the number of rows of the absolute embedding, or else of a relative table. A `wanted` size in pixels is
+    preferred where that number allows it. `model` is the timm model at its own size.
 
     Raises:
         ValueError: the number of rows fits neither size nor a square, or a Swin's tables are of another window.

@@ -85,12 +85,9 @@ def apply_plan(
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
 ) -> nn.Module:
-    """Copy the tensors of a plan into its model, in place, and return the model.
+    """Copy the tensors of a plan of `plan_weights` into its model, in place, and return the model.
 
-    Args:
-        model: for which the plan was made.
-        plan: of `plan_weights`.
-        reset_head: as in `load_pretrained`, and so are the patterns.
+    The other arguments are as in `load_pretrained`.
 
     Raises:
         RuntimeError: tensors are unused, unset or of another shape and not allowed to be, or hold NaN or infinity; the model is
@@ -132,13 +129,10 @@ def plan_weights(model: nn.Module, source: nn.Module | str | Path | dict[str, Te
 def fitted(
     model: nn.Module, state: dict[str, Tensor], record: dict[str, dict[str, Any]], rotation: Rotation | None = None
 ) -> WeightPlan:
-    """Return the plan for a state dict without wrappers, as `plan_weights` does.
+    """Return the plan for a state dict without wrappers, as `plan_weights` does; the model is not changed.
 
-    Args:
-        model: a vitrel model, not changed.
-        state: tensors with vitrel's names or timm's.
-        record: of the encodings that they were trained with (see vitrel.weights.record), {} if unknown.
-        rotation: as in `to_vitrel`.
+    `record` is of the encodings that the tensors were trained with (see vitrel.weights.record), {} if unknown; `rotation` is as
+    in `to_vitrel`.
     """
     own = model.state_dict()
     check_record(model, record)
@@ -221,13 +215,7 @@ def _but(names: Iterable[str], patterns: list[str]) -> list[str]:
 
 
 def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], allow_unset: list[str]) -> str:
-    """Return an error's text that names the tensors that do not fit a model, "" if all fit.
-
-    Args:
-        plan: for the model.
-        own: the model's state dict.
-        allow_unused: as in `load_pretrained`, and so is allow_unset.
-    """
+    """Return an error's text that names the tensors that do not fit a model, "" if all fit; `own` is the model's state dict."""
     unset, unused, differ = _but(plan.unset, allow_unset), _but(plan.unused, allow_unused), _but(plan.differ, allow_unset)
     if not (unset or unused or differ):
         return ""

@@ -149,12 +149,9 @@ def _holds_weights(value: object) -> bool:
 
 
 def write_safetensors(path: Path, state: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write tensors as .safetensors, with `about` as JSON under "vitrel" in its metadata, and a CRC-32 of the tensors there.
+    """Write tensors, which must be contiguous, as .safetensors, with a CRC-32 of them in its metadata.
 
-    Args:
-        path: of the file.
-        state: contiguous tensors by name.
-        about: plain values.
+    `about`, plain values, is stored there as JSON under "vitrel".
     """
     content = memoryview(to_bytes(state, metadata={"format": "pt", "vitrel": json.dumps(about)}))
     begin = 8 + int.from_bytes(content[:8], "little")  # of the tensors, after the length of a JSON header and the header

@@ -236,15 +236,11 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
 
 
 def _load(model: nn.Module, loaded: dict[str, Any], position: Any, path: Path, changes: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into its own model in place.
+    """Load a checkpoint's weights into its own model, of vitrel or timm, in place.
 
-    Args:
-        model: of vitrel or timm, changed in place.
-        loaded: the file's content.
-        position: the file's record of the encodings (vitrel.weights.record).
-        path: names the file in errors.
-        changes: the arguments in which the model differs from the file's. Without any, tables and embeddings of another grid
-            are an error, else they are resampled; with `num_classes` the head may be new.
+    `position` is the file's record of the encodings (vitrel.weights.record). `changes` are the arguments in which the model
+    differs from the file's. Without any, tables and embeddings of another grid are an error, else they are resampled; with
+    `num_classes` the head may be new.
 
     Raises:
         ValueError: the weights do not fit, or hold NaN.
