@@ -16,7 +16,7 @@ Rows = dict[str, tuple[dict, dict]]  # {name: (constructor arguments, entries of
 Encoding = TypeVar("Encoding", bound=PositionEncoding)
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # compositions with model names; "_" replaces "+" in them
 ARGUMENTS: dict[str, dict[str, Any]] = {}  # {name of a registered model: its trunk's arguments, defaults included}
-_FAMILIES: dict[type[nn.Module], Callable[[str], dict]] = {}  # {trunk: registers its models for a key}
+_FAMILIES: dict[type[nn.Module], Callable[[str], None]] = {}  # {trunk: registers its models for a key}
 _weight_filter: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = None
 
 
