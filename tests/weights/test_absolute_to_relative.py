@@ -82,12 +82,11 @@ def test_attention_of_a_known_encoding_is_found_again(key):
 
 @pytest.mark.slow
 @each("key", ["cpb", "rope_mixed", "shaw"])
-@each("size", [(8, 8), (5, 6)])
-def test_in_windows_the_table_that_is_there_is_followed(key, size):
-    """Shifted windows of 4x4 on a grid that they divide, and on one that is padded."""
+def test_in_windows_the_table_that_is_there_is_followed(key):
+    """Shifted windows of 4x4 on a grid that is padded."""
     torch.manual_seed(0)
     known = block_with("table", None, window=(4, 4), shift=(2, 2), init_std=1.0)
-    x, grid = torch.randn(4, *size, 32), Grid(*size)
+    x, grid = torch.randn(4, 5, 6, 32), Grid(5, 6)
     fitted = copy_with(known, key)
     with torch.no_grad():
         here = attended(known, x, grid)
@@ -166,9 +165,7 @@ def test_an_embedding_that_needs_no_place_is_dropped_exactly():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("position", "refit"), [("table", True), ("rope_mixed+table", False), ("shaw", False), ("alibi", True)]
-)
+@pytest.mark.parametrize(("position", "refit"), [("rope_mixed+table", False), ("alibi", True)])
 def test_the_copy_is_relative_and_the_original_untouched(position, refit):
     model, images = trained(class_token=True, reg_tokens=1), torch.randn(4, 3, 32, 48)
     before = copy.deepcopy(model.state_dict())
@@ -237,12 +234,9 @@ def vision_transformer(**options):
 @each(
     "options",
     [
-        {},
-        dict(reg_tokens=2, no_embed_class=True),
+        dict(reg_tokens=2, no_embed_class=True, qk_norm=True, pre_norm=True),
         dict(class_token=False, global_pool="avg", init_values=0.1),
-        dict(qk_norm=True, pre_norm=True),
     ],
-    ids=["plain", "registers", "avg_layer_scale", "qk_norm_pre_norm"],
 )
 def test_models_of_timm(options):
     model, images = vision_transformer(**options), torch.randn(4, 3, 32, 48)
@@ -342,14 +336,15 @@ def test_refusals():
 
 @pytest.mark.slow(seconds=15)
 def test_imagenet_weights_survive_the_conversion():
-    """ViT-Tiny, fitted to 96 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
+    """ViT-Tiny, fitted to 64 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
     folder, images = shared("data/imagenette224"), shared("data/ilsvrc-val-nette224")
     path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
     model = load_pretrained(timm.create_model("vitrel_vit_ti16_absolute"), path).eval()
     how = {"size": (128, 128), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    fit, val = create_dataset(str(folder), "train", **how), create_dataset(str(images), "val", n=100, **how)
-    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::35][:96]  # the others are in `val`
-    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=4)
+    fit, val = create_dataset(str(folder), "train", **how), create_dataset(str(images), "val", n=50, **how)
+    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]]  # the others are in `val`
+    fit.samples = fit.samples[:: len(fit.samples) // 64][:64]
+    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=3)
     dropped = copy.deepcopy(model)
     dropped.pos_embed = None
     lines = (images / "imagenet_index.tsv").read_text().splitlines()[1:]

@@ -61,7 +61,7 @@ def refuses(act, entries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sources(""))
+@pytest.mark.parametrize("kind", ["address", "address in an overlay", "checkpoint"])
 def test_the_metadata_of_a_safetensors_file(kind, other, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
@@ -104,12 +104,14 @@ def run(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sources(""))
-def test_the_arguments_of_a_checkpoint(kind, run, other, tmp_path):
-    """A run may have started from such a source; the model of its file needs none."""
+def test_the_arguments_of_a_checkpoint(run, other, tmp_path):
+    """A run may have started from such sources; the model of its file needs none."""
     trained, name, path = run
     loaded = torch.load(path, weights_only=True)
-    loaded["vitrel"]["model_args"] |= sources(other)[kind] | {"device": "meta"}
+    cfg = {key: value for entries in sources(other).values() for key, value in entries.get("pretrained_cfg", {}).items()}
+    for entries in sources(other).values():
+        loaded["vitrel"]["model_args"] |= entries
+    loaded["vitrel"]["model_args"] |= {"pretrained_cfg": cfg, "device": "meta"}
     torch.save(loaded, path := tmp_path / "last.ckpt")
     with asked() as seen:
         model = vitrel.load(path)
@@ -130,8 +132,11 @@ def test_what_a_checkpoint_keeps_of_its_arguments():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sources(""))
-@pytest.mark.parametrize("place", ["pretrained_cfg", "model_args"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [*(("pretrained_cfg", kind) for kind in ("address", "hub", "file", "values")),
+     *(("model_args", kind) for kind in ("address in an overlay", "checkpoint", "cache"))],
+)  # fmt: skip
 def test_the_config_json_of_a_folder(place, kind, other, tmp_path):
     """Its own file of weights is read, or it is refused."""
     theirs = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=3)

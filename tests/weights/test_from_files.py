@@ -63,7 +63,6 @@ def test_every_family_with_as_many_classes_as_the_file(name, tmp_path):
     path = stored(theirs.state_dict(), tmp_path / "weights.safetensors")
     ours = vitrel.from_timm(name, checkpoint_path=path, **NAMES[name])
     assert ours.num_classes == 7 and same(ours, theirs)
-    assert same(vitrel.from_timm(name, checkpoint_path=str(path), **NAMES[name]), theirs)
 
 
 def test_what_trainers_store_is_opened(tmp_path):
@@ -121,9 +120,8 @@ def test_windows_of_another_size_are_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [1, 13])
-def test_channels_are_adapted_as_by_timm(channels, tmp_path):
-    theirs, name = build(), "vitrel_vit_ti16_absolute"
+def test_channels_are_adapted_as_by_timm(tmp_path):
+    theirs, name, channels = build(), "vitrel_vit_ti16_absolute", 13
     path = stored(theirs.state_dict(), tmp_path / "a.pth")
     wanted = adapt_input_conv(channels, theirs.patch_embed.proj.weight)
     vitrel.save(vitrel.from_timm(theirs), own := tmp_path / "own.safetensors")
@@ -146,7 +144,6 @@ def test_channels_are_adapted_as_by_timm(channels, tmp_path):
 
 TRANSFORMERS = {
     "DINOv3": "embeddings.cls_token embeddings.register_tokens layer.0.attention.q_proj.weight layer.0.mlp.up_proj.weight",
-    "CLIP": "vision_model.embeddings.class_embedding vision_model.encoder.layers.0.self_attn.q_proj.weight logit_scale",
     "ViT": "embeddings.cls_token encoder.layer.0.attention.attention.query.weight encoder.layer.0.output.dense.bias",
 }
 
@@ -245,8 +242,9 @@ def equal(a, b, size=(40, 56)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["linear", "fpn", "upernet"])
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n"])
+@pytest.mark.parametrize(
+    ("name", "head"), [("vitrel_swin_n", "linear"), ("vitrel_vit_n8_absolute_rope_mixed", "fpn"), ("vitrel_swin_n", "upernet")]
+)
 def test_segmenters_are_saved_and_loaded(name, head, tmp_path):
     if head != "linear":
         pytest.importorskip("segmentation_models_pytorch")
@@ -281,12 +279,10 @@ def test_segmenters_of_runs_and_of_timms_trunks_are_converted(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["exported", "onnx"])
-def test_segmenters_are_exported(format, tmp_path):
-    if format == "onnx":
-        pytest.importorskip("onnxruntime")
-    path = tmp_path / {"exported": "a.pt2", "onnx": "a.onnx"}[format]
-    checks = export_model(segmenter(depth=1), path, format, dynamic_size=True)
+def test_segmenters_are_exported(tmp_path):
+    """To ONNX, by way of torch.export."""
+    pytest.importorskip("onnxruntime")
+    checks = export_model(segmenter(depth=1), path := tmp_path / "a.onnx", "onnx", dynamic_size=True)
     assert path.exists() and len({check.size for check in checks}) > 2
     with pytest.raises(ValueError, match=r"write it with vitrel\.save"):
         export_model(segmenter(), tmp_path / "folder", "safetensors")

@@ -17,21 +17,6 @@ from vitrel.models.vit import ViT
 from vitrel.weights.recognize import as_vitrel
 
 LARGE = ("swin_base_patch4_window12_384", "swinv2_base_window12to24_192to384")
-TWO = dict(depths=(2, 1), num_heads=(1, 2))  # stages that hold whole windows of a small image
-AT_MANY = {  # of every family, at a small size of its own
-    "vit_base_patch16_224": dict(img_size=64),
-    "deit_tiny_distilled_patch16_224": dict(img_size=(48, 80)),
-    "beit_base_patch16_224": dict(img_size=64),
-    "eva02_base_patch14_224": dict(img_size=(56, 70)),
-    "vit_small_patch16_dinov3": dict(img_size=64),
-    "vit_small_patch16_rope_mixed_ape_224": dict(img_size=64),
-    "vit_so150m_patch16_reg4_map_256": dict(img_size=64),
-    "samvit_base_patch16_224": dict(img_size=112),
-    "vit_relpos_medium_patch16_cls_224": dict(img_size=64),
-    "vit_srelpos_medium_patch16_224": dict(img_size=64),
-    "swin_tiny_patch4_window7_224": dict(img_size=(56, 112), **TWO),
-    "swinv2_tiny_window8_256": dict(img_size=64, **TWO),
-}
 
 
 def outcome(model, image, weight):
@@ -96,13 +81,6 @@ def test_same_function(name):
     runs_anywhere(ours, sizes(ours, 2, first=[*NAMES].index(name)))
 
 
-@pytest.mark.slow
-@each("name", AT_MANY)
-def test_many_sizes(name):
-    ours = vitrel.from_timm(peer(name, **AT_MANY[name]))
-    runs_anywhere(ours, sizes(ours, 12))
-
-
 def test_a_name_is_built_with_its_arguments(tmp_path):
     theirs = peer("deit_tiny_patch16_224", num_classes=5)
     torch.save(theirs.state_dict(), tmp_path / "weights.pth")
@@ -125,19 +103,17 @@ SWIN, SWIN2 = "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"
 THREE = dict(depths=(2, 2, 2), num_heads=(1, 2, 4))  # stages, of which the last has one window
 OPTIONS = [
     *((VIT, options) for options in (
-        dict(mlp_ratio=3.3), dict(init_values=0.5), dict(qk_norm=True), dict(reg_tokens=3), dict(pre_norm=True),
-        dict(no_embed_class=True, reg_tokens=2), dict(class_token=False, global_pool="avg"), dict(qkv_bias=False),
+        dict(mlp_ratio=3.3), dict(qk_norm=True, qkv_bias=False), dict(no_embed_class=True, reg_tokens=2),
         dict(global_pool="avg", fc_norm=False), dict(global_pool="token", fc_norm=True), dict(final_norm=False),
-        dict(global_pool="max"), dict(global_pool="avgmax"), dict(global_pool="map"), dict(pos_embed="none"),
-        dict(norm_layer=lambda *a, **k: LayerNorm(*a, **k | dict(eps=1e-3))), dict(act_layer="quick_gelu"),
-        dict(act_layer="gelu_tanh"), dict(scale_attn_norm=True), dict(scale_mlp_norm=True), dict(patch_size=(16, 8)),
-        dict(dynamic_img_size=True, dynamic_img_pad=True), dict(embed_dim=96, num_heads=8, depth=3),
+        dict(global_pool="max"), dict(global_pool="avgmax"), dict(pos_embed="none"), dict(act_layer="gelu_tanh"),
+        dict(norm_layer=lambda *a, **k: LayerNorm(*a, **k | dict(eps=1e-3))), dict(scale_attn_norm=True, scale_mlp_norm=True),
+        dict(patch_size=(16, 8)), dict(dynamic_img_size=True, dynamic_img_pad=True), dict(embed_dim=96, num_heads=8, depth=3),
     )),
     *((EVA, options) for options in (
-        dict(qk_norm=True), dict(num_reg_tokens=2), dict(init_values=0.3), dict(use_post_norm=True), dict(qkv_fused=True),
-        dict(scale_attn_inner=True), dict(ref_feat_shape=(7, 9)), dict(ref_feat_shape=None), dict(rope_temperature=50.0),
-        dict(rope_grid_indexing="xy"), dict(rope_rotate_half=True), dict(rope_type="mixed", depth=3), dict(rope_type="dinov3"),
-        dict(attn_type="rope"), dict(use_abs_pos_emb=False), dict(global_pool="map"), dict(no_embed_class=True),
+        dict(qk_norm=True), dict(use_post_norm=True), dict(qkv_fused=True), dict(scale_attn_inner=True),
+        dict(ref_feat_shape=(7, 9)), dict(ref_feat_shape=None), dict(rope_temperature=50.0), dict(rope_grid_indexing="xy"),
+        dict(rope_rotate_half=True), dict(attn_type="rope", num_reg_tokens=2), dict(use_abs_pos_emb=False),
+        dict(no_embed_class=True),
     )),
     *((BEIT, options) for options in (dict(use_abs_pos_emb=True), dict(use_rel_pos_bias=False, use_abs_pos_emb=True),
         dict(use_rel_pos_bias=False, use_shared_rel_pos_bias=True), dict(init_values=None), dict(swiglu_mlp=True,
@@ -149,10 +125,9 @@ OPTIONS = [
         dict(qkv_bias=False), dict(mlp_ratio=2.0), dict(depths=(2, 1, 2, 1)),
         dict(depths=(2, 2), num_heads=(2, 4)))),
     (SWIN2, dict(pretrained_window_sizes=(5, 6, 7, 8))),
-    *((name, dict(img_size=size)) for name in (VIT, EVA, BEIT, REL, ROPE, SAM) for size in (112, (224, 112))),
-    *((name, options) for name in (VIT, EVA, BEIT, REL, ROPE, SAM, SWIN, SWIN2) for options in (
-        dict(in_chans=1, num_classes=5), dict(num_classes=0))),
-    *((SWIN, dict(img_size=size, **THREE)) for size in (112, (224, 112))), (SWIN2, dict(img_size=(128, 64), **THREE)),
+    *((name, dict(img_size=(224, 112))) for name in (VIT, EVA, BEIT, REL, ROPE, SAM)),
+    *((name, options) for name in (VIT, SAM, SWIN) for options in (dict(in_chans=1, num_classes=5), dict(num_classes=0))),
+    (SWIN, dict(img_size=(224, 112), **THREE)), (SWIN2, dict(img_size=(128, 64), **THREE)),
 ]  # fmt: skip
 
 
@@ -175,7 +150,7 @@ CHANGES = {
 
 @pytest.mark.slow
 @each("change", CHANGES)
-@each("name", [VIT, EVA, BEIT, SWIN])
+@each("name", [VIT, SWIN])
 def test_changed_after_construction(name, change):
     theirs = peer(name)
     CHANGES[change](theirs)
@@ -196,7 +171,7 @@ def test_a_size_of_no_whole_patches(name):
 
 
 @pytest.mark.slow
-@each("name", [VIT, EVA, SWIN, SWIN2])
+@each("name", [EVA, SWIN2])
 def test_type_and_mode(name):
     theirs = peer(name)
     image = torch.randn(2, 3, *theirs.patch_embed.img_size)
@@ -240,22 +215,13 @@ def meta(name, **options):
 
 REFUSED = {  # {name: (builder, words of the reason)}
     "resnet18": (lambda: "resnet18", "ResNet"),
-    "naflexvit_base_patch16_gap": (None, "NaFlexVit"),
-    "hiera_tiny_224": (None, "Hiera"),
     "swin_s3_tiny_224": (None, "windows are"),
     "swinv2_cr_tiny_224": (None, "SwinTransformerV2Cr"),
-    "maxvit_nano_rw_256": (None, "MaxxVit"),
-    "convnext_atto": (None, "ConvNeXt"),
     "vit_small_r26_s32_224": (None, "HybridEmbed"),
-    "vit_base_patch16_xp_224": (None, "RmsNorm"),
-    "vit_small_patch16_18x2_224": (None, "ParallelThingsBlock"),
-    "vit_dpwee_patch16_reg1_gap_256": (None, "DiffParallelScalingBlock"),
     "vit_dwee_patch16_reg1_gap_256": (None, "DiffAttention"),
-    "test_vit4": (lambda: "test_vit4", "RmsNorm|RMSNorm"),
     "aimv2_large_patch14_224": (None, "RmsNorm"),
     "vit_pe_core_tiny_patch16_384": (None, "counts positions from 1"),
     "samvit_base_patch16": (None, "neck"),
-    "vit_5b_patch16_sapiens2": (None, "RmsNorm"),
     "patch drop": (lambda: peer(VIT, patch_drop_rate=0.25), "patch_drop_rate"),
     "grouped queries": (lambda: peer(EVA, attn_type="rope", num_kv_heads=1), "grouped-query"),
     "other forward": (lambda: Other(img_size=32, depth=1, embed_dim=32, num_heads=1), "Other"),
@@ -269,7 +235,6 @@ REFUSED = {  # {name: (builder, words of the reason)}
     "one MLP": (lambda: changed(VIT, lambda m: setattr(m.blocks[1], "mlp", Mlp(128, 512, act_layer=nn.ReLU))), "act is ReLU"),
     "one activation": (lambda: changed(VIT, lambda m: setattr(m.blocks[1].mlp, "act", nn.GELU("tanh"))),
         "block 1 differs from block 0"),
-    "one norm": (lambda: changed(VIT, lambda m: setattr(m.blocks[1], "norm1", nn.Identity())), "block 1 differs from block 0"),
     "quantized": (lambda: torch.ao.quantization.quantize_dynamic(peer(VIT), {nn.Linear}), "qkv is Linear"),
 }  # fmt: skip
 

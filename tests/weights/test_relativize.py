@@ -117,20 +117,6 @@ def test_permuting_patches_matters_only_through_position():
     assert (model(mixed) - model(image())).abs().max() > 1e-3
 
 
-@pytest.mark.slow
-@each("position", [k for k, v in POSITIONS.items() if v.site == "attention" and k != "none"])
-def test_gradient_reaches_every_parameter(position):
-    """With rows drawn at random (at zero, Transformer-XL's v has none) and pooled patches (prefix queries may have no term)."""
-    model = relativize(build("reg", global_pool="avg"), position).train()
-    for block in model.blocks:
-        if hasattr(block.position, "reset_parameters"):
-            block.position.reset_parameters()
-    model(image(24, 16)).square().sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None] == []
-    missing = [name for name, p in position_parameters(model).items() if not p.grad.any()]
-    assert missing == []
-
-
 def test_timm_knows_that_any_size_goes():
     model = relativize(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3).eval())
     assert get_model_input_config(model)["fixed_input_size"] is False

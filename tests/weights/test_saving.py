@@ -107,10 +107,8 @@ def faded(steps):
 
 ROUTES = {
     **{name: (lambda name=name: vitrel.from_timm(small_peer(name))) for name in (
-        "vit_base_patch16_224", "deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_224",
-            "eva02_base_patch16_clip_224",
-        "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_ape_224", "vit_relpos_medium_patch16_cls_224",
-        "vit_base_patch16_clip_quickgelu_224", "beit3_base_patch16_224", "vit_little_patch16_reg4_gap_256")},
+        "vit_base_patch16_224", "deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_224", "vit_small_patch16_dinov3",
+        "vit_relpos_medium_patch16_cls_224")},
     "beit": lambda: vitrel.from_timm(small_peer("beit_base_patch16_224", use_rel_pos_bias=False,
         use_shared_rel_pos_bias=True)),
     "sam": lambda: vitrel.from_timm(small_peer("samvit_base_patch16_224", global_attn_indexes=(1,), window_size=3)),
@@ -126,14 +124,11 @@ ROUTES = {
     "absolute_to_relative fade": lambda: absolute_to_relative(scatter(ViT(**VIT)), torch.randn(4, 3, 32, 32),
         absolute="fade", fade_steps=3),
     "pruned": lambda: called(ours(drop_path_rate=0.2), "prune_intermediate_layers", [0], prune_norm=True, prune_head=True),
-    "pruned, head kept": lambda: called(ours(), "prune_intermediate_layers", [0], prune_norm=False, prune_head=False),
     "pruned, norm alone": lambda: called(ours(global_pool="avg"), "prune_intermediate_layers", [0], prune_norm=True,
         prune_head=False),
     "pruned Swin": lambda: called(ours("vitrel_swin_n"), "prune_intermediate_layers", [0], prune_norm=True, prune_head=True),
     "pruned Swin, all stages": lambda: called(ours("vitrel_swin_n"), "prune_intermediate_layers", [2], prune_norm=True,
         prune_head=False),
-    "pruned from timm": lambda: called(vitrel.from_timm(peer("beit_base_patch16_224", **THEIRS)),
-        "prune_intermediate_layers", [0]),
     "other head": lambda: called(ours(), "reset_classifier", 9, "avg"),
     "other head, Swin": lambda: called(ours("vitrel_swinv2_n"), "reset_classifier", 9, "max"),
     "norm and pooling": lambda: called(ours(global_pool="avg"), "reset_classifier", 9, "token"),
@@ -142,7 +137,7 @@ ROUTES = {
         "reset_classifier", 0, ""),
     "no classes": lambda: ours(num_classes=0), "no head": lambda: called(ours(), "reset_classifier", 0, ""),
     "no head, Swin": lambda: called(ours("vitrel_swin_n"), "reset_classifier", 0, ""),
-    "half": lambda: ours().half(), "bfloat16": lambda: ours("vitrel_swin_n").bfloat16(), "double": lambda: ours().double(),
+    "half": lambda: ours().half(), "bfloat16": lambda: ours("vitrel_swin_n").bfloat16(),
     "input size": lambda: called(ours(), "set_input_size", (96, 40)),
     "policy": lambda: called(ours(), "set_position_options", policy="clip"),
     "checkpointing": lambda: called(ours("vitrel_swin_n"), "set_grad_checkpointing"),
@@ -173,8 +168,6 @@ def test_every_route(route, tmp_path):
     drops = [[getattr(m, "p", 0) for m in x.modules() if isinstance(m, nn.Dropout)] for x in (model, again)]
     assert drops[0] == drops[1]
     assert again.current_arguments() == model.current_arguments()
-    if route in THROUGH_TIMM:
-        round_trip(again, tmp_path)
 
 
 def test_mixed_types(tmp_path):
@@ -187,11 +180,8 @@ def test_mixed_types(tmp_path):
         assert torch.equal(model(image), again(image))
 
 
-THROUGH_TIMM = ["vit_base_patch16_224", "beit", "deit_tiny_distilled_patch16_224", "sam", "swinv2", "relativize keep",
-    "fade begun",
-                "pruned", "pruned Swin", "pruned Swin, all stages", "other head", "other head, Swin",
-                    "no classes",
-                "no head, Swin", "windows", "perturbed", "everything", "input size", "policy"]  # fmt: skip
+THROUGH_TIMM = ["deit_tiny_distilled_patch16_224", "sam", "swinv2", "relativize keep", "fade begun", "pruned Swin",
+    "other head, Swin", "no classes", "windows", "everything", "policy"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -205,9 +195,7 @@ def test_through_timms_folder(route, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["beitv2_base_patch16_224", "eva02_base_patch14_224", "vit_small_patch16_dinov3", "swin_tiny_patch4_window7_224"]
-)
+@pytest.mark.parametrize("name", ["eva02_base_patch14_224", "swin_tiny_patch4_window7_224"])
 def test_files_of_timm(name, tmp_path):
     """A folder of timm's, and a .pth beside its config.json."""
     theirs = peer(name, **(dict(num_classes=5) if "swin" in name else THEIRS | dict(img_size=56 if "14" in name else 48)))
@@ -368,12 +356,6 @@ def with_metadata(change):
     return damage
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 4
-    path.write_bytes(content)
-
-
 def without(path):
     metadata = {name: value for name, value in meta_of(path).items() if name != "crc32"}
     save_file({name: value for name, value in load_file(path).items() if name != "norm.weight"}, path, metadata=metadata)
@@ -385,18 +367,12 @@ def meta_of(path):
 
 
 DAMAGES = {
-    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-50]), ""),
     "header": (lambda path: path.write_bytes(path.read_bytes()[:40]), ""),
-    "empty": (lambda path: path.write_bytes(b""), "empty"),
-    "flipped": (flip, "damaged"),
     "newer": (with_metadata(lambda a: a.update(format=99)), "format 99.*upgrade"),
     "no configuration": (with_metadata(lambda a: void(a.pop("model"))), "like="),
     "cut JSON": (with_metadata(lambda a: json.dumps(a)[:-9]), ""),
     "no arguments": (with_metadata(lambda a: void(a["model"].pop("arguments"))), ""),
-    "unknown argument": (with_metadata(lambda a: a["model"]["arguments"].update(color=3)), ""),
-    "impossible": (with_metadata(lambda a: a["model"]["arguments"].update(num_heads=7)), ""),
     "other depth": (with_metadata(lambda a: a["model"]["arguments"].update(depth=3)), ""),
-    "unknown encoding": (with_metadata(lambda a: a["model"]["arguments"].update(position="tabel")), ""),
     "a tensor is missing": (without, "norm.weight"),
 }
 

@@ -25,16 +25,8 @@ def saved(tmp_path):
     return saved
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["vit_n8_fire", "vit_n8_xpos", "vit_n8_cpb", "vit_n8_rope_axial", "swin_n", "vit_n8_absolute_rope_mixed"]
-)
-def test_round_trip(name, saved):
-    model = build(name)
-    path = saved(model)
-    again = load_pretrained(build(name), path)
-    image = torch.randn(1, 3, 72, 56)
-    assert torch.equal(model(image), again(image))
+def test_a_file_has_the_names_of_the_model_and_the_record(saved):
+    path = saved(model := build("vit_n8_absolute_rope_mixed"))
     with safe_open(path, "pt") as file:
         assert set(file.keys()) == set(model.state_dict())
     assert read_file(path)["vitrel"]["position"] == position_record(model)
