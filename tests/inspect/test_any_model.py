@@ -169,16 +169,6 @@ def test_windows_kept_by_a_dynamic_swin():
     assert last == StageWindows(2, (10, 9), (7, 7), (0, 0), (4, 5)) and last.padded_share == pytest.approx(1 - 90 / 196)
 
 
-@pytest.mark.slow
-def test_coordinates_that_change_their_meaning_are_counted():
-    """Swin V2 normalizes them by the window, unless that of its pretraining is given."""
-    two = dict(depths=(2, 2), embed_dim=12, num_heads=(1, 2), num_classes=2)
-    model = timm.create_model("swinv2_tiny_window8_256", **two)
-    assert at_size(model, 320).resampled == {"relative_coords_table re-created": 4 * 15 * 15 * 2}
-    kept = timm.create_model("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8), **two)
-    assert at_size(kept, 320).resampled == {}
-
-
 def test_a_bias_table_is_resampled_without_its_rows_for_the_class_token():
     model = vit("beit_base_patch16_224")
     assert at_size(model, (160, 256)).resampled == {"relative_position_bias_table geometric": 2 * 27 * 27 * 2}

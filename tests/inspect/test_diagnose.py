@@ -118,15 +118,11 @@ def test_options_of_a_name():
     [
         ("cait_xxs24_224", (192, 320), {"refused"}, "try timm.create_model"),
         ("coatnet_nano_rw_224", (192, 320), {"replaced", "bias"}, ""),
-        ("davit_tiny", (192, 320), {"padding"}, ""),
         ("mobilevit_xxs", (192, 320), set(), ""),
-        ("pvt_v2_b0", 256, set(), "global"),
         ("test_convnext", [160, 96], set(), "the model has no attention"),
         ("test_maxvit", 192, {"replaced", "bias"}, "not examined: strided windows"),
         ("test_vit", [160, (160, 224)], {"replaced"}, "global"),
         ("tiny_vit_5m_224", 256, {"padding"}, "attend to padding at 256x256"),
-        ("twins_svt_small", (192, 320), {"padding"}, ""),
-        ("vit_pe_core_tiny_patch16_384", (192, 320), {"replaced", "bias"}, ""),
         ("vit_small_patch16_dinov3", 320, {"bias"}, "rotation by up to"),
     ],
 )
@@ -134,6 +130,7 @@ def test_families_are_examined(name, sizes, kinds, words):
     found = vitrel.diagnose(name, sizes)
     assert found.findings.keys() == kinds
     assert words in str(found) and ("found nothing" in str(found)) == (not kinds)
+    assert words != "global" or "no token sees across" not in str(found)  # which is said of windows
 
 
 @pytest.mark.parametrize("position", ["table", "rope_normalized", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
@@ -306,11 +303,7 @@ def test_a_leak_is_one_number():
         ("swin_tiny_patch4_window7_22", 224, "unknown model .*swin_tiny_patch4_window7_224"),
         ("test_vit", 0, "size is a positive whole number of pixels or"),
         ("test_vit", [(160, 160, 3)], r"not \(160, 160, 3\)"),
-        ("test_vit", [224.0], "not 224.0"),
-        ("test_vit", (224, 224.0), r"not \(224, 224.0\)"),
-        ("test_vit", "224", "not '224'"),
         ("test_vit", (0, 64), r"not \(0, 64\)"),
-        ("test_vit", (-8, 64), r"not \(-8, 64\)"),
     ],
 )
 def test_bad_input(model, size, text):

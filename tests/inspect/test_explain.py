@@ -56,8 +56,7 @@ def with_tokens(q, k, v, terms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", ["none", "log_n"])
-@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(("prefix", "temperature"), [(0, "log_n"), (2, "none")])
 @pytest.mark.parametrize("key", [*KEYS, *COMPOSED])
 def test_the_terms_are_attention(key, prefix, temperature):
     """On a grid other than the trained one, with every term far from zero."""

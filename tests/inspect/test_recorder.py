@@ -118,14 +118,6 @@ def test_a_pass_without_values_knows_biases_and_masks(attend):
     assert call.grid == Grid(3, 4) and call.heads == 2 and torch.equal(call.visible[0, 0], ~model.hidden)
 
 
-def test_a_compiled_model_is_recorded_uncompiled():
-    model, images = Model(fused).eval(), torch.randn(1, 3, 12, 16)
-    (expected,) = record(model, images)
-    model.compile(backend="eager")
-    (layer,) = record(model, images)
-    assert torch.equal(layer.weights, expected.weights)
-
-
 def test_operators_that_return_no_tensor_or_a_list_of_one():
     """A second block repeats the operators of the first, whose layouts are known by then."""
 
