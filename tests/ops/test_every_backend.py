@@ -20,7 +20,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ["triton"] if INTERPRETED else [name for name in BACKENDS if name != "triton"]
 ENTRIES = ["attention", "window_attention"]
 HALVES = [(torch.float16, False)] + [(torch.float16, True), (torch.bfloat16, False)] * (not INTERPRETED)  # with autocast?
-HEADS, D, GRID, IMAGE = 2, 16 if INTERPRETED else 4, Grid(3, 4), Grid(5, 7)  # GRID is also the window
+GRID = Grid(3, 4)  # also the window
+HEADS, D, IMAGE = (1, 16, Grid(4, 4)) if INTERPRETED else (2, 4, Grid(5, 7))
 
 IN_TABLES = ["bias", "query", "key", "value", "gates", "gated rows"]
 OUTSIDE = ["query_bias", "temperature", "cosines", "sines", "cosines of keys", "sines of keys"]
