@@ -10,7 +10,7 @@ from helpers import each
 
 # Positions that grow with the grid, one learned by offset and one added to tokens; that terms are those of float32 is tested of
 # every encoding in tests/position.
-MODELS = [("vitrel_vit_ti16_none", key, size) for key, size in [("rope_mixed", 1024), ("alibi", 1024), ("absolute", 512)]]
+MODELS = [("vitrel_vit_ti16_none", key, size) for key, size in [("rope_mixed", 1024), ("alibi", 512), ("absolute", 512)]]
 MODELS += [("vitrel_vit_ti16_none", key, 512) for key in ("transformer_xl", "fire", "pape")]
 MODELS += [("vitrel_swin_t", key, 512) for key in ("cpb", "table")]
 SMALL = {

@@ -18,8 +18,7 @@ def model_of(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [None, 12])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "channels"), [(NAMES[0], 12), (NAMES[1], None), (NAMES[2], None)])
 def test_maps_have_the_strides_and_widths_that_are_said(name, channels):
     body = vitrel.pyramid(model_of(name), channels=channels)
     maps = body(torch.randn(2, 3, *SIZE))
@@ -62,8 +61,7 @@ def test_what_cannot_be_reached_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fpn", "alone"])
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize(("name", "way"), [(NAMES[0], "fpn"), (NAMES[1], "alone")])
 def test_torchvisions_detector_trains_on_it(name, way):
     detection, ops = pytest.importorskip("torchvision.models.detection"), pytest.importorskip("torchvision.ops")
     torch.manual_seed(0)
@@ -103,8 +101,7 @@ class Encoder(nn.Module):
         return [x, *self.body(x).values()]
 
 
-@pytest.mark.parametrize("encoder", ["tu-vitrel_swin_t", "a vit"])
-@pytest.mark.parametrize("architecture", ["Unet", "UPerNet"])
+@pytest.mark.parametrize(("architecture", "encoder"), [("Unet", "a vit"), ("UPerNet", "tu-vitrel_swin_t")])
 def test_segmentation_models_take_it(encoder, architecture, monkeypatch):
     smp = pytest.importorskip("segmentation_models_pytorch")
     monkeypatch.setitem(smp.encoders.encoders, "a vit", dict(encoder=Encoder, params={}, pretrained_settings={}))

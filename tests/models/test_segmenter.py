@@ -102,14 +102,19 @@ def test_every_parameter_learns_and_stands_in_timms_layers(build, head):
 
 
 def test_a_timm_model_is_a_backbone_too():
-    model = Segmenter(timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), depth=2), 4).eval()
+    """Without the norm after its pooling, which no map meets."""
+    backbone = timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), depth=2, class_token=False, global_pool="avg")
+    model = Segmenter(backbone, 4).eval()
+    assert isinstance(backbone.fc_norm, nn.Identity)
     assert model(torch.randn(1, 3, 32, 48)).shape == (1, 4, 32, 48)
 
 
 def test_what_cannot_be_segmented_is_refused():
     with pytest.raises(ValueError, match="unknown head 'lines'"):
         Segmenter(vit(), 3, "lines")
+    linear = nn.Linear(3, 3)
+    linear.feature_info = []
     with pytest.raises(ValueError, match="Linear gives no feature maps"):
-        Segmenter(nn.Linear(3, 3), 3)
+        Segmenter(linear, 3)
     with pytest.raises(ValueError, match="at least 1 class, not 0"):
         Segmenter(vit(), 0)

@@ -86,8 +86,7 @@ def test_quantized_layers_act(key: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ENCODINGS)
-def test_half_precision_compiles_to_one_graph(key: str) -> None:
-    model, images = model_with(key).bfloat16(), torch.randn(1, 3, 32, 32).bfloat16()
+def test_half_precision_compiles_to_one_graph() -> None:
+    model, images = model_with("fire").bfloat16(), torch.randn(1, 3, 32, 32).bfloat16()
     graph = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(graph(images), model(images))
