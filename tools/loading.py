@@ -7,9 +7,8 @@ batches together, in turns; medians of processor time.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +17,8 @@ from timm.data import create_transform
 from timm.data.loader import fast_collate
 
 import vitrel.data.augment
+from tools.benchmark.tables import milliseconds, ratio
+from tools.benchmark.worker import Repeats, take_turns, timed
 from vitrel.data import Augmentation, ImageSet, collate, create_dataset
 from vitrel.data.augment import policy_transform
 
@@ -40,12 +41,14 @@ def theirs(dataset: ImageSet, settings: dict) -> Callable[[int], tuple]:
     return lambda index: (transform(Image.open(dataset.samples[index][0]).convert("RGB")), dataset.samples[index][1])
 
 
-def seconds(read: Callable, collate_fn: Callable, indices: Sequence[int]) -> float:
-    """Return the processor time, in seconds, in which `indices` are read and put into batches."""
-    start = time.process_time()
-    for first in range(0, len(indices), BATCH):
-        collate_fn([read(index) for index in indices[first : first + BATCH]])
-    return time.process_time() - start
+def run(read: Callable, collate_fn: Callable, indices: Sequence[int], calls: int) -> list[float]:
+    """Return milliseconds of processor time in which `indices` are read and put into batches, so many times."""
+
+    def once() -> None:
+        for first in range(0, len(indices), BATCH):
+            collate_fn([read(index) for index in indices[first : first + BATCH]])
+
+    return [timed(once) for _ in range(calls)]
 
 
 def main() -> None:
@@ -61,15 +64,11 @@ def main() -> None:
         how = Augmentation(scale=(0.08, 1.0), **augment)
         ours = create_dataset(args.data, "train", (224, 224), mean=MEAN, std=None, augment=how, interpolation="bicubic")
         indices = np.random.default_rng(0).permutation(len(ours))[: args.images].tolist()  # type: ignore[arg-type]
-        loaders = [(theirs(ours, settings), fast_collate), (ours.__getitem__, collate)]  # type: ignore[arg-type]
-        rates = [[args.images / seconds(*loader, indices) for loader in loaders] for _ in range(args.rounds + 1)][1:]
-        timm, vitrel_ = (statistics.median(column) for column in zip(*rates, strict=True))
-        ratios = sorted(ours_ / timm_ for timm_, ours_ in rates)
-        print(
-            f"{name}: timm {timm:.0f}, ours {vitrel_:.0f} images/s; ratio {statistics.median(ratios):.2f} "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f})",
-            flush=True,
-        )
+        loaders = {"timm": (theirs(ours, settings), fast_collate), "vitrel": (ours.__getitem__, collate)}
+        runs = {who: partial(run, *loader, indices) for who, loader in loaders.items()}
+        rows = {who: {"rounds": times} for who, times in take_turns(runs, Repeats(1, args.rounds, 0.0, 1))[0].items()}
+        rates = ", ".join(f"{who} {1e3 * args.images / milliseconds(row):.0f}" for who, row in rows.items())
+        print(f"{name}: {rates} images/s; vitrel over timm {ratio(rows['timm'], rows['vitrel'])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class Engine:
                 except WorkerFailed as error:
                     self._failed(case.key(contender, visit), error)
         rows = {name: row for name, row in rows.items() if row is not None}
-        times, failed = take_turns({name: workers[name] for name in rows}, visit.plan or case.plan)
+        times, failed = take_turns({name: workers[name].run for name in rows}, visit.plan or case.plan)
         for contender in group:
             if contender.name in times:
                 try:

@@ -141,17 +141,22 @@ class Worker:
         return answer
 
 
-def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, list[list[float]]], dict[K, WorkerFailed]]:
-    """Warm up and time workers in turns; return {worker: ms by round and call}, and {worker: failure}."""
-    times: dict[K, list[list[float]]] = {name: [] for name in workers}
+def take_turns(
+    runs: Mapping[K, Callable[[int], list[float]]], plan: Repeats
+) -> tuple[dict[K, list[list[float]]], dict[K, WorkerFailed]]:
+    """Warm up and time contenders in turns; return {contender: ms by round and call}, and {contender: failure}.
+
+    runs: {contender: run}; run(calls) makes so many calls and returns milliseconds of each, or their mean.
+    """
+    times: dict[K, list[list[float]]] = {name: [] for name in runs}
     failed: dict[K, WorkerFailed] = {}
     calls: dict[K, int] = {}
     for turn in range(plan.rounds + 1 if plan.rounds else 0):
-        for name, worker in workers.items():
+        for name, run in runs.items():
             if name in failed:
                 continue
             try:
-                timings = worker.run(calls[name] if turn else max(1, plan.warmup))
+                timings = run(calls[name] if turn else max(1, plan.warmup))
             except WorkerFailed as error:
                 failed[name] = error
                 del times[name]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from tools.benchmark.models import STD
 from tools.benchmark.worker import most_bytes
@@ -129,10 +129,10 @@ def _leaves(inputs: Sequence[Tensor], terms: Terms, training: bool) -> tuple[lis
 
 
 def measure(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Return microseconds of a call and mb, the most that its tensors hold.
+    """Return microseconds of a call and mb, the most megabytes that its tensors hold.
 
-    gpu_us: of its kernels, by the profiler (without a GPU, of the call). host_us: until the call returns. cpu_us: the same by
-    the profiler. call_us: until its kernels have ended.
+    gpu_us: of its kernels, by the profiler (without a GPU, of the call). host_us: until the call returns. call_us: until its
+    kernels have ended.
     """
     for _ in range(_WARM):
         run()
@@ -145,19 +145,18 @@ def measure(run: Callable[[], object], device: torch.device) -> dict[str, float]
         sync(device)
         whole.append(time.perf_counter() - start)
     found = {"call_us": 1e6 * median(whole), "host_us": 1e6 * median(host)}
-    gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as seen:
-        for _ in range(_CALLS):
-            with record_function("one call"):
-                run()
-            sync(device)
-    events: Any = seen.key_averages()
-    [python] = [event.cpu_time_total / event.count for event in events if event.key == "one call" and event.cpu_time_total]
-    found |= {"gpu_us": sum(kernel_us(events).values()) / _CALLS if gpu else found["call_us"], "cpu_us": python}
+    found["gpu_us"] = found["call_us"]
+    if device.type == "cuda":
+        found["gpu_us"] = sum(kernel_us(run, device).values())
     return found | {"mb": most_bytes(run, device) / 1e6}
 
 
-def kernel_us(events: Any) -> dict[str, float]:
-    """Return microseconds by kernel, of `key_averages()`, where operators on the CPU have them a second time."""
+def kernel_us(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return microseconds of a call by kernel, from the profiler; other events of it have them a second time."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(_CALLS):
+            run()
+        sync(device)
+    events: Any = seen.key_averages()
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-    return {event.key: event.self_device_time_total for event in on_gpu}
+    return {event.key: event.self_device_time_total / _CALLS for event in on_gpu}

@@ -9,6 +9,7 @@ fused AdamW, drop path 0. A result further than engine.HALF_LIMIT from timm's wi
 import gc
 import os
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,20 +122,14 @@ def built(case: Case, contender: Contender, setting: Setting) -> ModelCall:
     return model_call(contender.library, contender.model, case.how, side, dtype, setting.device.type, **how)
 
 
-class Turns:
-    """A call as `take_turns` asks for it: blocks of calls, which a GPU gets without waiting for each."""
-
-    def __init__(self, call: ModelCall, device: torch.device):
-        self.call, self.device = call, device
-
-    def run(self, calls: int) -> list[float]:
-        """Return milliseconds of a call, the mean of so many."""
-        sync(self.device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            self.call()
-        sync(self.device)
-        return [(time.perf_counter() - start) / calls * 1e3]
+def block(call: ModelCall, device: torch.device, calls: int) -> list[float]:
+    """Return milliseconds of a call, the mean of so many, which a GPU gets without waiting for each."""
+    sync(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    sync(device)
+    return [(time.perf_counter() - start) / calls * 1e3]
 
 
 def compare(case: Case, setting: Setting, samples: Samples) -> None:
@@ -158,7 +153,7 @@ def compare(case: Case, setting: Setting, samples: Samples) -> None:
                     samples.add("wrong", **case.key(one), text=text)
                     continue
             row |= {"batch": call.batch, "call_bytes": most_bytes(call, setting.device)}
-            turns[one], rows[one] = Turns(call, setting.device), row
+            turns[one], rows[one] = partial(block, call, setting.device), row
         if setting.late():
             return
     times, failed = take_turns(turns, _REPEATS)

@@ -14,20 +14,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tools.benchmark.kernels import Compiled, compiling, cuobjdump
 from tools.benchmark.tables import markdown
 from tools.gpu import attention
 from tools.gpu.attention import Shape, everywhere, windows
-from tools.gpu.parts import CODE, Job, Setting, known, measuring, run, run_again, share, sync
+from tools.gpu.parts import CODE, Job, Setting, known, measuring, run, run_again, share
 from vitrel.ops.backends import triton_backend, triton_tiles, triton_window
 from vitrel.ops.backends.triton_tiles import HALF, Tile, generation
 
 MEASURED = (*CODE, "tools/gpu/sweep.py", "tools/gpu/attention.py")
 ARCHITECTURES = (80, 90, 100)  # for which variants are compiled where there is no GPU
 _COMPILED = 0.6  # share of the time for compilation, at most, where there is a GPU
-_CALLS = 5
 _TOLERANCE = 2e-2  # of the largest value, to the result of the row in the code
 
 
@@ -151,12 +149,8 @@ def _time(setting: Setting, jobs: list[tuple[Case, Tile]]) -> None:
                 if not error <= _TOLERANCE:
                     samples.add("wrong", **key, text=f"differs by {error:.1e} of the largest value")
                     continue
-                with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                    for _ in range(_CALLS):
-                        call()
-                    sync(setting.device)
-            us = attention.kernel_us(seen.key_averages())
-            samples.add("time", **key, us=us[case.launched] / _CALLS, call_us=sum(us.values()) / _CALLS)
+                us = attention.kernel_us(call, setting.device)
+            samples.add("time", **key, us=us[case.launched], call_us=sum(us.values()))
 
 
 def _results(found: Any) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tools.benchmark.tables import markdown, milliseconds, ratio
-from tools.benchmark.worker import timed
+from tools.benchmark.worker import Repeats, take_turns, timed
 from tools.study.curves import draw_protocols
 from tools.study.pages import ROOT, fill_pages
 from tools.study.results import read_rows
@@ -65,22 +65,17 @@ def _interleaved(keys: Sequence[str], mode: str, side: int, batch: int, rounds: 
     torch.manual_seed(0)
     image = torch.randn(batch, 3, side, side)
     models = {key: timm.create_model(f"vitrel_vit_ti16_{key}", num_classes=10) for key in keys}
-    runs = {key: _run(model, image, mode) for key, model in models.items()}
-    found: dict[str, Row] = {key: {"rounds": []} for key in keys}
-    for number in range(rounds + 1):
-        for key, run in runs.items():
-            ms = timed(run)
-            if number:
-                found[key]["rounds"].append([ms])
+    found, _ = take_turns({key: _run(model, image, mode) for key, model in models.items()}, Repeats(1, rounds, 0.0, 1))
     rows = []
-    for key, row in found.items():
-        middle, low, high = (round(x, 4) for x in ratio(row, found["none"]))
+    for key, times in found.items():
+        row = {"rounds": times}
+        middle, low, high = (round(x, 4) for x in ratio(row, {"rounds": found["none"]}))
         cost = {"ratio": middle, "low": low, "high": high, "seconds": round(milliseconds(row) / 1e3, 5)}
         rows.append({"key": key, "mode": mode, "img_size": side, "batch": batch} | cost)
     return rows
 
 
-def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]:
+def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[int], list[float]]:
     def forward() -> None:
         with torch.inference_mode():
             model(image)
@@ -90,7 +85,8 @@ def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]
         model(image).logsumexp(1).sum().backward()
 
     model.train(mode == "training")
-    return forward if mode == "forward" else training
+    step = forward if mode == "forward" else training
+    return lambda calls: [timed(step) for _ in range(calls)]
 
 
 def cost_table(costs: Sequence[Row]) -> str:
