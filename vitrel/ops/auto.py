@@ -1,8 +1,8 @@
-"""The table of what backend "auto" takes: rows by device and kind of call, each with the measurement that put it there.
+"""The table by which backend "auto" is chosen: rows by device and kind of call, each with the measurement that put it there.
 
-The first row that has the call, and whose backend serves it, counts. A row that compares the size of the grid is passed over
-where a graph serves any size, since each outcome would need a graph of its own. Exported and traced programs have the last two
-rows only, so that they do not depend on the machine that wrote them.
+A call takes the first row that applies to it and whose backend does not refuse it. In a graph of torch.compile that serves any
+size, rows with a minimum of tokens are left out: comparing the size would give a graph for each outcome. In exported and traced
+programs only the last two rows count, so that a program does not depend on the machine that wrote it.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from vitrel.ops.sdpa import HALF
 
 
 class Row(NamedTuple):
-    """Calls of one kind on one device, and the backend that "auto" takes for them."""
+    """A row: calls of one kind on one device, and the backend that "auto" takes for them."""
 
     backend: str
-    device: str  # "cuda": NVIDIA's GPUs in float16 and bfloat16 | "cpu": outside of graphs | "any"
+    device: str  # "cuda": NVIDIA's GPUs, in float16 and bfloat16 | "cpu": outside of graphs | "any"
     kind: str  # of the calls, in words
     applies: Callable[[Call], bool]  # whether a call is of this kind
-    tokens: int  # of the grid, from which on the row applies; 0: any grid, also where a graph does not know it
-    measured: str
+    tokens: int  # minimum of the grid; 0: the row counts for every grid, also where a graph does not know its size
+    measured: str  # times, sizes and memory that put the row here, as `vitrel.ops.why` prints them
 
 
 def _windows(call: Call) -> bool:
@@ -97,7 +97,7 @@ ROWS = (
 
 
 def rows_of(call: Call) -> list[Row]:
-    """Return the rows that have a call, which their backends may still refuse; the last one serves every call."""
+    """Return the rows that apply to a call, in order, whether or not their backends refuse it; the last serves every call."""
     if is_exporting() or torch.jit.is_tracing():
         device = "any"
     elif call.device.type == "cuda":

@@ -1,8 +1,8 @@
 """The functions `attention` and `window_attention`, and the choice of the backend that computes them.
 
 A backend is a module with one or both of the functions below, without their argument `backend`, and `refuses(call)`, the reason
-why it does not serve a call. "auto" takes the backend of the first row of vitrel.ops.auto that has the call and whose backend
-serves it. A backend given by name that refuses a call raises ValueError with the reason.
+why it does not serve a call, or "". "auto" takes the backend of the first row of vitrel.ops.auto that applies to the call and
+whose backend serves it. If a backend given by name refuses a call, ValueError is raised with the reason.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def attention(
         v: values [B, H, N, D].
         terms: what an encoding returns for `grid`, or your own tables and angles; Terms() adds nothing.
         grid: of the keys, (h, w) or (h, w, prefix) with class and register tokens; N = prefix + h * w.
-        mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A fully masked query returns 0, with finite
-            gradients.
+        mask: broadcastable to [B, H, M, N]; bool with True = attend, or floats that are added to the logits. A fully masked
+            query returns 0, with finite gradients.
         dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
         backend: a key of BACKENDS, or "auto".
 
@@ -129,11 +129,10 @@ def window_attention(
 
 
 def choose(backend: str, call: Call) -> ModuleType:
-    """Return the backend module for a call: the one named, or for "auto" that of `row_of`.
+    """Return the backend module that computes a call: the one named, or for "auto" that of `row_of`.
 
     Args:
-        backend: a key of BACKENDS, or "auto", which first stands for the backend set by `use_backend` or VITREL_BACKEND, if
-            there is one.
+        backend: a key of BACKENDS, or "auto". If `use_backend` or VITREL_BACKEND has set a backend, "auto" means that one.
         call: what is to be computed.
 
     Raises:
@@ -162,11 +161,7 @@ def _serves(name: str, call: Call) -> bool:
 
 @contextlib.contextmanager
 def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
-    """Return a context that calls `record` at every choice of a backend.
-
-    Args:
-        record: called with the backend given, the call, and the backend chosen.
-    """
+    """Context manager in which every choice of a backend calls record(backend given, call, backend chosen)."""
     _records.append(record)
     try:
         yield
@@ -177,7 +172,8 @@ def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
     """Check that tables and rotary terms have the rows of a grid, since lookups with other shapes can be wrong silently.
 
-    All but a bias may have one head that all heads share. Terms.tokens and Terms.query_bias are not checked.
+    A bias needs a row of its own for each of the H heads; other tables and angles may have 1 head, which serves all.
+    Terms.tokens and Terms.query_bias are not checked.
 
     Args:
         terms: what an encoding returns for `grid`.

@@ -40,10 +40,9 @@ def refuses(call: Call) -> str:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether one of the tensors needs a derivative.
+    """Return whether one of the tensors requires a gradient, and gradients are enabled; in forward mode always True.
 
-    It does if it requires a gradient and gradients are enabled, or in forward mode. Transforms of torch.func are looked
-    through, since vmap hides that a tensor requires a gradient.
+    Under torch.func.vmap, which hides that a tensor requires a gradient, the tensor inside its wrapper is asked.
     """
     if in_forward_mode():
         return True
@@ -60,6 +59,7 @@ def in_forward_mode() -> bool:
 
 
 def _requires_grad(x: Tensor) -> bool:
+    """Return whether x, or a tensor that transforms of torch.func have wrapped into it, requires a gradient."""
     functorch = torch._C._functorch
     while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
@@ -139,7 +139,10 @@ def with_query_bias(q: Tensor, terms: Terms) -> Tensor:
 
 
 def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return q and k rotated by the rotary terms, if there are any; queries are the last tokens of the key grid."""
+    """Return q [..., H, M, D] and k [..., H, N, D] rotated by the rotary terms, or as they are if there are none.
+
+    The queries are the last M of the N tokens, and take the last M rows of the angles.
+    """
     if terms.rotary is None:
         return q, k
     if terms.key_rotary is None and q.shape == k.shape:  # both in one call: half as many operators
@@ -153,8 +156,9 @@ def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the channel pairs (p, p + D/2) of queries or keys: RoPE (arXiv 2104.09864) in the layout of DINOv3.
 
-    The result has the type to which x and the angles promote: cast it, or them, in half precision. Of code that pairs channels
-    (2p, 2p + 1), pass x.unflatten(-1, (-1, 2)).mT.flatten(-2) for queries and keys alike; logits do not change.
+    The result has the type to which x and the angles promote, so cast the angles to x's dtype in half precision. Queries and
+    keys of code that pairs channels (2p, 2p + 1) have to be reordered first, x.unflatten(-1, (-1, 2)).mT.flatten(-2) of both;
+    their logits stay the same.
 
     Args:
         x: [..., N, D], D even.
@@ -203,7 +207,7 @@ def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
 
 
 def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
-    """Return [the sum of the logits of a table's query and gated rows, [..., H, M, N]], or [] if the table has neither.
+    """Return a list of one tensor, the logits [..., H, M, N] that query and gated rows of a table add; [] if it has neither.
 
     Args:
         q: [..., H, M, D], before rotation, with its query_bias.
@@ -222,8 +226,8 @@ def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) 
 def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor) -> Tensor:
     """Return the logits that gated rows (Table.gated) add for every query and offset class, [..., H, M, R].
 
-    They are in at least float32: tables of several axes can cancel (vitrel.position.pape), so they are rounded after they are
-    summed, if at all.
+    They are in at least float32. Tables of several axes can cancel (vitrel.position.pape), so the caller adds them all before
+    it rounds the sum.
     """
     gates, rows = (t.to(torch.promote_types(q.dtype, torch.float32)) for t in gated)
     with no_autocast(q.device):
@@ -233,8 +237,8 @@ def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor)
 def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Limit the finite values of a bias or an additive mask to the range of `dtype`, in which it will be added to logits.
 
-    A large penalty would become -inf there, which hides a pair, and a large bonus inf, whose softmax is NaN. The result is not
-    rounded. Every backend applies this rule where a bias enters a type of smaller range.
+    Else a large penalty would become -inf, which hides a pair, and a large bonus inf, whose softmax is NaN. -inf stays. The
+    result is not rounded to `dtype`. Every backend applies this rule where a bias enters a type of smaller range.
     """
     limits = torch.finfo(dtype)
     if torch.finfo(bias.dtype).max <= limits.max:
@@ -263,7 +267,7 @@ def lattice_bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
 def position_bias(layer: nn.Module, grid: Grid | tuple[int, int] | tuple[int, int, int] | None = None) -> Tensor:
     """Return what position adds to the attention logits on a grid, [H, N, N] for query i and key j, before softmax.
 
-    H is 1 where all heads have the same. A temperature, which multiplies content, is no part of it.
+    An encoding without a bias ("none") gives zeros [1, N, N]. A temperature, which multiplies content, is no part of it.
 
     >>> vitrel.position_bias(model.blocks[0])
 
@@ -299,6 +303,7 @@ def position_bias(layer: nn.Module, grid: Grid | tuple[int, int] | tuple[int, in
 
 
 def _on_lattice(table: Table, grid: Grid) -> Tensor:
+    """Return the bias of a table of any axis as that of a table over "hw", [H, R] with the prefix classes last."""
     if table.axis == "hw":
         return table.bias  # type: ignore[return-value]  # lattice_bias passes tables with a bias only
     rows = rows_by_offset(table.bias[..., None], table.axis, grid).expand(-1, 2 * grid.h - 1, 2 * grid.w - 1, -1)
@@ -306,9 +311,10 @@ def _on_lattice(table: Table, grid: Grid) -> Tensor:
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Arrange the rows of a table by offset: [H, R, D] -> [H, 2h-1, 2w-1, D], with length 1 for "h" or "w" if not in `axis`.
+    """Arrange the rows of a table by their offsets (dy, dx): [H, R, D] -> [H, 2h-1, 2w-1, D].
 
-    Rows after those of the offsets (of prefix tokens) are dropped.
+    A table over "h" gives [H, 2h-1, 1, D], one over "w" [H, 1, 2w-1, D]. The rows of prefix tokens, which come last, are
+    dropped.
 
     Args:
         rows: [H, R, D].

@@ -90,6 +90,7 @@ def window_attention(
 
 
 def _of_slots(angles: tuple[Tensor, Tensor], slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of a window's tokens [H|1, N, D/2] for the slots [L*N] of all windows: [H|1, L*N, D/2] each."""
     return angles[0].index_select(1, slot), angles[1].index_select(1, slot)
 
 
@@ -119,9 +120,9 @@ def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, dtype:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
-    """Call F.scaled_dot_product_attention on a device of any kind, without the kernels whose faults concern the call.
+    """Call F.scaled_dot_product_attention, without those of its kernels that are known to be wrong for the call (`_kernels`).
 
-    The bias also gets a gradient, zero, from a batch of 0 images.
+    With a batch of no images the gradient of the bias is zero, not None.
 
     Args:
         q: [B, H, M, D].
@@ -146,7 +147,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
-    """Return the names of the kernels among which SDPA may choose, joined by spaces, "" if all.
+    """Return the names of the kernels (SDPBackend) among which SDPA may choose, joined by spaces; "" if among all.
 
     The math kernel, which consists of PyTorch's other operators, is returned in two cases. First, in torch.export, where the
     runtime may replace it: while torch.export traces, the choice among several kernels compares the batch sizes of images and
@@ -203,9 +204,10 @@ def prepare(
         slot: None, or [L*N], the place of each row in its window, where q and k hold L windows.
 
     Returns:
-        q plus query_bias, rotated, times the temperature; k rotated; the bias or None; the scale, a number without the
-            temperature. The bias is the sum of bias, query, gated and key tables, [.., H, M, N], with `slot` [.., H, L*N, N].
-            It lies within the range of the dtype in which SDPA computes (`reference.in_range`), but is not yet rounded to it.
+        q plus query_bias, rotated, times the temperature; k rotated; the bias or None; the scale, a number, in which the
+            temperature is not contained. The bias is the sum of what bias, query, gated and key tables add to the logits,
+            [..., H, M, N], with `slot` [..., H, L*N, N]. It lies within the range of the dtype in which SDPA computes
+            (`reference.in_range`), but is not yet rounded to it.
     """
     q = with_query_bias(q, terms)
     scale = terms.content_scale(q.shape[-1])
@@ -227,6 +229,10 @@ def prepare(
 
 
 def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tensor, scale: float | Tensor) -> Tensor | None:
+    """Return what `reference.table_logits` returns, for q and k [B, H, L*N, D] of L windows: [(B,) H, L*N, N] or None.
+
+    `slot` [L*N] is the place of each row in its window; each row's keys are the N rows of its window.
+    """
     total = []
     for table in terms.tables:
         index = window.index(table.axis, q.device).index_select(0, slot)  # [L*N, N]

@@ -1,7 +1,7 @@
 """Known faults of the kernels behind scaled_dot_product_attention (SDPA) on a GPU, each with its condition and source.
 
-Where the condition of a fault holds, SDPA chooses among the other kernels. PyTorch itself refuses a few of these cases in newer
-versions; the conditions serve the older ones that vitrel supports. What is guarded elsewhere: cuDNN read a
+Where the condition of a fault holds, SDPA chooses among the other kernels. Newer versions of PyTorch refuse a few of these
+cases themselves; the conditions are for the older ones that vitrel supports. One fault is avoided elsewhere: cuDNN read a
 float32 mask as if it had the dtype of half-precision queries (pytorch 191612), so `vitrel.ops.sdpa` gives every mask the dtype
 in which SDPA computes.
 """
@@ -83,9 +83,9 @@ def kernels(index: int | None, *case: bool | int | None) -> str:
 
 @functools.cache
 def stack(index: int) -> Stack | None:
-    """Return the GPU with this index; None where there is none, as under fake tensors, and for AMD's.
+    """Return the GPU with this index and its libraries.
 
-    No known fault concerns AMD's.
+    None for AMD's, which no known fault concerns, and where there is no GPU, as with fake tensors of one.
     """
     if torch.version.hip or not torch.cuda.is_available():
         return None

@@ -29,8 +29,8 @@ def use_backend(name: str) -> Iterator[None]:
 def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     """Run function(*args, **kwargs) and return a text that says which backend served each of its attention calls.
 
-    Calls of the same kind are listed once, with their number, the row of vitrel.ops.auto by which "auto" took the backend and
-    its measurement, and the reason why every other backend refuses them.
+    Calls of the same kind are listed once, with their number. Below stand the row of vitrel.ops.auto by which "auto" took the
+    backend, with its measurement, and for every other backend why it refuses the call, or that it serves it by name.
 
     Args:
         function: a model, a layer, or a function of `vitrel.ops`. A model from torch.compile is run uncompiled.
@@ -66,6 +66,6 @@ def _text(backend: str, call: Call, name: str) -> str:
 
 
 def _refusal(name: str, call: Call) -> str:
-    """Return the reason why a backend does not serve a call, or did not when "auto" tried it."""
+    """Return the reason why a backend refuses a call, or why Triton failed when "auto" tried its kernels; "" if neither."""
     reason = BACKENDS[name].refuses(call)
     return triton_backend.failure(call, known=True) if name == "triton" and not reason else reason

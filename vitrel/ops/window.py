@@ -20,7 +20,7 @@ _PADDING = 2  # label of padded slots along an axis; 0 and 1 label the two sides
 
 
 class Windows(NamedTuple):
-    """Layout of L windows of N slots each over a grid of h*w tokens."""
+    """Layout of L windows over a grid of h*w tokens; each has N slots in row-major order, which hold a token or padding."""
 
     slot: Tensor  # [L*N] int64: position of each slot in its window, 0..N-1
     source: Tensor  # [L*N] int64: token (raster order) that fills each slot; padded slots repeat a border token
@@ -73,9 +73,9 @@ def window_mask(
 ) -> Tensor | None:
     """Return the additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf.
 
-    None if every slot is known to see all keys. -inf cannot make a row fully masked, since padding sees padding. Swin's -100
-    would be too small for logits of that size. The mask is cached and shared: do not change it in place. h, w, window, shift
-    and strided are as in `windows`.
+    None if every slot is known to see all keys. No row is fully masked, since padding sees padding, so -inf is safe; Swin's
+    -100 would not hide keys whose logits are that large. The mask is cached and shared: do not change it in place. h, w,
+    window, shift and strided are as in `windows`.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None
@@ -132,6 +132,8 @@ def _window_mask(
 
 
 class _Axis(NamedTuple):
+    """Layout of windows along one axis of n tokens."""
+
     count: int  # type: ignore[assignment]  # number of windows
     source: Tensor  # [count*window] coordinate that fills each slot
     label: Tensor  # [count*window] 0, 1 or _PADDING
@@ -139,6 +141,7 @@ class _Axis(NamedTuple):
 
 
 def _axis(n: int, window: int, shift: int, device: torch.device | None) -> _Axis:
+    """Return the layout along one axis of n tokens, padded to whole windows and then shifted cyclically."""
     count = (n + window - 1) // window
     s = axis_shift(n, window, shift, device)
     at = torch.arange(count * window, device=device) + s

@@ -5,9 +5,11 @@ k receives a one-hot column for every row of the grid, and q a column with what 
 j] += scale * sum_y c[i, y] [y_j = y], with c[i, y] = B_h[y_i - y] / scale for a bias table and q_i . R_h[y_i - y] for a query
 table; likewise for grid columns and diagonals ("h+w"). For key tables the one-hot columns are in q. One-hot columns of v return
 the attention weights summed over each row, from which value tables give their output. Prefix tokens count as one more row. A
-bias is rounded once to q's type, as in a mask, and products with one-hot columns are exact, so every precision is served, but
-for gated tables, which may cancel (`reference.gated_scores`). The ones are a power of two between 2 / scale and 4 / scale, so
-that q's columns of half precision hold every bias that a mask holds, and for -inf a number twice as low.
+bias is rounded once to q's type, as in a mask, and products with one-hot columns are exact, so every precision is served; gated
+tables, which may cancel (`reference.gated_scores`), are served in full precision only.
+
+In place of 1, k's one-hot columns hold a power of two between 2 / scale and 4 / scale, and q's columns are divided by it. So
+they hold, in half precision, every bias that a mask of that precision can hold, and in place of -inf a number twice as low.
 """
 
 import math
@@ -57,7 +59,7 @@ def attention(
 ) -> Tensor:
     """Compute attention with position terms, as vitrel.ops.attention.
 
-    A bias of -inf becomes a finite number, which makes a difference in fully masked rows only.
+    A bias of -inf becomes a finite number, which changes the result only for queries that see no key at all.
     """
     q = with_query_bias(q, terms)
     scale = terms.scale * q.shape[-1] ** -0.5
@@ -91,6 +93,7 @@ def _adds_query_columns(table: Table) -> bool:
 
 
 def _axes(terms: Terms) -> list[str]:
+    """Return the axes over which there are tables, each once."""
     return [axis for axis in ("h", "w", "h+w") if any(table.axis == axis for table in terms.tables)]
 
 

@@ -60,9 +60,10 @@ def refuses(call: Call) -> str:
 
 
 class Kind(NamedTuple):
-    """Calls for which the same kernels are compiled; see Call for the entries.
+    """What decides which kernels a call needs; the entries are those of Call, or are made of them.
 
-    grads: whether gradients of the bias and of the angles are needed, None in inference.
+    bias and rotary: whether the kernels read a bias table and angles. grads: whether gradients of the bias and of the angles
+    are needed; None in inference. device: number of the GPU.
     """
 
     window: tuple[int, int] | None
@@ -106,7 +107,7 @@ def failure(call: Call, known: bool = False) -> str:
 
 
 def _kind(call: Call) -> tuple:
-    """Return the entries of the kind of a call; torch.compile cannot pass on the named tuple as a constant."""
+    """Return the entries of the Kind of a call, as a tuple, since torch.compile cannot take a named one as a constant."""
     terms, tables = call.terms, call.terms.tables
     rotary = call.window is not None and terms.rotary is not None  # rotated before global attention
     learned = any([table.bias is not None and table.bias.requires_grad for table in tables])
@@ -123,6 +124,7 @@ _told: set[str] = set()  # shapes of which a warning has told
 
 @torch._dynamo.assume_constant_result
 def _failure(known: bool, *entries: Any) -> str:
+    """Return what `failure` returns, for the entries of a Kind."""
     kind = Kind(*entries)
     if kind not in _failures and not known:
         _failures[kind] = ""
@@ -143,18 +145,20 @@ def _failure(known: bool, *entries: Any) -> str:
 
 @torch._dynamo.assume_constant_result
 def _tell_missing(*entries: Any) -> None:
+    """Warn once in a process that Triton is not installed."""
     if not _told:
         _tell(str(Kind(*entries)), f"{MISSING} beside torch {torch.__version__}")
 
 
 def _tell(shape: str, reason: str) -> None:
+    """Warn that a shape is left to another backend, once for each shape."""
     if shape not in _told:
         _told.add(shape)
         warnings.warn(f"{shape}: {reason}; another backend computes them (vitrel.ops.why)", RuntimeWarning, stacklevel=2)
 
 
 def _try(kind: Kind) -> None:
-    """Run the kernels of a kind of calls on zeros, in a batch of one image or window; raises whatever Triton raises."""
+    """Run the kernels of a kind of calls on zeros, one image or window of them; raises whatever Triton raises."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return  # fake tensors stand for those of a GPU
     from vitrel.ops.backends import triton_global, triton_window

@@ -143,7 +143,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) -> _Sizes:
-    """Return the kernels' sizes.
+    """Return the sizes for a launch whose programs iterate over tiles of `lanes` keys.
 
     Args:
         grid: of the keys.
@@ -206,7 +206,7 @@ def _row_of(token, w):
 
 @triton.jit
 def _head_line(head, sizes, PREFIX: tl.constexpr):
-    """Return the index in [H, R] at which the table of a head starts."""
+    """Return the index in the flat table [H, R] at which the rows of a head start."""
     return head.to(tl.int32) * ((2 * sizes.h - 1) * (2 * sizes.w - 1) + (3 if PREFIX else 0))
 
 
@@ -226,7 +226,7 @@ def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
 
 @triton.jit
 def _prefix_line(head, sizes):
-    """Return the index at which the three prefix classes of a head start (order as in Grid)."""
+    """Return the index in the flat table [H, R] at which the three prefix classes of a head start (order as in Grid)."""
     return _head_line(head, sizes, True) + (2 * sizes.h - 1) * (2 * sizes.w - 1)
 
 
@@ -262,7 +262,7 @@ def _first_key(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _row_cells(LANES: tl.constexpr, ROW: tl.constexpr):
-    """Return the cells of the lanes of a tile relative to its first lane, for a ROW of `_whole_rows` that is not 0."""
+    """Return cell(j) of the lanes of a tile, y (2w-1) + x, less that of its first lane, for a ROW that is not 0."""
     lane = tl.arange(0, LANES)
     return lane + lane // ROW * (ROW - 1)
 
@@ -356,11 +356,11 @@ def _attend(s, v, acc, top, total):
 
 @triton.jit
 def _forward(
-    inputs,
-    out,
-    lse,
-    bias,
-    sizes,
+    inputs,  # q, k and v, each as of `_strided`
+    out,  # as of `_strided`
+    lse,  # [B, H, M]
+    bias,  # as of `_in_log2`
+    sizes,  # as of `_sizes_for`
     scale,
     PREFIX: tl.constexpr,
     ROW: tl.constexpr,
@@ -436,12 +436,14 @@ def biased_backward(
 
 
 def _tile_for(kernel: str, q: Tensor) -> Tile:
+    """Return the tile of "forward", "queries" or "keys" for queries like q on their device."""
     return global_tile(kernel, q.dtype, q.shape[-1], triton_tiles.architecture(q.device))
 
 
 def _query_gradients(
     inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale: float, bias_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """Launch `_queries`: return the gradients of the queries and, with bias_grad, of the table [H, R], else None."""
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
     tile = _tile_for("queries", q)
@@ -481,6 +483,7 @@ def _query_gradients(
 
 
 def _key_gradients(inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
+    """Launch `_keys`: return the gradients of keys and values."""
     q, k = inputs[0][0], inputs[1][0]
     batch, heads, queries, _ = q.shape
     tile = _tile_for("keys", q)
@@ -519,10 +522,10 @@ def _logit_gradient(s, norm, mean, dout, value):
 
 @triton.jit
 def _queries(
-    inputs,
-    stats,
+    inputs,  # q, k, v, out and grad_out, each as of `_strided`
+    stats,  # lse [B, H, M], and delta [B, H, M], out . grad_out of each query, which is written here
     bias,
-    grads,
+    grads,  # dq as of `_strided`; parts [H, programs, R] and to_prefix [B, H, M], sums of ds at prefix keys, or None
     sizes,
     work,
     scale,
@@ -703,10 +706,10 @@ def _load_queries(inputs, stats, b, head, bh, first, exist, queries, LANES: tl.c
 
 @triton.jit
 def _keys(
-    inputs,
+    inputs,  # as of `_queries`
     stats,
     bias,
-    grads,
+    grads,  # dk and dv, each as of `_strided`
     sizes,
     scale,
     PREFIX: tl.constexpr,

@@ -21,9 +21,10 @@ _Maybe = Optional[Tensor]  # noqa: UP045  infer_schema of torch 2.11 needs this 
 
 
 def _operator(name: str, function: Callable) -> Any:
-    """Register a function that launches kernels. A graph of torch.compile contains the kernels themselves, not the operator.
+    """Register a function that launches kernels as the operator `name`, and return the operator.
 
-    Triton's interpreter has no kernels that a graph could contain, so there a graph contains the operator.
+    A graph of torch.compile contains the kernels themselves, not the operator. Triton's interpreter has no kernels that a graph
+    could contain, so there a graph contains the operator.
     """
     if not triton.knobs.runtime.interpret:
         return torch.library.triton_op(name, function, mutates_args=())
@@ -44,9 +45,10 @@ def _window_attention_backward(
     grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, out: _Maybe, lse: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, bias_grad: bool, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of qkv, bias, cos and sin; empty, since an operator cannot return None, where the input is None.
+    """Return the gradients of qkv, bias, cos and sin.
 
-    That of bias is also empty without bias_grad, those of cos and sin without rotary_grad.
+    That of an input that is None is an empty tensor, since an operator cannot return None; so is that of bias without
+    bias_grad, and those of cos and sin without rotary_grad.
     """
     grads = triton_window.window_backward(
         grad, qkv, bias, cos, sin, out, lse, tuple(window), tuple(shift), heads, scale, bias_grad, rotary_grad
@@ -74,7 +76,7 @@ window_op.register_autograd(_window_gradients, setup_context=_setup_window_conte
 
 
 class _Windows(torch.autograd.Function):
-    """The same computation and gradients as those of the operator, at a third of its time on the CPU."""
+    """Autograd function that computes what the operator does; a call takes a third of the operator's time on the host."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -95,9 +97,10 @@ def windows(
     qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: tuple[int, int], shift: tuple[int, int], heads: int, scale: float, grad: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the output of `vitrel::window_attention`, with gradients if grad; the operator where something looks at it.
+    """Return the output [B, h, w, C] of `vitrel::window_attention`, with gradients if grad.
 
-    That is torch.compile, and tensors that are more than memory, as those of FakeTensorMode.
+    The operator itself is called only under torch.compile and with tensors of a subclass, such as those of FakeTensorMode. It
+    takes more time on the host than what else is called.
     """
     inputs = qkv, bias, cos, sin, window, shift, heads, scale, grad
     if torch.compiler.is_compiling() or not triton_window.is_plain(qkv):
@@ -161,4 +164,5 @@ def _needed(grads: Sequence[Tensor], inputs: Sequence[Tensor | None], needs_grad
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return x, or an empty float32 tensor on the device of `like` in place of None."""
     return like.new_empty(0, dtype=torch.float32) if x is None else x

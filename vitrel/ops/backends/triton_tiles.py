@@ -1,7 +1,8 @@
-"""Tiles of the Triton kernels: the work of one program, its warps and pipeline stages, by kernel and architecture.
+"""What the Triton kernels share: their tiles, compiler options, dtypes, and a few numbers.
 
-The rows of HALF are for half precision and the shapes that matter most; `python -m tools.gpu sweep` times
-variants of them on a GPU. Tiles of other calls are those that compile without spilling registers (tools.benchmark.kernels).
+A tile is the work of one program, its warps and pipeline stages, by kernel and architecture. The rows of HALF are for half
+precision and the shapes that matter most; `python -m tools.gpu sweep` times variants of them on a GPU. Tiles of other calls
+are those that compile without spilling registers (tools.benchmark.kernels).
 """
 
 import functools
@@ -27,7 +28,8 @@ class Tile(NamedTuple):
 
 MOST_IN_ONE_TILE = 64  # maximum tokens of a window that one tile holds
 
-# A row serves its generation and later ones without a row of their own. Not yet timed: compiled only.
+# {kernel: {generation: tile}}. A tile serves its generation and later ones that have none of their own. They were chosen by the
+# compiler's output, and are not yet timed.
 HALF: dict[str, dict[int, Tile]] = {
     # Backward pass of windows that are one tile, without angles. For sm_90 (Triton 3.6, 7 x 7) by the compiler: two programs
     # of four warps on a multiprocessor as against one of eight, loads of the next window under way, 4,488 instructions of warps
@@ -61,20 +63,20 @@ def generation(arch: int) -> int:
 
 
 def half_tile(kernel: str, arch: int) -> Tile:
-    """Return the row of HALF for an architecture."""
+    """Return the tile of HALF for a kernel, by its name there, on an architecture."""
     rows, of = HALF[kernel], generation(arch)
     return rows[max(first for first in rows if first <= of)]
 
 
 def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, arch: int) -> Tile:
-    """Return the tile of the forward kernel for windows of N tokens."""
+    """Return the tile of the forward kernel for windows of `tokens` tokens, with or without angles (rotary)."""
     side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
     warps = 8 if dtype == torch.float32 or (rotary and generation(arch) > 80) else 4
     return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
 
 
 def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, rotary: bool, arch: int) -> Tile:
-    """Return the tile of the backward kernel for windows of N tokens."""
+    """Return the tile of the backward kernel for windows of `tokens` tokens and heads of width D = `width`."""
     if tokens <= MOST_IN_ONE_TILE:
         side = padded_tokens(tokens)
         many = dtype == torch.float32 or rotary or width > 32  # registers of a thread with four warps

@@ -69,7 +69,7 @@ _SCRATCH = 64 * 2**20  # bytes of sums of all programs together, about; it limit
 
 
 class Plan(NamedTuple):
-    """What all calls of a kernel with one kind of windows share."""
+    """How a kernel is compiled: the same for all calls with windows of one kind, whatever the grid and the batch."""
 
     tile: Tile
     sizes: tuple[int | bool, ...]  # compile-time sizes, by the numbers below
@@ -190,7 +190,16 @@ def _launch(kernel: triton.JITFunction, plan: Plan, tiles: int, windows: int, pe
 
 
 def _run(kernel: triton.JITFunction, grid: tuple[int], arguments: tuple, options: dict[str, int]) -> None:
-    """Launch a kernel, or put it into a graph that is being traced; the first argument is a tensor."""
+    """Launch a kernel, or put it into a graph that is being traced.
+
+    Nothing is launched for tensors on the meta device.
+
+    Args:
+        kernel: to launch.
+        grid: number of programs.
+        arguments: all parameters of the kernel; the first is a tensor.
+        options: for Triton's compiler.
+    """
     x = arguments[0]
     if is_plain(x):
         if x.is_cuda:
@@ -205,7 +214,7 @@ def _run(kernel: triton.JITFunction, grid: tuple[int], arguments: tuple, options
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor is memory alone, not one of a kind that watches what is done with it."""
+    """Return whether a tensor is a plain one, not of a subclass that sees every operator, such as FakeTensor."""
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
