@@ -1,32 +1,48 @@
 """Features that do not know where they are: an ImageNet ViT-Tiny/16 given other encodings, with and without the feature loss.
 
-    python -m tools.study.position_free path/to/imagenette224/train path/to/ilsvrc-val-nette224/val vit_tiny.pth --out runs/free
+    python -m tools.study.position_free imagenette224/train ilsvrc-val-nette224/val camvid vit_tiny.pth --out runs/free
 
 For each encoding the model is first fitted, once, without training (`vitrel convert`). From there `vitrel train` trains one
 student per seed with the recipe position_free.yaml, and another without its feature loss, on the same images in the same order.
-A row of results/position_free/results.csv is one model, measured by `vitrel features` at its training size. Rows that the file
-has are not made again. The tables of docs/studies/position_free.md are made of all rows.
+An encoding with the suffix _bare is one without the class token, whose head sees the mean of the patches. A row of
+results/position_free/results.csv is one model, measured as `vitrel features` does at its training size, and by a linear head on
+its patch tokens that learns street scenes. Rows that the file has are not made again. The tables of
+docs/studies/position_free.md are made of all rows.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tools.study.pages import ROOT, fill_pages
 from tools.study.results import add_row
+from vitrel import load, save
 from vitrel.cli import main as vitrel
 from vitrel.common.tables import markdown
+from vitrel.data import create_dataset
+from vitrel.data.readers.splits import Split
+from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, load_model
+from vitrel.evaluate.frozen import frozen_rows, linear_probe
+from vitrel.evaluate.images import Images, scale
+from vitrel.inspect.features import measure_features, patch_features
+from vitrel.models.config import config_of
+from vitrel.models.vit import ViT
+from vitrel.tasks import segmentation
+from vitrel.train.objective import Objective
 
 PAGE = "docs/studies/position_free.md"
 RESULTS = ROOT / "results" / "position_free" / "results.csv"
 MODEL, TEACHER = "vit_tiny_patch16_224", "vitrel_vit_ti16_absolute"  # the same model, of timm and at any size
-ENCODINGS = ("alibi", "table", "rope_mixed", "none")
+ENCODINGS, BARE = ("alibi", "table", "rope_mixed", "none"), "_bare"
+WITHOUT = tuple(f"{encoding}{BARE}" for encoding in ENCODINGS)
 LOSSES = ("features", "logits")
 STAGES = {
     "teacher": "the teacher",
@@ -43,8 +59,16 @@ LEAKS = {
     "equivariance": "equivariance",
     "agreement with 320 px": "agreement_320x320",
 }
-SIZE = 160  # training size in pixels
-TRAINED_ON, FITTED_TO, IMAGES = 512, 64, 64  # images: of training, of the fit, for position
+ACCURACY = {
+    "k-NN, 160 px": "k-NN_160",
+    "linear, 160 px": "linear_160",
+    "k-NN, 320 px": "k-NN_320",
+    "linear, 320 px": "linear_320",
+    "mIoU": "miou",
+}
+COMPARED = SHARES | {name: ACCURACY[name] for name in ("k-NN, 160 px", "k-NN, 320 px", "mIoU")}
+SIZE, SCENE = 160, (160, 208)  # of training, and of street scenes (h, w), in pixels
+TRAINED_ON, FITTED_TO, IMAGES, SCENES = 512, 64, 64, 100  # images: of training, of the fit, for position, of street scenes
 
 
 def linked(train: Path, val: Path, folder: Path) -> Path:
@@ -60,15 +84,23 @@ def linked(train: Path, val: Path, folder: Path) -> Path:
 
 def fitted(weights: Path, data: Path, encoding: str, out: Path) -> Path:
     """Return a file of the model with another encoding, fitted to photographs, which is made if it is not there."""
-    if not (path := out / f"{encoding}.safetensors").exists():
+    if (path := out / f"{encoding}.safetensors").exists():
+        return path
+    if encoding.endswith(BARE):
+        whole = load(fitted(weights, data, encoding.removesuffix(BARE), out))
+        bare = config_of(whole).build(class_token=False, global_pool="avg")
+        for name, value in bare.state_dict().items():
+            value.copy_(whole.state_dict()[name][: len(value)])  # of a table without the last rows, which are the class token's
+        save(bare, path)
+    else:
         numbers = ["--n", FITTED_TO, "--size", SIZE]
         options = ["--weights", weights, "--position", encoding, "--data", data, *numbers, "--out", path]
         vitrel(["convert", MODEL, *map(str, options)])
     return path
 
 
-def trained(start: Path, weights: Path, data: Path, loss: str, seed: int, out: Path) -> Path:
-    """Train a student from the file `start`, and return its checkpoint."""
+def student(start: Path, weights: Path, data: Path, loss: str, seed: int, out: Path) -> TrainedModel:
+    """Train a student from the file `start`."""
     teacher = {"teacher": TEACHER, "checkpoint": weights, "img_size": SIZE}
     options = [f"--model.objective.distillation.{key}={value}" for key, value in teacher.items()]
     options += ["--config=position_free", f"--model={start}", f"--data={data}", f"--size={SIZE}", f"--out={out}"]
@@ -76,40 +108,82 @@ def trained(start: Path, weights: Path, data: Path, loss: str, seed: int, out: P
     options += ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
     options += ["--model.objective.distillation.features=null"] if loss == "logits" else []
     vitrel(["train", *options])
-    return out / "checkpoints" / "last.ckpt"
+    return load_checkpoint(out / "checkpoints" / "last.ckpt")
 
 
-def measured(model: Sequence[str | Path], data: Path, out: Path) -> dict[str, float]:
-    """Return what `vitrel features` measures of a model, at the training size and at twice the size."""
-    numbers = ["--size", 2 * SIZE, "--images", IMAGES, "--train-images", 300, "--val-images", 200]
-    vitrel(["features", *map(str, [*model, "--data", data, *numbers, "--out", out])])
-    (position,) = pd.read_csv(out / "position.csv").to_dict("records")
-    found = {name: round(value, 5) for name, value in position.items() if isinstance(value, float)}
-    for row in pd.read_csv(out / "accuracy.csv").itertuples():
-        found[f"{row.method}_{row.size.partition('x')[0]}"] = row.top1
-    return found
+@cache
+def scenes(camvid: Path, split: Split) -> tuple[Tensor, list[Tensor], int]:
+    """Return images [n, 3, h, w] at the size SCENE, masks [H, W] at their own, and the number of classes."""
+    half = (0.5, 0.5, 0.5)
+    data = create_dataset(str(camvid), split, SCENE, task="segmentation", n=SCENES, mean=half, std=half)
+    images, masks = zip(*(data[at] for at in range(len(data))), strict=True)
+    return torch.stack(images), [torch.as_tensor(mask).long() for mask in masks], len(data.classes)
+
+
+def miou(model: ViT, camvid: Path) -> float:
+    """Return the mIoU, in percent, of a linear head on frozen patch tokens.
+
+    It learns the class that most pixels of a patch have; its logits are interpolated to the pixels of a mask.
+    """
+    (bank, masks, classes), (queries, truth, _) = scenes(camvid, "train"), scenes(camvid, "val")
+    bank, queries = (torch.cat([patch_features(model, part)[0] for part in images.split(32)]) for images in (bank, queries))
+    counts = torch.stack([
+        F.adaptive_avg_pool2d(F.one_hot(mask.clamp(max=classes), classes + 1).movedim(-1, 0).float(), bank.shape[2:])
+        for mask in masks
+    ])  # fmt: skip
+    known = counts.argmax(1).where(counts.argmax(1) < classes, -100)
+    # by place first: the probe leaves out every fifth row for its weight decay, which then are those of every fifth image
+    flat = [values.permute(2, 3, 0, 1).flatten(0, 2) for values in (bank, known[:, None], queries)]
+    logits = linear_probe(flat[0], flat[1][:, 0], flat[2], classes)
+    pixels = segmentation.TASK.learning(classes, Objective(), 0.0)
+    pixels.update(logits.unflatten(0, (*queries.shape[2:], len(queries))).permute(2, 3, 0, 1), truth)
+    return round(100 * float(pixels.values["val/miou"].compute()), 2)
+
+
+def measured(trained: TrainedModel, data: Path, camvid: Path) -> dict[str, float]:
+    """Return position in the features at the training size, their agreement with twice the size, accuracy at both, and mIoU."""
+    view = scale(trained, (2 * SIZE, 2 * SIZE), trained.crop_pct)
+    images = torch.cat([pixels for pixels, _ in Images(str(data), view, n=IMAGES).batches(view)])
+    (row,) = measure_features(trained.model, images, SIZE, sizes=[2 * SIZE])
+    found = {name: round(value, 5) for name, value in row.to_dict().items() if isinstance(value, float)}
+    for accuracy in frozen_rows(trained, str(data), [(SIZE, SIZE), (2 * SIZE, 2 * SIZE)], 300, 200):
+        found[f"{accuracy['method']}_{accuracy['size'].partition('x')[0]}"] = accuracy["top1"]
+    return found | {"miou": miou(trained.model, camvid)}
 
 
 def tables(results: Path) -> list[tuple[str, str]]:
-    """Return (name, Markdown table) of what `vitrel features` measured: mean over seeds ± their standard deviation."""
+    """Return (name, Markdown table) of what was measured: mean over seeds ± their standard deviation."""
     rows = pd.read_csv(results, keep_default_na=False)
-    order = pd.Index(["absolute", *ENCODINGS]).get_indexer(rows.encoding) * 10 + pd.Index([*STAGES]).get_indexer(rows.loss)
-    groups = [of for _, of in rows.assign(order=order).groupby("order")]
+    rows[[*SHARES.values()]] *= 100
+    rows["encoding"] = pd.Categorical(rows.encoding, ["absolute", *ENCODINGS, *WITHOUT])
+    rows["loss"] = pd.Categorical(rows.loss, STAGES)
+    bare = rows.encoding.str.endswith(BARE)
 
-    def table(columns: Mapping[str, str], factor: float = 1.0, digits: int = 2) -> str:
-        lines = []
-        for of in groups:
-            found = of[[*columns.values()]].astype(float) * factor
-            spread = found.std() if len(of) > 1 else None
-            cells = [
-                f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread[name]:.{digits}f}")
-                for name, mean in found.mean().items()
-            ]
-            lines.append([f"`{of.encoding.iloc[0]}`", STAGES[of.loss.iloc[0]], len(of), *cells])
+    def cells(of: pd.DataFrame, digits: int) -> list[str]:
+        spread = of.std()
+        return [
+            f"{mean:.{digits}f}" + (f" ± {spread[name]:.{digits}f}" if len(of) > 1 else "") for name, mean in of.mean().items()
+        ]
+
+    def table(of: pd.DataFrame, columns: Mapping[str, str], digits: int = 2) -> str:
+        lines = [
+            [f"`{encoding.removesuffix(BARE)}`", STAGES[loss], len(group), *cells(group[[*columns.values()]], digits)]
+            for (encoding, loss), group in of.groupby(["encoding", "loss"], observed=True)
+        ]
         return markdown(["encoding", "model", "models", *columns], lines)
 
-    accuracy = {f"{method}, {side} px": f"{method}_{side}" for side in (SIZE, 2 * SIZE) for method in ("k-NN", "linear")}
-    return [("shares", table(SHARES, 100.0)), ("leaks", table(LEAKS)), ("accuracy", table(accuracy, digits=1))]
+    gains = []
+    for encoding, of in rows[~bare].groupby("encoding", observed=True):
+        by_loss = {loss: group.set_index("seed")[[*COMPARED.values()]] for loss, group in of.groupby("loss", observed=True)}
+        if by_loss.keys() >= {*LOSSES}:
+            gains.append([f"`{encoding}`", *cells((by_loss["features"] - by_loss["logits"]).dropna(), 2)])
+    return [
+        ("shares", table(rows[~bare], SHARES)),
+        ("leaks", table(rows[~bare], LEAKS)),
+        ("accuracy", table(rows[~bare], ACCURACY, 1)),
+        ("gains", markdown(["encoding", *COMPARED], gains)),
+        ("bare", table(rows[bare], COMPARED)),
+    ]
 
 
 def main() -> None:
@@ -117,10 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", type=Path, help="class folders of photographs")
     parser.add_argument("val", type=Path, help="the same classes of ImageNet's validation set")
+    parser.add_argument("camvid", type=Path, help="street scenes: images, masks and classes.txt")
     parser.add_argument("weights", type=Path, help=f"those of {MODEL}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and of the fitted models")
-    parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=ENCODINGS)
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    parser.add_argument("--encodings", nargs="+", choices=[*ENCODINGS, *WITHOUT], default=ENCODINGS)
+    parser.add_argument("--losses", nargs="*", choices=LOSSES, default=LOSSES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,21 +204,20 @@ def main() -> None:
     if RESULTS.exists():
         done = {(row.encoding, row.loss, str(row.seed)) for row in pd.read_csv(RESULTS, keep_default_na=False).itertuples()}
 
-    def measure(model: Callable[[], Sequence[str | Path]], encoding: str, loss: str, seed: str = "") -> None:
+    def measure(model: Callable[[], TrainedModel], encoding: str, loss: str, seed: str = "") -> None:
         if (key := (encoding, loss, seed)) in done:
             return
         start, about = time.process_time(), {"encoding": encoding, "loss": loss, "seed": seed, "size": SIZE}
-        add_row(RESULTS, about | measured(model(), data, args.out / "_".join(filter(None, key))), start)
+        add_row(RESULTS, about | measured(model(), data, args.camvid), start)
         done.add(key)
 
-    measure(lambda: [TEACHER, "--weights", args.weights, "--img-size", str(SIZE)], "absolute", "teacher")
-    for seed, encoding in product(map(str, args.seeds), args.encodings):
+    measure(lambda: load_model(TEACHER, args.weights, img_size=(SIZE, SIZE)), "absolute", "teacher")
+    for seed, encoding in product(args.seeds, args.encodings):
         start = fitted(args.weights, data, encoding, args.out)
-        measure(lambda start=start: [start], encoding, "fitted")
+        measure(partial(load_checkpoint, start), encoding, "fitted")
         for loss in args.losses:
             run = args.out / f"{encoding}_{loss}_{seed}"
-            train = partial(trained, start, args.weights, data, loss, int(seed), run)
-            measure(lambda train=train: [train()], encoding, loss, seed)
+            measure(lambda options=(start, args.weights, data, loss, seed, run): student(*options), encoding, loss, str(seed))
     fill_pages(ROOT, {PAGE: tables(RESULTS)})
 
 

@@ -70,7 +70,7 @@ def frozen_rows(
         at = view._replace(size=size)
         (bank, known), (queries, labels) = (features_of(trained, images, at) for images in (of_training, of_evaluation))
         for method, answers in (("k-NN", knn), ("linear", linear_probe)):
-            right = (answers(bank, known, queries, classes) == labels).double().numpy()
+            right = (answers(bank, known, queries, classes).argmax(1) == labels).double().numpy()
             found = estimate([right[None]])
             numbers = {"top1": found.mean, "low": found.low(), "high": found.high()}
             yield {
@@ -103,14 +103,16 @@ def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tens
 def knn(
     bank: Tensor, known: Tensor, queries: Tensor, classes: int, k: int = NEIGHBORS, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return classes [n] of `queries` [n, C] by a vote of the k nearest rows of `bank` [m, C] with classes `known` [m]."""
+    """Return votes [n, classes] on `queries` [n, C] of the k nearest rows of `bank` [m, C] with classes `known` [m]."""
     cosine, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).mT).topk(min(k, len(bank)), 1)
-    votes = torch.zeros(len(queries), classes).scatter_add_(1, known[nearest], (cosine / temperature).exp())
-    return votes.argmax(1)
+    return torch.zeros(len(queries), classes).scatter_add_(1, known[nearest], (cosine / temperature).exp())
 
 
 def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> Tensor:
-    """Return classes [n] of `queries` [n, C] by logistic regression on `bank` [m, C] with classes `known` [m]."""
+    """Return logits [n, classes] of `queries` [n, C] by logistic regression on `bank` [m, C] with classes `known` [m].
+
+    Rows of class -100 are left out.
+    """
     mean, spread = bank.mean(0), bank.std(0, correction=0).clamp(min=1e-6)
     bank, queries = (bank - mean) / spread, (queries - mean) / spread
     held = torch.arange(len(bank)) % 5 == 4
@@ -121,7 +123,7 @@ def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> 
             for decay in DECAYS
         ]
         best = DECAYS[scores.index(max(scores))]
-    return _logits(bank, known, queries, classes, best).argmax(1)
+    return _logits(bank, known, queries, classes, best)
 
 
 def _logits(bank: Tensor, known: Tensor, queries: Tensor, classes: int, decay: float) -> Tensor:
