@@ -13,14 +13,17 @@ import timm
 import torch
 from huggingface_hub import constants
 from PIL import Image
-from test_page_examples import PAGES, blocks, commands
+from test_page_examples import COMMANDS, PAGES, blocks, commands
 from timm.models import _registry
 
 import vitrel
+from helpers import each
 from helpers.pictures import write_classes
 from helpers.runs import in_child, status
 from helpers.timm_peers import write_to_cache
 from vitrel import cli
+from vitrel.cli.train import _without, expanded
+from vitrel.train import run
 
 # Commands of hours or of packages that may be missing, and where they run at a small size.
 ELSEWHERE = {
@@ -32,18 +35,20 @@ ELSEWHERE = {
 }
 VIT = "vit_tiny_patch16_224"
 FLOWERS = ("flowers", "photographs", "folder", "path/to/folder")
-SWIN = {"depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 2, 2)}
+SWIN = {"depths": (1,), "embed_dim": 24, "num_heads": (1,)}
+DINO = {"depth": 1, "embed_dim": 64, "num_heads": 1}
 SMALL = {
-    VIT: {"depth": 6, "embed_dim": 48},
-    "vit_small_patch16_dinov3": {"depth": 1, "embed_dim": 64, "num_heads": 1},
+    VIT: {"depth": 1, "embed_dim": 48},
+    "vit_small_patch16_dinov3": DINO,
+    "vit_small_patch14_dinov2": DINO,
     "swin_tiny_patch4_window7_224": SWIN,
     "vitrel_swin_t": SWIN,
 }
 PORTS = """
 import timm
 
-def build_model(depth=2):
-    return timm.create_model("test_vit", depth=depth)
+def build_model(depth=4):
+    return timm.create_model("test_vit", depth=depth // 4)
 
 def port():
     return timm.create_model("vit_small_patch16_dinov3")
@@ -52,14 +57,15 @@ ONE_EPOCH = "--epochs 1 --data.workers 0"
 EIGHT = f"--size 64 --n-train 8 --batch-size 8 {ONE_EPOCH}"
 FEW = "--n 4 --workers 0"
 SHORT = {  # {beginning of a command: what makes it short}
-    "train --import": f"--n-train 8 --batch-size 8 --data.n_val 4 {ONE_EPOCH}",
+    "train --import": f"'--model.model_args={{depth: 1}}' --n-train 8 --batch-size 8 --data.n_val 4 {ONE_EPOCH}",
     "train --task segmentation": f"--size 32x48 --batch-size 4 {ONE_EPOCH}",
     "train --model vit_tiny_patch16_224 --pretrained --data flowers --out runs/native": f"--size 16t {ONE_EPOCH}",
     "train --model vit_tiny_patch16_224 --pretrained --position": f"{EIGHT} --fit 4",
     "train": EIGHT,
-    "evaluate runs/flowers runs/table": FEW,
+    "evaluate runs/flowers runs/table --data flowers --size 28": FEW,
     "evaluate": f"{FEW} --no-report",
     "predict": "--workers 0",
+    "features vit_tiny_patch16_224": "--images 4 --layers 0 -1",
     "features": "--images 4 --train-images 8 --val-images 4",
     "convert vit_tiny_patch16_224": "--n 4 --size 64",
 }
@@ -162,3 +168,14 @@ def test_commands_of_the_pages_run(folder, tmp_path, monkeypatch):
     """In a process of its own, since a page's encoding is registered, and its module imported by later commands."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
     assert status(in_child([], main=lambda _: run_all(folder, tmp_path))) == 0
+
+
+@pytest.mark.slow
+@each("line", [line for line in COMMANDS if line.startswith(tuple(ELSEWHERE)) and line.startswith("train")])
+def test_training_that_does_not_run_here_is_parsed(line, capsys, monkeypatch, tmp_path):
+    """By Lightning's own parser, which prints the whole configuration and ends."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run(["fit", *_without("--import", expanded(COMMANDS[line][1:])), "--print_config"])
+    printed = capsys.readouterr().out
+    assert not ended.value.code and "data:" in printed and "trainer:" in printed

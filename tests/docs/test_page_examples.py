@@ -13,7 +13,6 @@ import torch
 from helpers import ROOT, each
 from vitrel import cli
 from vitrel.cli.options import packaged
-from vitrel.cli.train import _without, expanded
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
@@ -21,7 +20,16 @@ PAGES = {
     if path.name != "founding_documents.md"  # generated, without code
 }
 NOT_RUN = "# not run"  # first line of a block that needs a file or is a sketch
-SHALLOW = {"swin_tiny_patch4_window7_224": {"depths": (2, 1, 1, 1), "embed_dim": 24}, "vitrel_swin_n": {"depths": (2, 1, 1)}}
+SWIN = {"depths": (2, 1, 1, 1), "embed_dim": 24}
+SHALLOW = {"swin_tiny_patch4_window7_224": SWIN, "vitrel_swin_t": SWIN, "vitrel_swin_n": {"depths": (2, 1, 1)}}
+VITS = (
+    "vit_tiny_patch16_224",
+    "deit3_small_patch16_224",
+    "vit_small_patch14_dinov2",
+    "vitrel_vit_n8_absolute",
+    "vitrel_vit_n8_table",
+)
+SHALLOW |= {name: {"depth": 1} for name in VITS}
 FAST = ("docs/how_to/layer.md", "docs/how_to/large_images.md")
 OF_ITS_OWN = "docs/how_to/write_an_encoding.md"  # registers models; tests/models/test_register_position.py runs it
 
@@ -85,19 +93,6 @@ def test_configurations_of_command_lines_come_with_the_package():
     assert len(trained) > 3 and len(compared) > 3 and not any("/" in name for name in (*trained, *compared))
     assert {name for name in trained if not name.endswith(".yaml")} <= packaged("train").keys()
     assert {name for name in compared if not name.endswith(".yaml")} <= packaged().keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line, argv in COMMANDS.items() if argv[0] == "train"])
-def test_training_command_lines_parse(line, capsys, monkeypatch):
-    """By Lightning's own parser, which prints the whole configuration and ends."""
-    from vitrel.train import run
-
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
-        run(["fit", *_without("--import", expanded(COMMANDS[line][1:])), "--print_config"])
-    printed = capsys.readouterr().out
-    assert not ended.value.code and "data:" in printed and "trainer:" in printed
 
 
 def test_command_lines_are_found():

@@ -25,7 +25,9 @@ def site(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encodings, "SHOWN", (0,))  # panels take longer than all else
+        patch.setattr(encodings, "SHOWN", (0,))  # panels take longer than all else, so one encoding of each kind is drawn
+        drawn = {key: encodings.picture(key) for key in ("table", "absolute", "lookhere")}
+        patch.setattr(encodings, "picture", lambda key: drawn.get(key, drawn["table"]))
         build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))  # raises Abort on a warning
     return folder
 
