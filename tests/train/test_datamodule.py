@@ -17,11 +17,6 @@ def test_sizes_are_h_before_w():
         pair((1, 100_000))
 
 
-def test_classes_are_known_before_the_data_is_built():
-    data = ImageData("shapes", 64)
-    assert data.num_classes == len(data.classes) > 1
-
-
 def test_counts_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"data.batch_size must be at least 1, not 0"):
         ImageData("shapes", 64, batch_size=0)

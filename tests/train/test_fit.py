@@ -9,24 +9,10 @@ import yaml
 from torchvision.datasets import ImageFolder
 
 import vitrel
-from helpers.runs import EVERYTHING, assert_same_run, read, rows
+from helpers import each
+from helpers.runs import read, rows
 from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier, run
-
-
-@pytest.fixture
-def interrupt(monkeypatch):
-    """Kills the run at the start of epoch 1, after a batch of it has been drawn."""
-
-    def batch(self, batch, batch_idx):
-        original(self, batch, batch_idx)
-        if self.current_epoch == 1:
-            raise KeyboardInterrupt("killed")
-
-    original = Classifier.on_train_batch_start
-    with monkeypatch.context() as patch:
-        patch.setattr(Classifier, "on_train_batch_start", batch)
-        yield patch
 
 
 def denormals():
@@ -81,12 +67,12 @@ def test_evaluation_resizes_in_the_crop_mode_of_the_model(command, tmp_path, nat
 
 @pytest.mark.slow
 def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, folder):
-    cli = run(command("run", "--model.label_smoothing=0.1", epochs=2))
+    cli = run(command("run", "--model.label_smoothing=0.1", epochs=1))
     checkpoint = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
     entry = checkpoint["vitrel"]
     assert entry["model"] == "vitrel_vit_n8_table" and entry["model_args"]["depth"] == 2
     assert entry["classes"] == ["blue", "gray", "green", "red"] and entry["img_size"] == [32, 32]
-    assert (entry["data"], entry["seed"], entry["epoch"], entry["step"]) == (str(folder), 3, 2, 12)
+    assert (entry["data"], entry["seed"], entry["epoch"], entry["step"]) == (str(folder), 3, 1, 6)
     cfg = cli.model.model.pretrained_cfg
     assert all(entry[k] == (list(cfg[k]) if k in ("mean", "std") else cfg[k]) for k in PREPROCESSING)
     assert checkpoint["hyper_parameters"]["label_smoothing"] == 0.1
@@ -106,22 +92,10 @@ def test_epochs_without_an_evaluation(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_resuming_at_an_epoch_border_is_bit_exact(command, whole, tmp_path, interrupt):
-    """Of a run with loader processes, on which the images do not depend; those of test_resume.py have none."""
-    extra = (*EVERYTHING, "--data.workers=2")
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run(command("cut", *extra, epochs=2))
-    interrupt.undo()
-    assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 1
-    run(command("cut", *extra, f"--ckpt_path={tmp_path}/cut/checkpoints/last.ckpt", epochs=2))
-    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
-
-
-@pytest.mark.slow
 def test_another_seed_is_another_run(command, whole, tmp_path):
     """That runs of one seed are equal is what every test says that compares a resumed run with a whole one."""
-    run(command("run", *EVERYTHING, "--seed_everything=4", epochs=2))
-    a, b = (read(path / "checkpoints" / "last.ckpt")["state_dict"] for path in (whole(*EVERYTHING, epochs=2), tmp_path / "run"))
+    run(command("run", "--seed_everything=4", epochs=1))
+    a, b = (read(path / "checkpoints" / "last.ckpt")["state_dict"] for path in (whole(epochs=1), tmp_path / "run"))
     assert not all(torch.equal(a[name], b[name]) for name in a if "weight" in name)
 
 
@@ -142,16 +116,6 @@ def test_another_model_cannot_resume(command, whole):
         run(command("other", f"--ckpt_path={last}", "--model.model=vitrel_vit_n8_none"))
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
-    with pytest.raises(
-        FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped\. .* Lower model.optim.lr"
-    ):
-        run(command("run", "--model.optim.lr=1e30", "--model.optim.warmup_epochs=0"))
-    for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
-        assert all(torch.isfinite(v).all() for v in read(path)["state_dict"].values())
-
-
 @pytest.mark.parametrize(
     ("option", "text"),
     [
@@ -170,16 +134,13 @@ def test_settings_out_of_range_are_told_in_their_own_words(command, option, text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("extra", "text"),
     [
         (["--data.batch_size=15", "--model.mixing.mixup=0.2"], "data.batch_size must be even, not 15"),
-        (["--data.batch_size=128"], "96 training images are fewer than one batch of 128: lower data.batch_size"),
-        (["--model.model=vitrel_vit_n8_tables"], "unknown model 'vitrel_vit_n8_tables'; nearest: vitrel_vit_n8_table"),
         (["--model.model_args={num_classes: 7}"], "model_args must not set num_classes"),
         (["--trainer.max_epochs=-1"], "the run has no length: set trainer.max_epochs"),
         (["--trainer.max_epochs=0"], "the run has no length: set trainer.max_epochs"),
-        (["--data.n_train=97"], "holds 96 images: .* not 97"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(command, tmp_path, extra, text):
@@ -214,8 +175,8 @@ def test_the_schedule_ends_with_the_run(command, extra, epochs, updates):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}])
-def test_gradients_are_clipped_in_mixed_precision(command, how):
-    extra = [f"--trainer.{key}={value}" for key, value in how.items()]
-    cli = run(command("run", "--trainer.precision=bf16-mixed", *extra, epochs=1))
+def test_gradients_are_clipped_in_mixed_precision(command):
+    """By value; by norm in test_nothing_waits.py."""
+    clip = ["--trainer.gradient_clip_val=0.1", "--trainer.gradient_clip_algorithm=value"]
+    cli = run(command("run", "--trainer.precision=bf16-mixed", *clip, epochs=1))
     assert cli.trainer.optimizers[0].param_groups[0]["fused"] and cli.trainer.global_step == 6

@@ -87,10 +87,11 @@ def test_blocks_are_compiled_where_one_size_is_trained(monkeypatch, triton):
 
 
 @pytest.mark.slow
-def test_every_block_has_a_graph_and_evaluation_none():
-    """Blocks that differ by drop path are more than torch.compile keeps graphs of a function by default."""
+def test_every_block_has_a_graph_and_evaluation_none(monkeypatch):
+    """Blocks that differ by drop path may be more than torch.compile keeps graphs of a function: 8, and here 2."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     graphs = CompileCounter()
-    args = {"depth": 9, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.2}
+    args = {"depth": 3, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.2}
     module = Classifier("vitrel_vit_n8_table", 4, 32, args, execution=Execution(compile=True, backend=graphs))
     fit(module, Tensors(batches=2), max_epochs=2)
-    assert graphs.frame_count == 9
+    assert graphs.frame_count == 3

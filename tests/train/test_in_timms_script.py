@@ -1,7 +1,6 @@
 """timm's train.py, which is not in timm's wheel, with a vitrel model: a script that calls timm with the same keywords."""
 
-import os
-import subprocess
+import runpy
 import sys
 import textwrap
 
@@ -10,7 +9,7 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the model
-from helpers import ROOT
+from helpers.runs import in_child, status
 
 SCRIPT = """
     import sys
@@ -42,10 +41,14 @@ SCRIPT = """
 @pytest.mark.slow
 def test_a_script_of_timm_trains_a_model_of_ours(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    before = "import runpy, sys, vitrel; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", before, "train.py", "--model", "vitrel_swin_t", "--out", "last.pth.tar"]
-    subprocess.run(command, cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    saved = torch.load(tmp_path / "last.pth.tar", weights_only=True)
+
+    def train(arguments):
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+    out = tmp_path / "last.pth.tar"
+    assert status(in_child([str(tmp_path / "train.py"), "--model", "vitrel_swin_t", "--out", str(out)], main=train)) == 0
+    saved = torch.load(out, weights_only=True)
     assert saved["arch"] == "vitrel_swin_t" and saved["state_dict"]["head.fc.weight"].shape[0] == 5
     model = timm.create_model("vitrel_swin_t", depths=(1, 1, 1, 1), img_size=64, num_classes=5)
     model.load_state_dict(saved["state_dict"])

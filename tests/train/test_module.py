@@ -42,17 +42,6 @@ def test_random_state_is_a_function_of_seed_epoch_batch_and_rank(classifier):
         assert len(set(source)) == len(keys)
 
 
-def test_forward_and_preprocessing(classifier):
-    assert classifier(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
-    how = classifier.preprocessing
-    assert len(how["mean"]) == len(how["std"]) == 3 and 0 < how["crop_pct"] <= 1 and how["interpolation"] == "bicubic"
-
-
-def test_non_square_sizes():
-    classifier = Classifier("vitrel_vit_n8_absolute", 4, (32, 48), {"depth": 1})
-    assert classifier(torch.zeros(1, 3, 32, 48)).shape == (1, 4)
-
-
 def test_labels_of_minus_one_count_nowhere():
     def evaluated(labels, images):
         torch.manual_seed(0)

@@ -58,14 +58,6 @@ def test_settings_are_checked(build, text):
         build()
 
 
-def test_mixing_smooths_once():
-    assert Mixing(mixup=0.0).build(4, 0.1) is None
-    mixup = Mixing(mixup=0.2).build(4, 0.1)
-    mixup.mixup_enabled = False
-    _, target = mixup(torch.zeros(2, 3, 8, 8), torch.tensor([1, 2]))
-    torch.testing.assert_close(target[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
-
-
 def test_what_is_not_set_has_its_default_and_one_that_is_set_stands_alone():
     assert (Mixing().mixup, Mixing().cutmix) == (0.8, 1.0)
     assert (Mixing(mixup=0.2).mixup, Mixing(mixup=0.2).cutmix) == (0.2, 0.0)

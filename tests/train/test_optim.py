@@ -78,8 +78,7 @@ def test_position_lr_scale_without_position_parameters_is_refused():
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("vitrel_vit_ti16_table", 13),  # the stem, 12 blocks, the head: 13 steps between the first and the last
-        ("vit_tiny_patch16_224", 13),
+        ("vit_tiny_patch16_224", 13),  # the stem, 12 blocks, the head: 13 steps between the first and the last
         ("vitrel_swin_n", 7),
     ],
 )
@@ -128,9 +127,7 @@ def test_layer_decay_needs_layers():
         grouped(torch.nn.Linear(2, 2), layer_decay=0.5)
 
 
-@pytest.mark.parametrize(
-    "name", ["sgd", "lamb", "adan", "lion", "muon", "adafactor", "lookahead_adamw", "nadamw", "radam", "lars"]
-)
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lookahead_adamw"])
 def test_other_optimizers_by_name(name):
     torch.manual_seed(0)
     net = model("vitrel_vit_n8_table", depth=1)

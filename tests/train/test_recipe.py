@@ -50,11 +50,6 @@ def test_the_rate_is_for_the_images_of_an_update():
     assert {round(rate["decayed"], 12) for rate in seen.rates} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
 
 
-def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(ValueError, match=r"warm-up of 30 updates in a run of 12: lower model.optim.warmup_epochs"):
-        fit(small(TABLE, optim=Optimization(warmup_epochs=5.0)))
-
-
 @pytest.mark.slow
 def test_less_memory_is_the_same_training():
     """In float64: the exact gradient of the keys' biases is zero, and in float32 Adam makes steps of its rounding."""

@@ -1,7 +1,6 @@
 """Training on several labels an image: the CSV, runs, resumption, what an evaluation and other commands make of it."""
 
 import csv
-import signal
 from dataclasses import replace
 from itertools import chain
 
@@ -11,7 +10,8 @@ import torch
 from PIL import Image
 
 import vitrel
-from helpers.runs import assert_same_run, at, in_child, on_two, read, resumed, rows, status
+from helpers import each
+from helpers.runs import on_two, read, rows
 from vitrel.cli import main
 from vitrel.data import Reading, class_names, create_dataset
 from vitrel.evaluate import at_sizes
@@ -70,7 +70,7 @@ def test_a_csv_of_several_labels(squares, tmp_path):
     assert len(splits["val"]) == 8 and len({*splits["train"], *splits["val"]}) == 41
 
 
-@pytest.mark.parametrize(
+@each(
     ("lines", "text"),
     [
         (
@@ -78,7 +78,6 @@ def test_a_csv_of_several_labels(squares, tmp_path):
             r"no training image of .*labels\.csv has the labels b \(1 in all\)",
         ),
         ([("1.png", "", "train"), ("2.png", " ; ", "val")], "has no label for any image"),
-        ([("", "a", "train")], "line 2 needs path, label, split"),
         ([("1.png", "a", "")], "line 2 needs path, label, split"),
     ],
 )
@@ -122,16 +121,6 @@ def test_a_run_learns_and_its_checkpoint_is_evaluated(several, squares, tmp_path
     with pytest.raises(ValueError, match="models of classification and multilabel cannot share an evaluation"):
         at_sizes([replace(trained, task="classification", label="one"), trained], squares, [32], out=tmp_path / "both")
     assert float(cli.trainer.checkpoint_callbacks[0].best_model_score) == max(float(row["val/map"]) for row in log)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(several, tmp_path):
-    extra = "--data.train_sizes=[24, 32]", "--model.ema={decay: 0.9}", "--model.mixing={}"
-    args = several("cut", *extra, "--run.save_every=1")
-    assert status(in_child(args, at(8, signal.SIGKILL))) == -signal.SIGKILL
-    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert status(in_child(several("whole", *extra))) == 0
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.slow

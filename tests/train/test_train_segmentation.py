@@ -141,15 +141,6 @@ def test_a_checkpoint_of_another_head_or_task_is_refused(segment, tmp_path):
         run([*segment("run", epochs=2), f"--ckpt_path={last}"])
 
 
-def test_masks_beyond_the_classes_end_the_run_before_it_begins(segment, town):
-    (town / "classes.txt").write_text("field\nhouse\n")
-    try:
-        with pytest.raises(ValueError, match=r"has the value 2, beyond the 2 classes known"):
-            run(segment("run", epochs=1))
-    finally:
-        (town / "classes.txt").write_text("\n".join(CLASSES) + "\n")
-
-
 @pytest.mark.slow
 def test_an_encoding_is_fitted_to_the_attention_of_pretrained_weights(segment, tmp_path, capsys):
     """As in classification: from images alone, and the head of segmentation stays new."""

