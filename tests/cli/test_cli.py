@@ -44,22 +44,13 @@ def started(*arguments, lacking=None):
     ("arguments", "status"),
     [
         (["--help"], 0),
-        (["--version"], 0),
         (["nonsense"], 2),
         (["evaluate", "a.ckpt", "--size", "96", "--data", "shapes"], 1),
-        (["evaluate", "a", "--pretrained", "--weights", "a.pth", "--size", "96", "--data", "shapes"], 1),
         (["evaluate", "a", "--pretrained", "--size", "96", "--data", "shapes", "--class-indices", "nowhere"], 1),
-        (["features", "local-dir:nowhere", "--data", "shapes"], 1),
-        (["explain", "a.ckpt"], 1),
         (["export", "vitrel_swin_n", "--format", "exported"], 1),
-        (["list", "--json", "no/such/file.json"], 1),
         (["train", "--help"], 0),
-        (["train"], 2),
-        (["train", "--config", "nowhere.yaml"], 2),
         (["train", "--data.data", "nowhere"], 1),
         (["compare", "nowhere"], 1),
-        (["evaluate", "a", "--size", "big", "--data", "shapes"], 2),
-        (["evaluate", "a", "--size", "96", "--data", "nowhere"], 1),
         (["diagnose", "a", "--size", "96", "--json", "no/such/file.json"], 1),
     ],
 )
@@ -75,8 +66,6 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     ("module", "arguments"),
     [
         ("pandas", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
-        ("matplotlib", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
-        ("pandas", ["compare", "quickstart"]),
         ("lightning", ["compare", "quickstart"]),
         ("matplotlib", ["diagnose", "test_vit", "--size", "96", "--plot", "a.png"]),
         ("onnx", ["export", "a", "--format", "onnx"]),
@@ -113,7 +102,7 @@ def test_a_misspelt_command_or_option_gets_a_suggestion(capsys):
         assert stop.value.code == 2 and capsys.readouterr().err.rstrip().endswith(said)
 
 
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
+@each("name", [name for name in cli.COMMANDS if name != "train"])
 def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--help"])
@@ -157,10 +146,8 @@ def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
     assert sum(line.lstrip()[0].isdigit() for line in serves) == 2 and any("triton: " in line for line in serves)
 
 
-@pytest.mark.slow(seconds=10)
-def test_short_commands_import_no_more_than_they_need():
-    doctor, _, heavy = started("doctor")
-    assert doctor.returncode == 0 and heavy == {"torch", "numpy"} and "attention:" in doctor.stdout
+@pytest.mark.slow(seconds=4)
+def test_a_list_of_models_imports_no_more_than_it_needs():
     listed, _, heavy = started("list", "vitrel_vit_n8_none")
     assert listed.returncode == 0 and heavy == {"torch", "timm", "numpy"} and "vitrel_vit_n8_none" in listed.stdout
 

@@ -27,7 +27,10 @@ CONFIG = {
     "train": {
         "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
         "data": {"size": 32, "batch_size": 8},
-        "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5, "position_lr_scale": 2}},
+        "model": {
+            "optim": {"lr": 1e-3, "warmup_epochs": 0.5, "position_lr_scale": 2},
+            "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2},
+        },
     },
     "evaluate": {"data": "labeled", "sizes": [32, 64], "protocols": ["scale"], "device": "cpu"},
 }

@@ -1,7 +1,10 @@
 """`vitrel compare` with a model that is tuned at a larger size from another, in two processes, from training to the table."""
 
+import os
 import shutil
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -10,6 +13,7 @@ import yaml
 
 from helpers import command
 from helpers.runs import in_child, read, status
+from vitrel import cli
 from vitrel.common import processes
 from vitrel.compare import jobs
 
@@ -34,6 +38,24 @@ CONFIG = {
 }
 
 
+class Forked:
+    """In place of a process that trains: a fork, since a new one would take longer to import than to train."""
+
+    def __init__(self, command, env, stdout, **how):
+        assert command[:3] == [sys.executable, "-m", "vitrel"]
+
+        def log():
+            os.dup2(stdout.fileno(), 1)
+            os.environ |= env
+
+        self.pid, self.returncode = in_child(command[3:], log, cli.main), None
+
+    def poll(self):
+        ended, how = os.waitpid(self.pid, os.WNOHANG)
+        self.returncode = os.waitstatus_to_exitcode(how) if ended else None
+        return self.returncode
+
+
 def compare(folder, number):
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
@@ -44,8 +66,9 @@ def compare(folder, number):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
 
-    def forked():  # new processes would take longer to import than to work
+    def forked():
         processes.start_processes = partial(processes.start_processes, start_method="fork")
+        jobs.subprocess = SimpleNamespace(Popen=Forked)
 
     assert status(in_child(folder, forked, lambda place: compare(place, "2"))) == 0
     return folder

@@ -56,21 +56,14 @@ def test_bad_input_ends_with_a_message(arguments, message):
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
-def test_what_is_no_size(capsys):
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["test_vit", "--size", "96y"])
-    assert stop.value.code == 2 and "'96y' is not an image size" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_vit", "test_vit3", "vitrel_swin_n"])
-def test_the_command_and_python_say_the_same(capsys, name):
+def test_the_command_and_python_say_the_same(capsys):
     """For the name, and for the model built with the same weights; at the default sizes, without warnings."""
-    tool.main([name])
+    tool.main(["test_vit"])
     printed = capsys.readouterr()
     torch.manual_seed(0)
-    model = timm.create_model(name)
+    model = timm.create_model("test_vit")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert printed.out.strip() == str(vitrel.diagnose(model)).strip() == str(vitrel.diagnose(name)).strip()
+        assert printed.out.strip() == str(vitrel.diagnose(model)).strip()
     assert "Warning" not in printed.err

@@ -47,24 +47,8 @@ def assert_serves(run, model, sizes=SIZES):
 
 
 @pytest.mark.slow
-def test_a_program_serves_any_size(checkpoint, capsys):
-    path, model = checkpoint
-    tool.main([str(path), "--format", "exported", "--dynamic-size"])
-    files = {"vitrel.json": ""}
-    program = torch.export.load(path.with_suffix(".pt2"), extra_files=files)
-    assert_serves(program.module(), model)
-    about = json.loads(files["vitrel.json"])
-    assert about["classes"] == CLASSES and about["mean"] == [0.4, 0.5, 0.6] and about["std"] == [0.2, 0.3, 0.1]
-    assert (about["model"], about["encoding"]) == ("vitrel_vit_n8_table", "table")
-    assert about["img_size"] == about["size"] == [32, 48] and about["dynamic_size"] is True
-    printed = capsys.readouterr().out
-    assert "1 of 32x48" in printed and f"written to {path.with_suffix('.pt2')}: any batch size, any image size" in printed
-    assert sorted(item.name for item in path.parent.iterdir()) == ["last.ckpt", "last.pt2"]
-
-
-@pytest.mark.slow
 def test_a_model_that_keeps_timms_trunk(tmp_path, capsys):
-    """By its name in timm: from_timm is applied, and sides stay multiples of what its trunk needs."""
+    """At any size, by its name in timm: from_timm is applied, and sides stay multiples of what its trunk needs."""
     name = "naflexvit_base_patch16_gap"
     model = timm.create_model(name, num_classes=3, depth=1, embed_dim=48, num_heads=3).eval()
     torch.save(model.state_dict(), tmp_path / "naflex.pth")
@@ -79,14 +63,20 @@ def test_a_model_that_keeps_timms_trunk(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_program_of_one_size(checkpoint, tmp_path, capsys):
-    """It takes any batch, and refuses another size instead of a wrong answer."""
+    """It takes any batch, refuses another size instead of a wrong answer, and holds what the checkpoint says of the model."""
     path, model = checkpoint
     tool.main([str(path), "--format", "exported", "--size", "40x24", "--out", str(tmp_path / "one.pt2")])
-    run = torch.export.load(tmp_path / "one.pt2").module()
+    files = {"vitrel.json": ""}
+    run = torch.export.load(tmp_path / "one.pt2", extra_files=files).module()
     assert_serves(run, model, [(1, (40, 24)), (5, (40, 24))])
     with pytest.raises(AssertionError, match=r"size\(\)\[2\] == 40"):
         run(torch.randn(1, 3, 24, 40))
-    assert "only this image size" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "only this image size" in printed and f"written to {tmp_path}/one.pt2" in printed
+    about = json.loads(files["vitrel.json"])
+    assert about["classes"] == CLASSES and about["mean"] == [0.4, 0.5, 0.6] and about["std"] == [0.2, 0.3, 0.1]
+    assert (about["model"], about["encoding"]) == ("vitrel_vit_n8_table", "table")
+    assert (about["img_size"], about["size"], about["dynamic_size"]) == ([32, 48], [40, 24], False)
 
 
 @pytest.mark.slow

@@ -9,13 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 
 from helpers import each, printed_commands
 from helpers.pictures import write_classes
 from helpers.runs import at, in_child, on_two, read, status
 from vitrel import cli
-from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.common.extras import install_command
 from vitrel.common.lock import LOCK
@@ -148,12 +146,10 @@ def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("extra", "text"),
     [
         (["--trainer.accelerator=gpu", "--trainer.devices=64"], "gpu"),
-        (["--trainer.devices=0"], "devices='0'"),
-        (["--trainer.devices=[0, 1]"], "devices.* should be an int"),
         (["--trainer.overfit_batches=-1"], "overfit_batches"),
         (["--trainer.accumulate_grad_batches=0"], "^trainer.accumulate_grad_batches must be at least 1, not 0$"),
         (["--data.workers=-1"], "^data.workers must be at least 0, not -1$"),
@@ -207,16 +203,16 @@ def test_two_processes_leave_one_folder(tmp_path, capfd):
 def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
     assert offline(*SHORT, f"--trainer.default_root_dir={tmp_path}", "--model.optim.lr=1e38", "--trainer.max_epochs=3") == 1
     said = capfd.readouterr().err
-    assert said.startswith("error: loss is not finite at epoch") and "Traceback" not in said
+    assert re.match(r"error: loss is not finite at epoch \d, batch \d+ \(update \d+\): stopped\. .* Lower model.optim.lr", said)
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("data: {seed: 3}", "leave out data.seed: it is set from seed_everything"),
         ("model: {num_classes: 3}", "leave out model.num_classes: it is set from data.data"),
-        ("model: {optim: 5}", "model.optim takes keys, not 5"),
         ("run: 7", "run takes keys, not 7"),
     ],
 )
@@ -227,15 +223,12 @@ def test_what_jsonargparse_would_ignore_is_refused(tmp_path, text, said):
             run(["fit", *SHORT, *given])
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         (["--size", "224,224"], "argument --size: '224,224' is not an image size: write pixels as 96, or height x width as"),
         (["--data.size=224,224"], "argument --data.size: '224,224' is not an image size"),
-        (["--epochs", "0"], "argument --epochs: '0' is no count of 1 or more"),
-        (["--size=0t"], "argument --size: '0t' is not an image size"),
         (["--batch-size=0"], "argument --batch-size: '0' is no count of 1 or more"),
-        (["--n-train", "-3"], "argument --n-train: '-3' is no count of 1 or more"),
         (["--lr", "fast"], "model.optim.lr must be float, not 'fast'"),
         (["--config", "gone.yaml"], "no file gone.yaml for --config"),
         (["--epochs"], "argument --epochs: '' is no count of 1 or more"),
@@ -252,7 +245,7 @@ def test_bad_usage_is_one_line_as_of_other_subcommands(options, text, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         (["--model", "vitrel_vit_n8_tables"], "unknown model 'vitrel_vit_n8_tables'; nearest: vitrel_vit_n8_table"),
@@ -268,9 +261,9 @@ def test_bad_settings_are_one_line_as_of_other_subcommands(tmp_path, options, te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["rich", "albumentations"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, capfd, module):
-    """Some are imported at the start, others when a run needs them."""
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, capfd):
+    """One that a run needs after it has begun; others: test_cli.py."""
+    module = "albumentations"
     for split in ("train", "val"):
         write_classes(tmp_path / split, "ab", [f"{i}.png" for i in range(8)], (32, 32))
 
@@ -287,12 +280,3 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
 
 
 SMALL = ["--size=32", "--epochs=1", "--data.workers=0", "--trainer.accelerator=cpu"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", packaged("train"))
-def test_configurations_of_the_package_parse_by_their_names(name, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(["fit", *expanded(["--config", name]), "--print_config"])
-    assert stopped.value.code == 0 and packaged("train")[name].read_text().startswith("#")
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["size"]

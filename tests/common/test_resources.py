@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from helpers import each
 from vitrel.common.exits import reported
-from vitrel.common.resources import check_workers, lacking, out_of_memory, without_traceback
+from vitrel.common.resources import lacking, out_of_memory, without_traceback
 
 
 class Faulty:
@@ -57,17 +57,6 @@ def test_what_loading_lacks_is_one_line(fault):
         raise error
     text = ended.value.code
     assert "\n" not in text and "Traceback" not in text and text.startswith(f"error: {without_traceback(str(error))[:20]}")
-
-
-def test_processes_that_cannot_be_started_are_one_line(monkeypatch):
-    def none(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing", type("none", (), {"SemLock": none}))
-    check_workers(0)
-    with pytest.raises(SystemExit) as ended, reported():
-        check_workers(2)
-    assert "No space left on device; no process that loads images can be started: use no workers" in ended.value.code
 
 
 def test_an_error_of_a_loader_process_is_told_without_its_traceback():

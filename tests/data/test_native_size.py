@@ -10,7 +10,7 @@ from vitrel.common.sizes import native_size
 from vitrel.data import BadImage, Reading, create_dataset
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.prepare import Prepare, normalize
+from vitrel.data.prepare import normalize
 
 CFG = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
@@ -76,12 +76,3 @@ def test_a_crop_is_squashed_by_what_is_drawn_alone():
             assert view.shape == (3, *size)
             down, across = slopes(view)
             assert down == pytest.approx(across, rel=0.06)  # crops are whole pixels
-
-
-def test_the_native_view_is_the_whole_image():
-    size = native_size(80, 120, 54, (8, 8))
-    view = Prepare((32, 32), **CFG, crop_pct=0.5, interpolation="bilinear", protocol="native").at(size)(axes(80, 120))
-    assert size == (48, 72) and view.shape == (3, 48, 72)
-    levels = view * 127.5 + 127.5
-    assert levels[0, 0].mean() < 4 and levels[0, -1].mean() > 154  # first and last row
-    assert levels[1, :, 0].mean() < 4 and levels[1, :, -1].mean() > 234

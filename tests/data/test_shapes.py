@@ -35,15 +35,6 @@ def test_items_depend_on_seed_and_index_alone():
     assert not torch.equal(images(one), images(Shapes(40, seed=2)))
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"size": (64, 96)}, {"size": (128, 72), "protocol": "canvas"}, {"size": 33}])
-def test_batches_are_bit_identical_to_single_images(kwargs):
-    dataset = Shapes(32, **kwargs)
-    batch = dataset.__getitems__(list(range(32)))
-    for i, (image, label) in enumerate(batch):
-        alone, label_alone = dataset[i]
-        assert torch.equal(image, alone) and label == label_alone
-
-
 @pytest.mark.parametrize("how", [{}, {"protocol": "canvas", "region": (0.0, 0.0, 0.75, 1.0)}])
 def test_draws_of_several_sizes_are_those_of_sets_of_that_size(how):
     dataset, large = Shapes(20, seed=3, **how), Shapes(20, size=(96, 80), seed=3, **how)

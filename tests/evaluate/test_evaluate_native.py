@@ -95,7 +95,6 @@ def peer(**how):
 
 
 MODELS = {
-    "absolute": lambda trained: trained("vitrel_vit_n8_absolute"),
     "windows": lambda trained: trained("vitrel_swin_n"),
     "timm, dynamic size": lambda trained: peer(dynamic_img_size=True),
     "timm, set to a size": lambda trained: peer(),
@@ -222,10 +221,9 @@ class Pictures(Dataset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2])
-def test_a_data_set_of_the_user_is_shown_so(trained, workers):
+def test_a_data_set_of_the_user_is_shown_so(trained):
     model = trained("vitrel_vit_n8_absolute")
-    frame = at_sizes(model, Pictures(), ["20t"], workers=workers, **HOW)
+    frame = at_sizes(model, Pictures(), ["20t"], workers=2, **HOW)
     prepared = [
         Prepare(native_size(*size, 20, (8, 8)), model.mean, model.std, protocol="native")(
             torch.from_numpy(framed(*size)).permute(2, 0, 1)

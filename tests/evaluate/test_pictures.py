@@ -52,19 +52,14 @@ def test_the_input_is_shown_once_in_every_protocol_at_every_size(noise, trained)
     assert line[1].width == 2 * line[1].height and opened_picture(line[1]).shape[1] == 2 * opened_picture(line[1]).shape[0]
 
 
-@pytest.mark.slow(seconds=10)
+@pytest.mark.slow(seconds=5)
 def test_attention_and_position_are_shown_of_every_model_at_its_first_and_largest_size(noise, trained):
-    models = [
-        trained("vitrel_vit_n8_table"),
-        trained("vitrel_vit_n8_absolute"),
-        trained("vitrel_vit_n8_none"),
-        trained("vitrel_swin_n"),
-    ]
+    models = [trained("vitrel_vit_n8_none"), trained("vitrel_swin_n")]
     _, attends, adds = made(models, sizes=(48, 64))
     assert [*attends.tables] == [model.label for model in models]
     names = ["32 px, first layer", "32 px, last layer", "64 px, first layer", "64 px, last layer"]
     assert all([*lines] == names for lines in attends.tables.values())
-    assert [*adds.tables] == ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_swin_n"]  # one has no position
+    assert [*adds.tables] == ["vitrel_swin_n"]  # the other has no position
     assert all([*lines] == ["32 px", "64 px"] for lines in adds.tables.values())
 
 

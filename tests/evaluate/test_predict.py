@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from vitrel.common.resources import out_of_memory
-from vitrel.evaluate.images import moved
 from vitrel.evaluate.predict import ROUNDS, Runner, joined, peak_mb, predict, reset_peak, speeds
 from vitrel.inspect.attention import position_shares
 from vitrel.tasks import Kept
@@ -119,18 +118,6 @@ def test_the_speeds_of_models_of_a_size_are_measured_in_turn():
     assert all(map(math.isnan, speeds(models, (8, 8), 4, CPU, "float32").values()))
 
 
-def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, rows_of):
-    model = trained("vitrel_vit_n8_none")
-
-    def fail(module, inputs):
-        if len(inputs[0]) > 2:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    model.model.register_forward_pre_hook(fail)
-    [row] = rows_of([model], [32])
-    assert (row["batch_size"], row["n"]) == (2, 12) and row["infer_samples_per_sec"] > 0
-
-
 def test_a_share_of_position_that_lacks_memory_is_left_empty(trained, monkeypatch, rows_of):
     def lacking(*_):
         raise MemoryError
@@ -146,10 +133,3 @@ def test_the_share_of_position_is_that_of_the_first_image(trained, noise, rows_o
     [row] = rows_of([model], [32])
     shares = position_shares(model.model, noise((32, 32))[0][0][None])
     assert row["position_share"] == pytest.approx(max(shares.values()), abs=1e-4)
-
-
-def test_content_is_moved_down_and_right_and_its_edges_repeated():
-    image = torch.arange(12.0).view(1, 1, 3, 4)
-    assert moved(image, 2)[0, 0].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
-    assert moved(image, 1)[0, 0, 1].tolist() == [0, 0, 1, 2]
-    assert torch.equal(moved(image, 0), image)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vitrel.data import Augmentation, Shapes, class_names, create_dataset, create_shapes
+from vitrel.data import Augmentation, Shapes, class_names, create_dataset
 
 CFG = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 
@@ -31,13 +31,6 @@ def test_shapes_at_another_size(protocol):
     assert data[3][0].shape == (3, 48, 96)
     trained = create_dataset("shapes", "val", (64, 64), **CFG, n=4)
     assert [data[i][1] for i in range(4)] == [trained[i][1] for i in range(4)]
-
-
-def test_a_region_changes_where_shapes_lie():
-    whole, part = (
-        create_shapes("train", 2, size=64, region=region) for region in ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.75, 0.75))
-    )
-    assert not torch.equal(whole[0][0], part[0][0])
 
 
 def test_what_does_not_apply_is_refused(tmp_path):
