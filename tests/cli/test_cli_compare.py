@@ -150,13 +150,6 @@ def test_a_changed_configuration_stops_with_the_way_out(again):
     assert "remove that folder to train again, or give the comparison another name" in text
 
 
-def test_a_broken_checkpoint_is_named(again, tmp_path):
-    path = tmp_path / "trial" / "rope-seed0" / "checkpoints" / "last.ckpt"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(SystemExit, match=r"rope-seed0.*last\.ckpt \(1,000 bytes\) is no readable"):
-        again()
-
-
 def test_training_that_stops_early_is_not_evaluated(again, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda arguments: None)
     with pytest.raises(SystemExit, match="training stopped before epoch 1; run the same command again to resume"):

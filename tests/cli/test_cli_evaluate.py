@@ -154,8 +154,8 @@ def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint,
     tool.main([*arguments, "--out", "plain"])
     plain = read_folder(tmp_path / "plain")
     for given, name, value in OPTIONS:
-        tool.main([*arguments, *given, "--out", given[0]])
-        found = read_folder(tmp_path / given[0])
+        tool.main([*arguments, *given, "--out", name])
+        found = read_folder(tmp_path / name)
         assert found.rows[0]["nll"] != plain.rows[0]["nll"], given
         before, after = (folder.settings["models"]["vitrel_vit_n8_none|0"] for folder in (plain, found))
         assert after[name] != before[name], given

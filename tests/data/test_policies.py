@@ -1,6 +1,5 @@
 import random
 import re
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,13 +28,6 @@ def picture(h=48, w=64):
     image = np.stack(waves)
     image[:, h // 3 : h // 2, w // 4 : w // 2] = np.array((200, 40, 90))[:, None, None]
     return torch.from_numpy((image + np.random.default_rng(0).normal(0, 3, image.shape)).clip(9, 240).astype(np.uint8))
-
-
-def views(policy, count, image=None, **settings):
-    """Gray levels [3, 48, 64] of `count` views on which nothing but the policy acts."""
-    augment = Augmenter(Augmentation(policy=policy, **PLAIN | settings), (48, 64), HALF)
-    image = picture() if image is None else image
-    return [augment(image, 0, index).float() for index in range(count)]
 
 
 def test_a_string_means_what_it_means_to_timm():
@@ -149,33 +141,12 @@ def test_an_error_names_image_operation_and_seed(place, tmp_path, monkeypatch):
     assert re.search(text, without_traceback(str(caught.value)))
 
 
-def test_layers_and_probability():
-    (still,) = views(None, 1)
-    for layers, prob in ((1, 0.5), (2, 0.5), (1, 1.0)):
-        untouched = sum(torch.equal(view, still) for view in views(f"rand-m8-n{layers}-p{prob}-inc1", 100))
-        assert untouched == pytest.approx(100 * (1 - prob) ** layers, abs=14)
-
-
 def test_what_geometry_uncovers_has_the_mean_color():
     mean, image = (0.25, 0.5, 0.75), torch.full((3, 48, 64), 255, dtype=torch.uint8)
     augment = Augmenter(Augmentation(policy="rand-m9-n1-p1-inc1", **PLAIN), (48, 64), mean)
     fill = torch.tensor([64, 128, 191])[:, None, None]
     filled = sum(bool((augment(image, 0, index) == fill).all(0).any()) for index in range(60))
     assert filled > 8
-
-
-def test_three_augment():
-    (still,) = views(None, 1)
-    kinds = Counter()
-    for view in views("3a", 60):
-        if (view == view[:1]).all():
-            kinds["gray"] += 1
-        elif torch.equal(view, torch.where(still < 128, still, 255 - still)):
-            kinds["solarized"] += 1
-        else:
-            assert (view - still).abs().mean() < 20
-            kinds["blurred"] += 1
-    assert min(kinds.values()) > 8 and len(kinds) == 3
 
 
 def test_trivial_augment_is_torchvisions():

@@ -39,8 +39,7 @@ def test_pixels_are_those_of_timm_for_every_model_of_its_registry():
     """Of models that differ in size alone, for the smallest."""
     names, smallest = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean"), {}
     for cfg in sorted(tuple(getattr(cfg, name) for name in names) for cfg in _registry._model_pretrained_cfgs.values()):
-        if cfg[0][1] <= 384:
-            smallest.setdefault(cfg[1:], cfg)
+        smallest.setdefault(cfg[1:], cfg)
     assert len(smallest) > 30 and {cfg[2] for cfg in smallest.values()} == {*MODES}
     array = picture(100, 200)  # other shapes: the test before
     assert [cfg for cfg in smallest.values() if not torch.equal(*both(array, *cfg, normalize=False))] == []

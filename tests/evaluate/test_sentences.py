@@ -128,8 +128,3 @@ def test_sizes_that_are_not_square_and_budgets_have_their_names():
     assert told(rows) == [
         "Against its training size, 196 tokens, a loses 10 to 30 points at any other size (fine-tune it there)."
     ]
-
-
-def test_a_name_stays_as_it_is_and_is_no_part_of_a_word():
-    lower = told(rows_of({"a": (90, 89.9, 90.1), "b": (65, 65.2, 64.8)}))[1]
-    assert lower.startswith("b is behind a") and ". Against its" in lower

@@ -70,13 +70,6 @@ def test_sizes_take_turns_at_the_same_tokens():
     assert min(pixels) > 0.9 * max(pixels)
 
 
-def test_draws_carry_the_size_of_their_batch():
-    sampler = order(200, 8, sizes=[(64, 64), (32, 32)])
-    for draws in sampler.batches(4):
-        assert {(len(draws), draw.size) for draw in draws} <= {(8, (64, 64)), (32, (32, 32))}
-    assert sorted(draw.index for draw in flat(sampler.batches(4))) == list(range(200))
-
-
 def test_batches_that_are_mixed_stay_even():
     assert {images for images, _ in sizes_of(order(100, 6, sizes=[(64, 64), (80, 80)], even=True))} == {6, 2}
     assert sizes_of(order(100, 6)) == [(6, None)] * 16

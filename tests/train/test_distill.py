@@ -126,12 +126,6 @@ def test_the_order_of_a_teachers_outputs_is_told_where_timm_has_another(weights)
         fit(classifier(resnet(weights, img_size=32)), data, max_epochs=1)
 
 
-def test_a_vitrel_teacher_of_another_size(weights):
-    how = Distillation("vitrel_vit_n8_table", str(weights / "vit.safetensors"), img_size=(64, 48), teacher_args={"depth": 1})
-    teacher = teacher_of(how)
-    assert teacher(torch.randn(2, 3, 32, 32)).shape == (2, 4) and teacher.model.model.img_size == (64, 48)
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [

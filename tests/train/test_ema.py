@@ -63,12 +63,6 @@ def test_the_average_is_timms(settings):
         torch.testing.assert_close(module.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
 
 
-def test_warm_up_of_the_decay():
-    ema = Ema(0.99, warmup=True)
-    assert [ema.decay_at(n) for n in (0, 7, 10**6)] == pytest.approx([0.0, 0.75, 0.99])
-    assert Ema(0.99).decay_at(0) == 0.99
-
-
 def test_the_average_is_evaluated_and_saved(tmp_path):
     data, module = Tensors(), recipe(Ema(0.9))
     save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
@@ -134,8 +128,3 @@ def test_counters_are_copied():
     averages, weights = [torch.tensor(3), torch.tensor(4)], [torch.tensor(7), torch.tensor(8)]
     AveragedWeights(Ema(0.9))._average(averages, weights, torch.tensor(5))
     assert averages == weights
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match=r"ema.decay must satisfy 0 <= decay < 1, not 1.0"):
-        Ema(1.0)

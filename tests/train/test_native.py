@@ -6,7 +6,6 @@ import signal
 from math import log
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from helpers import shared
@@ -15,7 +14,7 @@ from vitrel.common.sizes import Budget, native_size
 from vitrel.data import Augmentation, create_dataset
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import run
-from vitrel.train.batch_order import Filled, NativeOrder, evaluation_batches
+from vitrel.train.batch_order import NativeOrder, evaluation_batches
 from vitrel.train.datamodule import ImageData
 
 PATCH = (8, 8)
@@ -130,22 +129,6 @@ NATIVE = ("--data.protocol=native", "--data.tokens=16")
 @pytest.fixture
 def native(native_folder):
     return f"--data.data={native_folder}", *NATIVE
-
-
-def test_batches_are_the_same_for_any_number_of_loader_processes(native_folder):
-    data = create_dataset(str(native_folder), "train", (32, 32), mean=(0.5,) * 3, std=None, augment=Augmentation())
-    made = order(data.image_sizes(), 16, 16)
-    alone, two = (list(DataLoader(data, batch_sampler=made, num_workers=workers)) for workers in (0, 2))
-    assert all(torch.equal(a, b) and torch.equal(x, y) for (a, x), (b, y) in zip(alone, two, strict=True))
-
-
-def test_filled_images_count_nowhere(native_folder):
-    data = create_dataset(str(native_folder), "val", (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, protocol="native")
-    for rank in range(3):
-        shares = native_shares(data.image_sizes(), 4, 16, rank, 3)
-        for (images, labels), draws in zip(DataLoader(Filled(data), batch_sampler=shares), shares, strict=True):
-            assert [(int(label) < 0) for label in labels] == [draw.index < 0 for draw in draws]
-            assert images.shape[-2:] == draws[0].size and (images[labels < 0] == 0).all()
 
 
 @pytest.mark.slow

@@ -61,15 +61,6 @@ def test_frozen_parameters_stay_out():
     assert names and not any(n.startswith("patch_embed") for n in names)
 
 
-def test_position_lr_scale_holds_under_the_schedule():
-    optimizer = create_optimizer(model("vitrel_vit_n8_table", depth=1), Optimization(lr=1e-3, position_lr_scale=10.0))
-    seen = list(rates(optimizer, 20))
-    assert all(rate["position"] == pytest.approx(10 * rate["decayed"]) for rate in seen)
-    assert all(rate["undecayed"] == rate["decayed"] for rate in seen)
-    decayed = [rate["decayed"] for rate in seen]
-    assert max(decayed) == pytest.approx(1e-3) and decayed[0] == pytest.approx(2.5e-4) and decayed[-1] < 2e-5
-
-
 def test_position_lr_scale_without_position_parameters_is_refused():
     with pytest.raises(ValueError, match=r"position_lr_scale is 2.0, but the model has no position parameters .* set it to 1"):
         grouped(model("vitrel_vit_n8_none", depth=1), position_lr_scale=2.0)
