@@ -7,7 +7,7 @@ a failure. Rows in the samples are not measured again.
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,7 @@ class Visit(NamedTuple):
 class Contender(NamedTuple):
     """One way to compute a case. args: build its call. truth: build the definition's (None: not checked).
 
-    of: "ours", "peer" or "floor" (no position, not comparable). env: environment variables. skips: modes of visits to leave
-    out.
+    of: "ours" or "peer". env: environment variables. skips: modes of visits to leave out.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Case:
     visits: tuple[Visit, ...]
     plan: Repeats
     kind: str = "time"
-    row: Arguments = field(default_factory=dict)
     patience: float = 600.0
 
     def key(self, contender: Contender, visit: Visit) -> dict[str, str]:
@@ -150,7 +148,7 @@ class Engine:
         return row | {"errors": {name: errors[name] for name in errors if name in worst or name in _OUTPUTS}}
 
     def _write(self, case: Case, visit: Visit, contender: Contender, worker: Worker, row: Arguments) -> None:
-        common = {"of": contender.of} | case.row | visit.row | contender.row
+        common = {"of": contender.of} | visit.row | contender.row
         self.samples.add(case.kind, **case.key(contender, visit), **common | row | worker.memory())
 
     def _truth(self, case: Case, visit: Visit, args: Arguments) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from tools.benchmark.tables import Ratio, Row, by_case, call_mb, growth, markdow
 PAGE = "docs/performance.md"
 _CPU = SETTINGS["cpu"]
 MODELS = [model for group in _CPU.groups for model in group]
-_ONE, _MANY, _TRAIN, _TRAIN_MANY, _OTHER = range(5)  # of visits_of
+_ONE, _MANY, _TRAIN, _TRAIN_MANY = range(4)  # of visits_of
 
 
 class Measured:

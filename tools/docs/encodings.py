@@ -29,7 +29,7 @@ AT_LARGER_GRID = {
     "resampled": "Resampled: the values were learned for the training grid, and a larger grid interpolates or clips them by a "
     "policy.",
 }
-SETTINGS = ("encoding", "added values", "what attention is given", "forward 224", "training 224", "forward 448")
+SETTINGS = ("added values", "what attention is given", "forward 224", "training 224", "forward 448")
 
 
 def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
@@ -167,8 +167,7 @@ def _row(key: str, text: str) -> list[list[str]]:
 def _cost(key: str, text: str) -> list[str]:
     table = text.split("<!-- costs -->")[1].split("<!-- /costs -->")[0]
     [row] = [row for row in _row(key, table) if row[0] == f"`{key}`"]
-    names = SETTINGS[1:]
-    table = [f"| {' | '.join(names)} |", "|" + "---|" * len(names), f"| {' | '.join(row[1:])} |"]
+    table = [f"| {' | '.join(SETTINGS)} |", "|" + "---|" * len(SETTINGS), f"| {' | '.join(row[1:])} |"]
     note = "Values added to a ViT-S/16; time of a ViT-Tiny/16 over the same model without position ([measured](index.md#cost))."
     return [note, "", *table]
 

@@ -104,8 +104,8 @@ def one(name, of="peer", skips=(), **args):
     return Contender(name, of, dict(method=name, **args), truth, skips=skips)
 
 
-def case(*known, name="a case", visits=(Visit("forward"),), **more):
-    return Case(name, f"{__name__}:Call", known, visits, BRIEF, row={"batch": 1}, **more)
+def case(*known, name="a case", visits=(Visit("forward", row={"batch": 1}),), **more):
+    return Case(name, f"{__name__}:Call", known, visits, BRIEF, **more)
 
 
 def test_every_contender_ends_as_a_row(engine, tmp_path):
