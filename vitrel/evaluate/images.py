@@ -179,7 +179,7 @@ class Images:
     def dataset(self, view: View) -> Dataset:
         """Return the data set of a view; items are (normalized float32 [3, H, W], target), with a budget indexed by a `Draw`.
 
-        With another view than in the call before, the cache is emptied; other methods call this one.
+        With another view than in the call before, the cache is emptied.
         """
         if self._view != (view := view.of_files):
             self._view, self._dataset, self._decoded = view, self._opened(view), None

@@ -369,6 +369,7 @@ def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
 def _build(
     settings: Distillation, num_classes: int | None, size: int | Sequence[int] | None, model_args: dict[str, Any]
 ) -> nn.Module:
+    """Return the teacher of the settings for images of `size`, with pretrained weights or none."""
     check_registered(settings.teacher)
     arguments = {**stored_arguments(model_args), **(settings.teacher_args or {}), "pretrained": settings.pretrained}
     # with pretrained weights, timm would silently give another number of classes a new head

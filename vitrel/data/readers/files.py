@@ -64,7 +64,7 @@ class LabelSet(ImageSet):
     """Data set of images with any number of labels: items are (image as of `ImageSet`, float32 [classes] of 0 and 1)."""
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
-        """Return (image of mode RGB, target); `BadImage` if it cannot be decoded."""
+        """Return (image of mode RGB, float32 [classes] of 0 and 1); `BadImage` if it cannot be decoded."""
         picture, labels = super().read(index)
         target = torch.zeros(len(self.classes))
         target[list(labels)] = 1

@@ -219,6 +219,7 @@ class TrainCLI(LightningCLI):
             self._fit(model, datamodule, ckpt_path)
 
     def _fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None) -> None:
+        """Train; an error that Lightning wraps is raised as its cause, and ctrl-c ends with status 130."""
         try:
             self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
         except BaseException as error:
