@@ -8,7 +8,20 @@ from contextlib import suppress
 import pytest
 import timm
 import torch
-from conformance.faults import FAULTS, RIGHT, Noise, Rope, Table, Tiny, swin, swin_without_mask
+from conformance.faults import (
+    FAULTS,
+    RIGHT,
+    Cropped,
+    Noise,
+    Oblong,
+    Rope,
+    RopeInterleaved,
+    Sincos,
+    Table,
+    Tiny,
+    swin,
+    swin_without_mask,
+)
 from timm.models.twins import LocallyGroupedAttn
 
 import vitrel
@@ -72,8 +85,8 @@ def test_windows_of_a_shifted_block():
 @pytest.mark.slow(seconds=10)
 @each("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_every_fault_is_named(fault):
-    # every fourth by all checks, of which the others find nothing; by all a right model passes below
-    every = FAULTS.index(fault) % 4 == 0
+    # every sixth by all checks, of which the others find nothing; by all a right model passes below
+    every = FAULTS.index(fault) % 6 == 0
     names = sorted({"order", fault.check, *fault.also, *(QUICK if every else ())} - {"expect"})
     found = vitrel.check(fault.build(), like=fault.right and fault.right(), expect=fault.expect, checks=names)
     assert fault.check in {f.check for f in found.findings}
@@ -88,7 +101,9 @@ def test_every_fault_is_named(fault):
 @pytest.mark.slow(seconds=5)
 @each("build", RIGHT)
 def test_right_models_pass_every_check(build):
-    found = vitrel.check(build())
+    """In graphs one of each kind; the others differ from one of them in numbers alone."""
+    graphs = build not in (Cropped, RopeInterleaved, Oblong, Sincos)
+    found = vitrel.check(build(), checks=None if graphs else QUICK)
     assert found.ok, found
     assert not {"compile", "export"} & set(found.skipped)
 
@@ -105,13 +120,10 @@ NARROW = {"depth": 2, "embed_dim": 64, "num_heads": 2}
         ("vit_small_patch16_rope_224", NARROW, "rope_axial, pairs interleaved, first x, base 100.0, unit patches"),
         ("vit_small_patch16_rope_mixed_224", NARROW, "rope_mixed, pairs interleaved"),
         ("beit_base_patch16_224", NARROW, "table, sign query - key"),
-        ("vit_relpos_small_patch16_224", NARROW, "table"),
         ("swin_tiny_patch4_window7_224", {"depths": (2, 2), "embed_dim": 24, "num_heads": (1, 2)}, "table, window 7x7"),
         ("vitrel_vit_n8_alibi", {}, "alibi (euclidean)"),
-        ("vitrel_vit_n8_factorized", {}, "factorized"),
         ("vitrel_vit_n8_sincos", {}, "sincos"),
         ("vitrel_vit_n8_decomposed", {}, "decomposed"),
-        ("vitrel_vit_n8_none", {}, "none"),
     ],
 )
 def test_models_of_timm_and_vitrel_raise_no_alarm(name, options, kind):

@@ -176,7 +176,7 @@ def test_why_names_the_row_and_its_measurement():
 
 # --- in graphs, no row compares a size that is not known
 
-SIZES = [(512, 512), (64, 64), (64, 96), (256, 256), (80, 48), (72, 512), (400, 240)]  # in patches of 8
+SIZES = [(512, 512), (64, 96), (72, 512)]  # in patches of 8
 SDPA, WINDOWS, GLOBAL = "scaled_dot_product_attention", "vitrel.window_attention", "vitrel.biased_attention"
 COMPILED = [  # model, training -> operators of the graph of the first size, and of the graph for any size
     ("swin_n", False, WINDOWS, WINDOWS),
@@ -188,7 +188,7 @@ COMPILED = [  # model, training -> operators of the graph of the first size, and
 @needs_triton
 @pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize(("name", "training", "first", "any_size"), COMPILED)
-def test_eight_sizes_compile_in_two_graphs(name, training, first, any_size):
+def test_all_sizes_compile_in_two_graphs(name, training, first, any_size):
     graphs = []
     few = {"depth": 1, "class_token": False, "global_pool": "avg"} if "vit" in name else {"depths": (2,), "num_heads": (1,)}
     with fake_gpu(f"vitrel_{name}", torch.bfloat16, **few) as model, torch.set_grad_enabled(training):
