@@ -9,7 +9,7 @@ import pytest
 
 import vitrel
 from helpers import each
-from helpers.sources import sources, trees
+from helpers.sources import import_statements, sources, trees
 
 CORE = ["geometry", "grid", "position", "ops", "layers", "models"]  # each may import those before it
 SHARED = {"common"}  # all may import it
@@ -33,31 +33,22 @@ def functions(tree):
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def imports(tree):
+def imports(name):
     """Every module named in an import anywhere in the file; a relative one keeps its dots."""
-    for node in ast.walk(tree):
+    for node in import_statements(name):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             yield "." * node.level + (node.module or "")
-
-
-def package_imports(tree):
-    """The two ways to import the whole package, which brings in everything: "import vitrel" and "from vitrel import"."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(alias.name == "vitrel" for alias in node.names):
-            yield "import vitrel"
-        elif isinstance(node, ast.ImportFrom) and node.module == "vitrel":
-            yield "from vitrel import"
 
 
 def misplaced(name):
     """What a file imports against the order of the rooms."""
     part = name.split("/")[1].removesuffix(".py") if name.startswith("vitrel/") else "tools"
     if name.startswith("vitrel/") and part not in TOP:  # it brings in everything, and takes seconds
-        yield from package_imports(trees()[name])
+        yield from (module for module in imports(name) if module == "vitrel")
     above = set(CORE[: CORE.index(part)]) if part in CORE else set(CORE) | ROOMS[part] if part in ROOMS else set()
-    for module in imports(trees()[name]):
+    for module in imports(name):
         words = module.split(".")
         ours = words[0] == "vitrel" and len(words) > 1 and part not in TOP
         if (
@@ -78,16 +69,16 @@ def test_import_direction():
 def test_no_circle_of_imports():
     """Not even for types: the names that a module needs stand before it."""
     modules = {
-        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
-        for name, tree in trees().items()
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name
+        for name in sources()
         if name.startswith("vitrel/")
     }
     needs = {name: set() for name in modules}
-    for name, tree in modules.items():
-        for node in ast.walk(tree):
+    for name, file in modules.items():
+        for node in import_statements(file):
             if isinstance(node, ast.Import):
                 needs[name] |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 needs[name] |= {m if (m := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names}
     left = set(modules)
     while free := {name for name in left if not needs[name] & (left - {name})}:
@@ -99,7 +90,7 @@ def test_position_imports_nothing_but_torch_and_the_grid():
     known = {"torch", "vitrel", "abc", "collections", "typing", "math", "inspect", "contextlib", "functools", "warnings"}
     for name in sources():
         if name.startswith("vitrel/position/"):
-            assert {module.split(".")[0] for module in imports(trees()[name])} <= known, name
+            assert {module.split(".")[0] for module in imports(name)} <= known, name
 
 
 def undocumented(name):

@@ -17,3 +17,9 @@ def sources() -> dict[str, str]:
 def trees() -> dict[str, ast.Module]:
     """Return {path from the root: syntax tree} of the files of `sources`."""
     return {name: ast.parse(text) for name, text in sources().items()}
+
+
+@functools.cache
+def import_statements(name: str) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports anywhere in a file of `sources`."""
+    return [node for node in ast.walk(trees()[name]) if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -3,6 +3,8 @@
 Also the attention over segments against the oracle of the paper.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -49,6 +51,7 @@ def in_tiles(model, image, tiles=TILES, **how):
     return found, memory
 
 
+@functools.cache
 def visible(tiles, prefix, length):
     """[S*P + N, S*P + N] by a double loop: the prefix tokens of each tile first, then all patches."""
     owner = [s for s in range(len(tiles)) for _ in range(prefix)]
@@ -71,9 +74,10 @@ def whole(model, image, tiles=TILES, length=1):
     if model.pos_embed is not None:
         tokens = model.pos_embed(Grid(*grid[:2], p)).tokens
         x = x + torch.cat((*[tokens[:p]] * n, tokens[p:]))
+    mask = visible(tiles, p, length)
     for block in model.blocks:
         terms = (model.shared_position or block.position)(grid)
-        x = x + block.ls1(block.attn(block.norm1(x), terms, grid, visible(tiles, p, length)))
+        x = x + block.ls1(block.attn(block.norm1(x), terms, grid, mask))
         x = x + block.ls2(block.mlp(block.norm2(x)))
     x = model.norm(x)
     patches = x[:, p * n :].split([rows * WIDTH for rows in tiles], 1)

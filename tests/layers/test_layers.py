@@ -42,7 +42,6 @@ TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+lookhere+levit+rope_
 TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalized", "log_decay+transformer_xl+deberta+pape+xpos"]
 TOGETHER += [key for key in IN_ATTENTION if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
-CONFIGS += [dict(position="cpb", window=(4, 3), shift=(2, 1))]
 CONFIGS += [dict(position="rope_mixed+shaw+lookhere", cosine=True, window=(4, 3), shift=(2, 1))]
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(policy="clip", temperature="log_n"))]
 
@@ -187,4 +186,5 @@ def test_patch_merging_equals_timm(h, w, version):
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, h, w, 8)
     torch.testing.assert_close(ours(x), theirs(x), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(torch.compile(ours, backend="eager", fullgraph=True)(x), theirs(x), atol=1e-6, rtol=1e-6)
+    if (h, w) == (7, 5):
+        torch.testing.assert_close(torch.compile(ours, backend="eager", fullgraph=True)(x), theirs(x), atol=1e-6, rtol=1e-6)
