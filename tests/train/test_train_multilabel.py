@@ -107,7 +107,7 @@ def test_a_run_learns_and_its_checkpoint_is_evaluated(several, squares, tmp_path
     entry = read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]
     assert (entry["task"], entry["classes"]) == ("multilabel", [*COLORS])
     trained = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
-    frame = at_sizes(trained, squares, [48], out=tmp_path / "out", device="cpu")
+    frame = at_sizes(trained, squares, [48], out=tmp_path / "out", device="cpu", report=False)
     row = frame.set_index("img_size").loc["32x32"]
     assert row["map"] / 100 == pytest.approx(float(log[-1]["val/map"]), abs=2e-3)
     assert row["map_low"] < row["map"] <= row["map_high"] and row["majority"] == pytest.approx(48.48, abs=0.01)
