@@ -41,7 +41,7 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
     (tmp_path / "data" / "val" / "cat" / "link").symlink_to(tmp_path / "more")
     model, out = checkpoint("vitrel_vit_n8_none", "a.ckpt", ("cat", "dog")), tmp_path / "out"
     arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocol", "scale", "--device", "cpu"]
-    arguments += ["--no-report", "--out", str(out)]
+    arguments += ["--attention-n", "0", "--no-report", "--out", str(out)]
     with pytest.warns(UserWarning, match="links to folders: 1 .*vitrel evaluate --follow-links"):
         tool.main(arguments)
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
@@ -56,7 +56,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
-    arguments += ["--policy", "clip", "--protocol", "scale", "canvas", "--no-report"]
+    arguments += ["--policy", "clip", "--protocol", "scale", "canvas", "--attention-n", "1", "--no-border-leak", "--no-report"]
     tool.main([*paths, *arguments])
     printed = capsys.readouterr().out
     header = printed.splitlines()[:3]
@@ -77,7 +77,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
 
 def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), checkpoint("vitrel_vit_n8_none", "b.ckpt")]
-    arguments = ["--data", "shapes", "--size", "64", "--n", "4", "--device", "cpu", "--no-report"]
+    arguments = ["--data", "shapes", "--size", "64", "--n", "4", "--device", "cpu", "--attention-n", "0", "--no-report"]
     tool.main([*paths, *arguments, "--out", str(tmp_path / "out")])
     assert set(pd.read_csv(tmp_path / "out" / "results.csv")["label"]) == {f"vitrel_vit_n8_none ({path})" for path in paths}
 
@@ -99,6 +99,15 @@ def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
     assert "'96by128' is not an image size: write pixels as 96, or height x width as 160x224" in capsys.readouterr().err
 
 
+def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
+    path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
+    arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
+    tool.main([*arguments, "--policy", "divisor", "rescale", "clip", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "3 rows of 8 images each, 0 of them in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
+    assert "the others take about 1 min on this machine" in printed
+
+
 @pytest.fixture
 def weights(tmp_path):
     torch.manual_seed(0)
@@ -113,12 +122,12 @@ def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocol", "scale", "--out", str(out)]
     ours = [checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
-    named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6"]
+    named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
     tool.main([*ours, *named, *arguments, "--translations", "0", "4", "--no-report"])
     frame = pd.read_csv(out / "results.csv")
     timms = frame[frame["model"] == "vit_tiny_patch16_224"]
     assert timms["train_size"].tolist() == ["32x32"] * 3 and timms["resampled_values"].tolist() == [0, 0, 768]
-    assert set(timms["encoding"]) == {"timm"}
+    assert timms["attention_entropy"].notna().all() and set(timms["encoding"]) == {"timm"}
     assert sorted(frame["translation"]) == [0] * 4 + [4] * 2
     assert read_folder(out).settings["models"]["vit_tiny_patch16_224|None"]["mean"] == [0.4, 0.5, 0.6]
 
@@ -150,7 +159,7 @@ def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "indices.txt").write_text("left\t1\nright\t0\nabove\t2\nbelow\t3\n")
     arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", photographs, "--device", "cpu"]
-    arguments += ["--no-report", "--size", "64"]
+    arguments += ["--attention-n", "0", "--no-report", "--size", "64"]
     tool.main([*arguments, "--out", "plain"])
     plain = read_folder(tmp_path / "plain")
     for given, name, value in OPTIONS:
@@ -195,7 +204,7 @@ def damaged(tmp_path):
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
     named = ["vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]
-    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--no-report"]
+    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--attention-n", "0", "--no-report"]
     return [*named, *data], [os.fsdecode(path) for path in bad]
 
 
@@ -234,7 +243,7 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts processes in the background without it
     try:
         with pytest.raises(SystemExit) as caught:
-            tool.main(requested)
+            tool.main([*requested, "--attention-n", "0"])
     finally:
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]

@@ -55,7 +55,7 @@ def port():
 """
 ONE_EPOCH = "--epochs 1 --data.workers 0"
 EIGHT = f"--size 64 --n-train 8 --batch-size 8 {ONE_EPOCH}"
-FEW = "--n 4 --workers 0"
+FEW = "--n 4 --attention-n 2 --workers 0"
 SHORT = {  # {beginning of a command: what makes it short}
     "train --import": f"'--model.model_args={{depth: 1}}' --n-train 8 --batch-size 8 --data.n_val 4 {ONE_EPOCH}",
     "train --task segmentation": f"--size 32x48 --batch-size 4 {ONE_EPOCH}",

@@ -12,7 +12,7 @@ from vitrel.evaluate.checkpoint import TrainedModel, encoding_of
 from vitrel.evaluate.run import at_sizes
 
 CLASSES = ["left", "right", "above"]
-FAST = {"device": "cpu", "batch_size": 5, "report": False}
+FAST = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 5, "report": False}
 
 
 class Noise(Dataset):

@@ -320,12 +320,12 @@ def test_rows_of_a_timm_model_tell_what_timm_changed(rows_of):
         ),
     ]
     before = {name: value.clone() for name, value in models[0].model.state_dict().items()}
-    rows = {(row["model"], row["img_size"]): row for row in rows_of(models, ["48x64"])}
+    rows = {(row["model"], row["img_size"]): row for row in rows_of(models, ["48x64"], attention_n=2)}
     for name in ("fixed", "dynamic"):
         at, new = rows[name, "32x32"], rows[name, "48x64"]
         assert (at["resampled"], at["policy"]) == ("nothing", "none")
         assert (new["resampled"], new["resampled_values"], new["tokens"]) == ("pos_embed bicubic", 16 * 48, 48)
-        assert new["unseen"] is None
+        assert new["attention_entropy"] > 0 and new["unseen"] is None
     assert all(torch.equal(value, before[name]) for name, value in models[0].model.state_dict().items())
 
 

@@ -88,6 +88,7 @@ def other_weights(model):
         (lambda model: model, {"n": 7}, "number of images: 12 there, 7 now"),
         (lambda model: model, {"data_seed": 2}, "other images"),
         (lambda model: replace(other_weights(model), label="new"), {"n": 7}, "number of images: 12 there, 7 now"),
+        (lambda model: model, {"attention_n": 2}, "attention_n: 0 there, 2 now"),
         (lambda model: model, {"on_bad_image": "count"}, "on_bad_image: raise there, count now"),
     ],
 )
@@ -136,7 +137,7 @@ def test_data_that_changed_are_noticed(trained, pictures, tmp_path):
     model, out = trained("vitrel_vit_n8_none", classes=("above", "left", "right")), tmp_path / "out"
 
     def evaluate(data):
-        at_sizes(model, str(data), [48], out=out, device="cpu", report=False)
+        at_sizes(model, str(data), [48], out=out, device="cpu", attention_n=0, border_leak=False, report=False)
 
     evaluate(pictures)
     file = pictures / "val" / "left" / "0.png"
@@ -211,7 +212,7 @@ def test_two_evaluations_at_once_are_refused(model, rows_of, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left")])
 def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, rows_of, noise, tmp_path, monkeypatch, error):
-    read, left = noise.item, [13 * 3]
+    read, left = noise.item, [12 * 3]
 
     def item(self, index):
         left[0] -= 1
@@ -254,7 +255,7 @@ def test_killed_at_any_moment_the_same_command_gives_the_same_table(tmp_path):
     model = trained_model(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=32, depth=1).eval())
 
     def evaluate(out):
-        how = {"device": "cpu", "batch_size": 4, "report": False}
+        how = {"device": "cpu", "attention_n": 0, "batch_size": 4, "report": False}
         at_sizes(model, "shapes", (24, 48), out=out, n=8, protocols=("scale", "canvas"), policies="all", **how)
 
     start = time.monotonic()
@@ -284,5 +285,5 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = timm.create_model("vitrel_vit_n8_none", num_classes=4).eval()
-    frame = at_sizes(model, "shapes", [48], n=4, device="cpu")
+    frame = at_sizes(model, "shapes", [48], n=4, device="cpu", attention_n=0)
     assert frame["img_size"].tolist() == ["64x64", "48x48"] and not [*tmp_path.iterdir()]

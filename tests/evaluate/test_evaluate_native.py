@@ -1,6 +1,7 @@
 """The protocol native: whole images at their own aspect ratios, within a budget of tokens."""
 
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -15,12 +16,13 @@ from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, images, policies, run
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.images import Images
+from vitrel.evaluate.run import dry_run
 from vitrel.evaluate.sweep import Settings, trials
 from vitrel.tasks.classification import TASK
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (40, 41), (16, 80)]  # (h, w) in pixels
-HOW = {"device": "cpu", "batch_size": 3, "protocols": ("native",), "policies": ("all",)}
+HOW = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 3, "protocols": ("native",), "policies": ("all",)}
 
 
 def framed(height, width):
@@ -140,13 +142,13 @@ def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
 def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     monkeypatch.setattr(policies, "gflops", lambda model, size: math.prod(size) / 1000)
     model = trained("vitrel_vit_n8_table")
-    training, other = evaluate([model], folder, Budget(30), policies=("geometric",))
+    training, other = evaluate([model], folder, Budget(30), attention_n=3, policies=("geometric",))
     in_order = sorted(range(len(FILES)), key=lambda index: index % 3)  # as the folders of the classes have them
     sizes = [native_size(*FILES[index], 30, (8, 8)) for index in in_order]
     assert other["img_size"] == "40x40" and training["img_size"] == "32x32" and training["budget"] == 16
     assert other["retention"] == pytest.approx(other["top1"] / training["top1"], abs=1e-4) and training["retention"] == 1
     assert other["unseen"] == pytest.approx(max(model.model.unseen(size) for size in sizes), abs=1e-4)
-    assert other["resampled"] != "nothing"
+    assert other["resampled"] != "nothing" and other["attention_entropy"] > 0
     costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
     assert min(costs.values()) < other["gflops"] < max(costs.values())
     reported = policies.sample_shapes(Counter(sizes))
@@ -159,6 +161,8 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
 def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder, tmp_path):
     model, out = trained("vitrel_vit_n8_none"), tmp_path / "out"
     evaluate([model], folder, out=out)
+    text = dry_run([model], str(folder), Settings(sizes=(Budget(20), Budget(17)), **HOW), out)
+    assert re.search(r"\| native +\| +17 \|", text) and "2 of them in" in text
     rows = evaluate([model], folder, "20t", "17t", protocols=("scale", "native"), out=out)
     assert [(row["protocol"], row["budget"] == row["budget"] and int(row["budget"])) for row in rows] == [
         ("native", 16), ("native", 20), ("scale", False), ("native", 17),
@@ -207,11 +211,11 @@ def test_a_data_set_of_the_user_is_shown_so(trained):
 @pytest.mark.slow
 def test_processes_share_the_images_of_every_shape(trained, folder, pretend_world):
     model = trained("vitrel_vit_n8_absolute")
-    alone = evaluate([model], folder)
+    alone = evaluate([model], folder, attention_n=1)
     pretend_world(2)
-    for row, one in zip(evaluate([model], folder), alone, strict=True):
+    for row, one in zip(evaluate([model], folder, attention_n=1), alone, strict=True):
         assert row["nll"] == pytest.approx(one["nll"], abs=2e-6)
-        same = ("n", "top1", "tokens", "gflops", "unseen", "position_share", "budget")
+        same = ("n", "top1", "tokens", "gflops", "unseen", "attention_entropy", "budget")
         assert {name: row[name] for name in same} == {name: one[name] for name in same}
 
 

@@ -5,9 +5,11 @@ import timm
 import torch
 
 from vitrel.evaluate.policies import (
+    WINDOW_POLICIES,
     at_size_with,
     costs_at,
     gflops,
+    leak_at,
     policies_at,
     window_policies_at,
     with_policy,
@@ -235,6 +237,18 @@ def test_windows_and_padding_are_told():
     assert (columns["window"], columns["resampled"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
     vit = timm.create_model("vitrel_vit_n8_shaw")
     assert costs_at(vit, (64, 96), "none")["window"] == "global"
+
+
+def test_attention_across_borders_is_found():
+    """timm's Swin rolls before it pads: with a window of 4, 4 of 9 rows leak. Ours does not, whatever the policy."""
+    how = dict(img_size=32, patch_size=2, embed_dim=32, depths=(2,), num_heads=(1,), window_size=4)
+    peer = timm.create_model("swin_tiny_patch4_window7_224", strict_img_size=False, **how)
+    assert leak_at(peer, (32, 32), "none") == 0
+    assert leak_at(peer, (18, 18), "none") == pytest.approx(1 - (5 / 9) ** 2, abs=1e-4)
+    ours = timm.create_model("vitrel_swin_n", **how)
+    for policy in WINDOW_POLICIES:
+        assert leak_at(ours, (18, 26), policy) == 0
+    assert leak_at(timm.create_model("vitrel_vit_n8_none"), (64, 64), "none") is None
 
 
 def test_a_rescaled_window_may_be_the_trained_one_at_another_shape():

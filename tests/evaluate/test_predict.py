@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from vitrel.common.resources import out_of_memory
+from vitrel.evaluate import images
 from vitrel.evaluate.predict import ROUNDS, Runner, joined, peak_mb, predict, reset_peak, speeds
-from vitrel.inspect.attention import position_shares
+from vitrel.inspect.attention import attention_statistics_of, position_shares
 from vitrel.tasks import Kept
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
@@ -118,18 +119,24 @@ def test_the_speeds_of_models_of_a_size_are_measured_in_turn():
     assert all(map(math.isnan, speeds(models, (8, 8), 4, CPU, "float32").values()))
 
 
-def test_a_share_of_position_that_lacks_memory_is_left_empty(trained, monkeypatch, rows_of):
+def test_attention_that_lacks_memory_for_its_images_is_left_empty(trained, monkeypatch, rows_of):
     def lacking(*_):
         raise MemoryError
+        yield
 
-    monkeypatch.setattr("vitrel.evaluate.predict.position_shares", lacking)
-    [row] = rows_of([trained("vitrel_vit_n8_none")], [32])
-    assert row["position_share"] is None and row["n"] == 12
+    monkeypatch.setattr(images.Images, "items", lacking)
+    [row] = rows_of([trained("vitrel_vit_n8_none")], [32], attention_n=2)
+    assert row["attention_entropy"] is None and row["n"] == 12
 
 
 @pytest.mark.slow
-def test_the_share_of_position_is_that_of_the_first_image(trained, noise, rows_of):
+def test_attention_is_that_of_the_first_images(trained, noise, rows_of):
     model = trained("vitrel_swin_n", (32, 32))
-    [row] = rows_of([model], [32])
-    shares = position_shares(model.model, noise((32, 32))[0][0][None])
-    assert row["position_share"] == pytest.approx(max(shares.values()), abs=1e-4)
+    [row] = rows_of([model], [32], attention_n=3)
+    pixels = torch.stack([noise((32, 32))[i][0] for i in range(3)])
+    for name, value in attention_statistics_of(model.model, pixels).items():
+        assert row[name] == pytest.approx(value, rel=1e-3), name
+    assert row["attention_span"] == pytest.approx(math.exp(row["attention_entropy"]), rel=1e-3)
+    assert row["position_share"] == pytest.approx(max(position_shares(model.model, pixels[:1]).values()), abs=1e-4)
+    [none] = rows_of([model], [32])
+    assert none["position_share"] is None and none["attention_entropy"] is None

@@ -52,15 +52,15 @@ def unreadable(noise, monkeypatch):
 
 @pytest.mark.slow
 def test_rows_are_those_of_one_process(trained, noise, pretend_world, rows_of):
-    """Also where a process has no image at all; one is decoded again for the share of position."""
+    """Also where a process has no image at all; two are decoded again for the attention statistics."""
     world, n = 5, 3
-    models, how = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")], {"n": n, "batch_size": 2}
+    models, how = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")], {"n": n, "attention_n": 2, "batch_size": 2}
     alone = rows_of(models, ("48x32",), **how)
     noise.decoded = 0
     pretend_world(world)
     rows = rows_of(models, ("48x32",), **how)
     same_rows(rows, alone)
-    assert noise.decoded == len(rows) * (n + 1) and all(row["n"] == n for row in rows)
+    assert noise.decoded == len(rows) * (n + 2) and all(row["n"] == n for row in rows)
 
 
 def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, rows_of):
@@ -191,7 +191,7 @@ def test_a_failure_ends_both_processes_with_its_message(folder, tool, failing):
         (folder / "out").write_text("in the way")
         message = "out: File exists"
     start = time.monotonic()
-    statuses, text, _ = tool(2, "out")
+    statuses, text, _ = tool(2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
     assert statuses == [1, 1] and message in text and time.monotonic() - start < 200
     assert "process 1 of 2: BadImage" in text or not failing.startswith("image")
     assert "in a browser" not in text

@@ -1,14 +1,18 @@
 """Settings, the trials of an evaluation, and what its rows say."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
 
 from vitrel.common.processes import local_device
 from vitrel.common.sizes import Budget, format_size
+from vitrel.evaluate import run
 from vitrel.evaluate.checkpoint import load_checkpoint, trained_model
 from vitrel.evaluate.folder import columns_of
-from vitrel.evaluate.run import at_sizes
+from vitrel.evaluate.run import at_sizes, dry_run
 from vitrel.evaluate.sweep import Settings, default_protocols, default_sizes, trials
 from vitrel.models.create import create_model
 
@@ -184,8 +188,8 @@ def test_the_crop_is_that_of_the_model(trained, noise, rows_of):
 
 def test_a_model_whose_attention_cannot_be_seen_leaves_it_empty(trained, rows_of):
     model = trained("vitrel_vit_n8_none", model=timm.create_model("resnet10t", num_classes=3).eval())
-    [row] = rows_of([model], [32])
-    assert row["position_share"] is None and row["gflops"] > 0
+    [row] = rows_of([model], [32], attention_n=2)
+    assert row["attention_distance"] is None and row["gflops"] > 0
     assert (row["window"], row["resampled"]) == ("", "nothing")
 
 
@@ -232,7 +236,7 @@ def test_training_sizes_are_evaluated_first_and_are_the_references(tmp_path, row
 
 def test_a_model_in_memory_comes_back_as_it_was(trained):
     model = trained("vitrel_vit_n8_table").model.train()
-    frame = at_sizes(model, Blank(torch.uint8), [32, "32x48"], device="cpu")
+    frame = at_sizes(model, Blank(torch.uint8), [32, "32x48"], device="cpu", attention_n=0)
     assert frame["img_size"].tolist() == ["32x32", "32x48"] and model.training and frame["n"].tolist() == [6, 6]
     with pytest.raises(ValueError, match=r"images of torch\.float32: give uint8"):
         at_sizes(model, Blank(torch.float32), [32], device="cpu")
@@ -249,3 +253,17 @@ class Blank(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.full((3, 40, 40), index, dtype=self.dtype), index % 3
+
+
+def test_a_dry_run_tells_rows_and_minutes_and_measures_nothing(trained, noise, tmp_path, monkeypatch):
+    models = [trained("vitrel_vit_n8_table"), replace(trained("vitrel_vit_n8_none"), label="other")]
+    monkeypatch.setattr(run, "_share", lambda *given: pytest.fail("measured"))
+    text = dry_run(models, "noise", Settings(sizes=(48,), device="cpu", policies="all"), tmp_path / "out")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 2 + 4 and "6 rows of 12 images each, 0 of them in" in text
+    assert "the others take about 1 min on this machine" in text and not (tmp_path / "out").exists()
+    assert "| table clip" in text and math.isfinite(len(text))
+    settings = Settings(sizes=(48,), device="cpu", policies="all")
+    keys = [{"key": one.key} for one in run.opened(models, "noise", settings)[1]]
+    monkeypatch.setattr(run, "read_rows", lambda out: (keys, None))
+    assert dry_run(models, "noise", settings, tmp_path).startswith("All 6 rows of 12 images each are in ")

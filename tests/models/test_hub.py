@@ -23,7 +23,7 @@ SMALL = dict(depth=1, embed_dim=48, num_heads=3, global_pool="avg")
 IMAGES = torch.randn(2, 3, 40, 72)
 
 
-QUICK = dict(report=False)
+QUICK = dict(attention_n=0, border_leak=False, report=False)
 
 
 def other():

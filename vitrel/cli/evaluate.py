@@ -6,7 +6,8 @@
 
 Writes settings.json, rows.jsonl, images.npz, results.csv, table.md, plots/ and report.html into --out, which holds one
 evaluation: the same command goes on where it was stopped, and one with other sizes, models, protocols or policies adds rows.
-The training sizes are always evaluated too.
+The training sizes are always evaluated too. --dry-run prints the rows that are missing with their costs, and how long
+they take.
 
 Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
@@ -16,6 +17,7 @@ Several processes share the images, one GPU each where there are GPUs; the resul
 """
 
 import argparse
+import os
 import shlex
 import sys
 from collections import Counter
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help="output folder; default %(default)s")
     add("--overwrite", action="store_true", help="start anew where --out holds another evaluation")
+    add("--dry-run", action="store_true", help="only print the rows that --out lacks with their costs, and how long they take")
     add("--protocol", nargs="+", dest="protocols", default=[],
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size), sliding (windows of the training size; segmentation); default "
@@ -50,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-n", action="store_true", help="evaluate an attention temperature of log N too, beside each policy")
     add("--translations", type=int, nargs="+", default=[],
         help="numbers of pixels by which the content is translated at the training size, each evaluated")  # fmt: skip
+    add("--attention-n", type=int, default=16, help="images for attention statistics, 0 for none; default %(default)s")
+    add("--no-border-leak", dest="border_leak", action="store_false", help="skip the test for attention across borders")
     add("--batch-size", type=int, default=128, help="batch size, halved when memory runs out; default %(default)s")
     add("--n", type=int, help="number of images; default all")
     add("--data-seed", type=int, default=0, help="seed of generated or sampled images")
@@ -82,12 +87,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.evaluate.run import at_sizes
+    from vitrel.evaluate.run import at_sizes, dry_run
     from vitrel.evaluate.sweep import Settings
 
     settings = {one.name: getattr(args, one.name) for one in fields(Settings) if one.name not in ("sizes", "skip")}
-    Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
+    asked = Settings(sizes=args.size or (), **settings)  # refused before a model is loaded
     models = _models(args)
+    if args.dry_run:
+        text = dry_run(models, args.data, asked, args.out)
+        print(text if os.environ.get("RANK", "0") == "0" else "", end="")
+        return
     command = shlex.join(["vitrel", *sys.argv[1:]])
     at_sizes(models, args.data, args.size or (), out=args.out, overwrite=args.overwrite, command=command, **settings)
 

@@ -68,9 +68,15 @@ COLUMNS = {
     "resampled_values": "number of parameter values resampled; native: largest over the shapes of gflops",
     "unseen": "share of the offsets between queries and keys that did not occur in training; native: as resampled_values",
     "saturated": "the part of unseen that uses a trained edge value or far bucket; native: as resampled_values",
+    "attention_entropy": "entropy of a query's attention over all keys, nats, mean over queries, heads and layers",
+    "attention_span": "exp(attention_entropy): number of tokens over which uniform attention has this entropy",
+    "attention_distance": "mean distance between a query and its keys, weighted by attention, in patches of the layer's grid",
+    "attention_distance_share": "attention_distance as a share of the image's diagonal",
     "position_share": "by how much position changes attention: root mean square of what it adds to the logits, divided by "
     "that of the logits without it, each query's mean subtracted, in the layer where this is largest; of the first image; "
     "below 0.01 position does nothing; empty where unknown and without position",
+    "border_leak": "largest share, over the stages, of tokens that see the opposite border of the image; empty without "
+    "windows; native: at img_size",
     "infer_samples_per_sec": "images per second in forward passes, measured apart from the accuracy: all models of a size in "
     "turn, on one batch; empty where memory does not suffice",
     "peak_memory_mb": "peak memory, MiB: of tensors on a GPU, else the resident memory of the process",

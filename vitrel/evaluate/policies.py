@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitrel.common.sizes import Size, token_count
 from vitrel.grid import Grid, unseen_share
 from vitrel.inspect.any_model import StageWindows, at_size, model_at_size, own_windows, stage_windows
+from vitrel.inspect.leaks import border_leak
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, backbone_of, parts_with_policies
 from vitrel.position import PositionEncoding
@@ -205,6 +206,15 @@ def costs_at(model: nn.Module, size: Size, policy: str, shapes: Counter[Size] | 
     if shapes is not None and patch is not None:
         return _geometry(ready) | _native_columns(model, policy, shapes, patch)
     return _geometry(ready) | {"gflops": round(gflops(ready.model, size), 4)}
+
+
+def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
+    """Return the column border_leak at `size` (h, w) pixels; None for a model without windows, or where it is not known."""
+    ready = at_size_with(model, size, policy)
+    if all(stage.window is None for stage in ready.stages):
+        return None
+    leaked = border_leak(backbone_of(ready.model) or ready.model, size)
+    return None if leaked is None else round(leaked, 4)
 
 
 def unseen_after(model: nn.Module, sizes: Iterable[Size], size: Size) -> float:

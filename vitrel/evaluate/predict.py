@@ -1,4 +1,4 @@
-"""From batches to the results of every image: forward passes on a device, their speed and memory, position in attention.
+"""From batches to the results of every image: forward passes on a device, their speed and memory, and attention statistics.
 
 Passes that run out of memory are repeated with smaller batches. No other stage runs a model.
 """
@@ -11,7 +11,8 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,12 +24,15 @@ from torchvision.transforms.functional import center_crop
 
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Size
+from vitrel.data import BadImage
 from vitrel.evaluate.images import Batch
 from vitrel.evaluate.policies import with_policy
-from vitrel.inspect.attention import position_shares
-from vitrel.tasks import Kept
+from vitrel.inspect.attention import attention_statistics_of, position_shares
+from vitrel.tasks import Kept, Row
 
+STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 MIB = 2**20
+ATTENDED = 1 << 18  # pixels of the images whose attention is in memory at a time
 ROUNDS = 3  # timed passes of each model, in turn
 
 
@@ -245,15 +249,37 @@ def peak_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
-def position_share(model: nn.Module, image: Tensor) -> float:
-    """Return by how much position changes attention, of an image [3, h, w] on the model's device (`position_shares`).
+def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.device) -> Row:
+    """Return attention statistics, means over images [3, h, w], and the share of position, of the first image alone.
 
-    It is the largest share of all layers; NaN where the attention of the model cannot be seen, it has no position, or memory
-    does not suffice.
+    They are NaN where unavailable.
     """
+    row, by_image = dict.fromkeys((*STATISTICS, "position_share"), math.nan), list[dict[str, float]]()
+    with _unless_unavailable():
+        for (height, width), group in groupby(images, key=lambda image: tuple(image.shape[-2:])):
+            several, model = [*group], at((height, width))
+            most = max(1, ATTENDED // (height * width))
+            for start in range(0, len(several), most):
+                pixels = torch.stack(several[start : start + most]).to(device)
+                if not by_image:
+                    with _unless_unavailable():
+                        shares = position_shares(model, pixels[:1]).values()
+                        row["position_share"] = round(max(shares, default=math.nan), 5)
+                by_image += [attention_statistics_of(model, pixels)] * len(pixels)
+        if by_image:
+            mean = {name: sum(values[name] for values in by_image) / len(by_image) for name in STATISTICS}
+            mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
+            row |= {name: round(value, 4) for name, value in mean.items()}
+    return row
+
+
+@contextlib.contextmanager
+def _unless_unavailable() -> Iterator[None]:
+    """Context that ends early where a model has no attention that can be seen, or memory does not suffice for it."""
     try:
-        return round(max(position_shares(model, image[None]).values(), default=math.nan), 5)
+        yield
+    except BadImage:
+        raise
     except (ValueError, RuntimeError, MemoryError) as error:
         if not (isinstance(error, ValueError) or out_of_memory(error)):
             raise
-        return math.nan

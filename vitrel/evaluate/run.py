@@ -5,12 +5,14 @@ every other stage gets the values that it needs.
 """
 
 import hashlib
+import math
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +28,20 @@ from vitrel.common.modules import evaluating
 from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
+from vitrel.common.tables import markdown
 from vitrel.data import Reading
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.classes import class_outputs
-from vitrel.evaluate.folder import Folder
+from vitrel.evaluate.folder import Folder, read_rows
 from vitrel.evaluate.images import PROTOCOLS, Data, Images
 from vitrel.evaluate.pictures import collect
-from vitrel.evaluate.policies import costs_at, unseen_after
+from vitrel.evaluate.policies import costs_at, leak_at, unseen_after
 from vitrel.evaluate.predict import (
     AtSizes,
     Runner,
+    attention_columns,
     joined,
     peak_mb,
-    position_share,
     predict,
     reset_peak,
     speeds,
@@ -53,6 +56,7 @@ from vitrel.weights.record import state_hash
 if TYPE_CHECKING:
     import pandas as pd
 
+NEEDS_NO_IMAGES = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")  # columns of a dry run
 CPU_BATCH = 4  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
 
 
@@ -88,7 +92,7 @@ def at_sizes(
         overwrite: start anew where `out` has another evaluation.
         title: of the report.
         command: the command that this is, for the report.
-        settings: fields of `Settings`: protocols, policies, n, batch_size, device, ...
+        settings: fields of `Settings`: protocols, policies, n, batch_size, device, attention_n, ...
 
     Raises:
         ValueError: invalid settings, data or classes that do not fit the model, unsupported sizes, another evaluation in `out`.
@@ -139,6 +143,29 @@ def _evaluated(
                 _tell(folder, rows, plan, images, settings, device)
     keys = {trial.key for trial in plan}
     return folder.frame([row for row in rows if row["key"] in keys])
+
+
+def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out: Path) -> str:
+    """Return what `at_sizes` would do as text: the rows that `out` lacks, how many there are, and how long they take."""
+    device = local_device(settings.device)
+    images, plan = opened(models, data, settings)
+    done = {row["key"] for row in read_rows(out)[0]}
+    left = [trial for trial in plan if trial.key not in done]
+    if not left:
+        return f"All {len(plan)} rows of {len(images):,} images each are in {out} already: nothing is left to measure.\n"
+    costs = _costs(left, images)
+    columns = ("label", "img_size", "protocol", "budget", "policy", *NEEDS_NO_IMAGES)
+    rows = [trial.columns | costs[_about_cost(trial)] for trial in left]
+    lines = [
+        ["" if row[name] is None else "-" if row[name] != row[name] else str(row[name]) for name in columns] for row in rows
+    ]
+    with _evaluating(models):
+        seconds = _seconds(left, images, costs, settings, device)
+    takes = f"about {math.ceil(seconds / 60)} min" if math.isfinite(seconds) else "an unknown time"
+    return (
+        f"{markdown(columns, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in "
+        f"{out} already; the others take {takes} on this machine.\n"
+    )
 
 
 def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tuple[Images, list[Trial]]:
@@ -196,7 +223,7 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
         "number of images": len(images),
         "images": images.digest(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
-        **{name: getattr(settings, name) for name in ("dtype", "on_bad_image")},
+        **{name: getattr(settings, name) for name in ("dtype", "attention_n", "border_leak", "on_bad_image")},
         "versions": {package.__name__: package.__version__ for package in (torch, torchvision, timm, PIL)},
         "vitrel": version("vitrel"),
     }
@@ -250,6 +277,7 @@ def _measured(
     Every process runs this on its share of the images, and gets the whole.
     """
     first = rank_and_world()[0] == 0
+    leaks: dict[tuple, float | None] = {}
     for _, group in groupby(left, key=lambda trial: trial.size):
         at_size = [*group]
         fast = _speeds(at_size, settings, device) if first else {}
@@ -257,15 +285,17 @@ def _measured(
             about = _about_cost(trial)
             ahead = partial(advance, what=trial.name, cost=costs[about]["gflops"]) if advance else lambda share: None
             parts = on_all(partial(_share, trial, images, settings, device, ahead))
-            row = parts[-1][0]  # the last process has seen attention
+            row = parts[-1][0]  # attention is that of the last process
             row["peak_memory_mb"] = max(part["peak_memory_mb"] for part, *_ in parts)
             row["batch_size"] = min(part["batch_size"] for part, *_ in parts)
             kept = joined([part for _, part, _ in parts])
             if not kept.seen.any():
                 raise ValueError(f"none of the {len(images)} images of {images.source} can be read")
+            if first and settings.border_leak and about not in leaks:
+                leaks[about] = leak_at(trial.trained.model, trial.view.window or trial.size, trial.policy)
             row |= trial.task.score(kept) | _interval(trial.task, kept)
             row |= {"n": int(kept.seen.sum()), "left_out": int((~kept.seen).sum())}
-            row |= costs[about] | {"infer_samples_per_sec": fast.get(about)}
+            row |= costs[about] | {"border_leak": leaks.get(about), "infer_samples_per_sec": fast.get(about)}
             yield trial.columns | row, kept, [*dict.fromkeys(name for *_, bad in parts for name in bad)]
 
 
@@ -289,11 +319,11 @@ def _share(
             error.add_note(f"this was {trial.name}")
             raise
         peak = peak_mb(device)
-        columns = {"peak_memory_mb": round(peak, 1), "batch_size": min(runner.batch_size, images.batch_of(view))}
-        if rank == world - 1 and view.window is None:  # the first of several processes writes rows meanwhile
-            for _, image, _ in islice(images.items(view, range(len(images))), 1):
-                columns["position_share"] = position_share(at((image.shape[-2], image.shape[-1])), image.to(device))
-    return columns, kept, images.bad(view)
+        # only the last of several processes has a share of attention: the first writes rows meanwhile
+        n = settings.attention_n if rank == world - 1 and view.window is None else 0
+        attention = attention_columns(at, (image for _, image, _ in images.items(view, range(min(n, len(images))))), device)
+    columns = {"peak_memory_mb": round(peak, 1), "batch_size": min(runner.batch_size, images.batch_of(view))}
+    return columns | attention, kept, images.bad(view)
 
 
 def _interval(task: Task, kept: Kept) -> Row:
@@ -353,3 +383,20 @@ def _tell(
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         print(f"left out, because they could not be read: {', '.join(bad[:8])}{more}; {path / 'settings.json'} lists them")
     print(f"open {written} in a browser; {path / 'results.csv'} has every number")
+
+
+def _seconds(
+    left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings, device: torch.device
+) -> float:
+    """Return about how many seconds trials take, from one timed pass of each model and the time to read a few images."""
+    total, rates = 0.0, dict[str, float]()
+    for trial in left:
+        if trial.trained.label not in rates:
+            [rate] = _speeds([trial], settings, device).values()
+            rates[trial.trained.label] = 1 / (rate * costs[_about_cost(trial)]["gflops"])
+        total += rates[trial.trained.label] * costs[_about_cost(trial)]["gflops"] * len(images)
+    for view in dict.fromkeys(trial.view.of_files for trial in left):
+        some, start = min(CPU_BATCH, len(images)), time.perf_counter()
+        _ = [*images.items(view, range(some))]
+        total += (time.perf_counter() - start) * len(images) / some
+    return total

@@ -45,6 +45,8 @@ class Settings:
         val_fraction: share of the images to evaluate where the data has no evaluation split, as in `vitrel.data.Reading`.
         follow_links: also search folders that are linked inside class folders.
         on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
+        attention_n: number of images for the attention statistics, 0 for none.
+        border_leak: test whether tokens see the opposite border (models with windows; seconds per size).
         dtype: "float32" or, on a GPU, "bfloat16" (autocast).
         device: "auto", "cpu", "cuda", "cuda:1".
 
@@ -72,6 +74,8 @@ class Settings:
     val_fraction: float | None = None
     follow_links: bool = False
     on_bad_image: str = "raise"
+    attention_n: int = 16
+    border_leak: bool = True
     dtype: str = "float32"
     device: str = "auto"
     batch_size: int = 128
