@@ -52,10 +52,10 @@ def at(name, **how):
 
 SWIN, ANY = {"strict_img_size": False, "drop_path_rate": 0.0}, {"dynamic_img_size": True}
 TWINS = {  # (ours, timm's of the same function): {size: operators of ours, forward and training}
-    ("vitrel_swin_t", at("swin_tiny_patch4_window7_224", **SWIN)): {224: (133, 472), 256: (135, 476)},
-    ("vitrel_swinv2_t", at("swinv2_tiny_window8_256", drop_path_rate=0.0)): {256: (269, 856)},
+    ("vitrel_swin_t", at("swin_tiny_patch4_window7_224", **SWIN)): {224: (133, 512), 256: (135, 548)},
+    ("vitrel_swinv2_t", at("swinv2_tiny_window8_256", drop_path_rate=0.0)): {256: (269, 904)},
     ("vitrel_vit_s16_absolute", at("vit_small_patch16_224", **ANY)): {224: (26, 76), 256: (28, 83)},
-    ("vitrel_vit_s16_table", beit): {224: (27, 105), 256: (31, 109)},
+    ("vitrel_vit_s16_table", beit): {224: (27, 115), 256: (31, 121)},
     ("vitrel_vit_s16_rope_axial", at("vit_small_patch16_rope_224", **ANY)): {256: (43, 109)},
     ("vitrel_vit_s16_rope_mixed", at("vit_small_patch16_rope_mixed_224", **ANY)): {256: (53, 165)},
 }

@@ -121,7 +121,7 @@ def test_errors(arguments, text):
 
 
 def test_second_derivatives():
-    """With padding and a shift."""
+    """Of training on a CPU, whose gathers have backward passes of their own; with padding and a shift."""
     qkv = torch.randn(1, 3, 2, 3 * 2, dtype=double, requires_grad=True)
     table = torch.randn(1, 9, dtype=double, requires_grad=True)
 
@@ -129,3 +129,18 @@ def test_second_derivatives():
         return window_attention(qkv, Terms(tables=(Table(bias=table),)), Grid(3, 2), (2, 2), (1, 1), 1, backend="sdpa")
 
     assert torch.autograd.gradgradcheck(run, (qkv, table))
+
+
+def test_training_stores_queries_keys_values_and_weights_once():
+    qkv, heads, n = torch.randn(2, 14, 14, 3 * 2 * 16, requires_grad=True), 2, 49
+    table, stored, kept = torch.randn(heads, 169, requires_grad=True), {}, []
+
+    def pack(x):
+        kept.append(x)  # so that no address is used twice
+        stored[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        window_attention(qkv, Terms(tables=(Table(bias=table),)), Grid(14, 14), (7, 7), (3, 3), heads)
+    of_windows = 4 * heads * n * n * 4  # one number for every pair; the masks of fully masked rows are bytes
+    assert sum(stored.values()) < 4 * qkv.numel() + 2 * of_windows * 1.15

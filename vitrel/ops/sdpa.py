@@ -4,12 +4,14 @@ The mask needs [H, N, N] numbers, with query and key tables [B, H, N, N]. Window
 tensors four-dimensional: five-dimensional ones run the slow math kernel and cannot be exported to ONNX.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrel.geometry import is_exporting, is_known
+from vitrel.geometry import is_exporting, is_known, is_traced
 from vitrel.grid import Grid
 from vitrel.ops import sdpa_faults
 from vitrel.ops.reference import (
@@ -30,6 +32,7 @@ from vitrel.position.terms import Terms
 
 HALF = (torch.float16, torch.bfloat16)
 SCALED_KEYS = "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+_HIDDEN = -1e30  # in place of -inf in a learned bias: the softmax of a row without a visible key stays finite
 
 
 def refuses(call: Call) -> str:
@@ -69,8 +72,12 @@ def window_attention(
     layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
     dtype = computed_in(qkv)
     mask = window_mask(grid.h, grid.w, window, shift, dtype, qkv.device)  # [L*N, N]
-    x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
-    q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
+    own_backward = qkv.device.type == "cpu" and needs_gradient(qkv) and not _is_recorded_or_transformed(qkv)
+    if own_backward:
+        q, k, v = _IntoWindows.apply(qkv.flatten(1, 2), layout.source, layout.inverse, num_heads)
+    else:
+        x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
+        q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
     if terms.rotary is not None:
         terms = terms._replace(rotary=_of_slots(terms.rotary, layout.slot))
     if terms.key_rotary is not None:
@@ -79,13 +86,13 @@ def window_attention(
     # number of windows: for one window, torch would compile another graph.
     shared = is_known(grid.h, grid.w) and not has_content_terms(terms.tables)
     q, k, bias, scale = prepare(q, k, terms, Grid(*window), None if shared else layout.slot)
-    if shared:
-        bias = _repeated(bias, mask, num_heads, layout.slot.shape[0] // n, dtype)
-    else:
-        bias = _folded(bias, mask, num_heads, n, dtype)
+    bias = (_repeated if shared else _folded)(bias, mask, num_heads, n, layout.slot.shape[0], dtype)
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
     out = fused(q, k, v, bias, dropout_p, scale)
     out = out.flatten(1, 2).unflatten(1, (num_heads, -1))  # [B, H, L*N, D]
+    if own_backward:
+        padded = bool(grid.h % window[0] or grid.w % window[1])
+        return _OutOfWindows.apply(out, layout.source, layout.inverse, padded).unflatten(1, (grid.h, grid.w))
     return out.index_select(2, layout.inverse).transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
 
 
@@ -94,23 +101,60 @@ def _of_slots(angles: tuple[Tensor, Tensor], slot: Tensor) -> tuple[Tensor, Tens
     return angles[0].index_select(1, slot), angles[1].index_select(1, slot)
 
 
-def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, count: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the sum of a bias [H, N, N], the same in each of L windows, and the mask [L*N, N] -> [1, H*L, N, N].
+class _IntoWindows(torch.autograd.Function):
+    """Autograd function of (qkv [B, h*w, 3C], source, inverse, number of heads) -> q, k and v [B, H, L*N, D].
 
-    None if there is neither. `count` is L.
+    Of plain indexing the gradient would be zeros to which every slot is added. A token has one slot in which its values count,
+    since gradients of padded slots are zero, so the gradient is read from that slot. The three results own their memory, so
+    what is stored for the backward pass does not keep the unscaled queries.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, source: Tensor, inverse: Tensor, heads: int) -> tuple[Tensor, ...]:
+        ctx.inverse = inverse
+        rows = qkv.index_select(1, source).unflatten(2, (3, heads, -1)).transpose(1, 3)  # [B, H, 3, L*N, D]
+        return tuple(x.contiguous() for x in rows.unbind(2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = torch.stack([grad.transpose(1, 2) for grad in grads], 2)  # [B, L*N, 3, H, D]
+        return rows.flatten(2).index_select(1, ctx.inverse), None, None, None
+
+
+class _OutOfWindows(torch.autograd.Function):
+    """Autograd function of (x [B, H, L*N, D], source, inverse, whether there are padded slots) -> [B, h*w, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor, padded: bool) -> Tensor:
+        ctx.source, ctx.inverse, ctx.padded, ctx.heads = source, inverse, padded, x.shape[1]
+        return x.transpose(1, 2).index_select(1, inverse).flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = grad.index_select(1, ctx.source)  # [B, L*N, C]
+        if ctx.padded:
+            slots = torch.arange(len(ctx.source), device=grad.device)
+            rows = rows.masked_fill((ctx.inverse[ctx.source] != slots)[:, None], 0.0)
+        return rows.unflatten(2, (ctx.heads, -1)).transpose(1, 2), None, None, None
+
+
+def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N].
+
+    n is N, and slots is L*N.
     """
     if bias is None and mask is None:
         return None
     bias = None if bias is None else bias.to(dtype).unsqueeze(1)  # [H, 1, N, N]
-    mask = None if mask is None else mask.unflatten(0, (count, -1))  # [L, N, N]
+    mask = None if mask is None else mask.unflatten(0, (-1, n))  # [L, N, N]
     both = bias if mask is None else mask[None] if bias is None else bias + mask
-    return both.expand(heads, count, -1, -1).flatten(0, 1)[None]
+    return both.expand(heads, slots // n, n, n).flatten(0, 1)[None]
 
 
-def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, dtype: torch.dtype) -> Tensor | None:
+def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
     """Return the sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N].
 
-    None if there is neither. `n` is N.
+    n is N, and `slots` is not used.
     """
     if bias is None and mask is None:
         return None
@@ -136,6 +180,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
         # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows of a
         # length that is no multiple of 8 are padded by PyTorch itself, by a copy of the mask.
         bias = bias.contiguous()
+    if bias is not None and _is_learned(bias, q):
+        return _with_learned_bias(q, k, v, bias, dropout_p, scale)
     if names := _kernels(q, k, v, bias):
         with sdpa_kernel([getattr(SDPBackend, name) for name in names.split(" ")]):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
@@ -144,6 +190,23 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
     if bias is not None and is_known(q.shape[0]) and q.shape[0] == 0:
         out = out + bias.sum() * 0  # PyTorch returns a sum of q, k and v there
     return out
+
+
+def _is_learned(bias: Tensor, q: Tensor) -> bool:
+    """Return whether SDPA would choose its math kernel, the only one of a CPU whose mask gets a gradient, in full precision."""
+    learned = q.device.type == "cpu" and computed_in(q) not in HALF and needs_gradient(bias)
+    return learned and not _is_recorded_or_transformed(q)  # graphs and exported programs keep one fused operator
+
+
+def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:
+    """Compute what SDPA's math kernel does, in fewer passes over the weights.
+
+    The kernel scales both q and k, and its softmax looks for fully masked rows in all images. Here only q is scaled, a bias is
+    finite in every row (`prepare`), and the output of fully masked rows is set to 0.
+    """
+    logits = (q * scale) @ k.mT + bias
+    seen = bias.detach().amax(-1, keepdim=True) > _HIDDEN / 2
+    return (F.dropout(logits.softmax(-1), dropout_p) @ v) * seen
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
@@ -175,6 +238,11 @@ def _is_mapped() -> bool:
     """Return whether this runs in forward mode or inside torch.func.vmap."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return in_forward_mode() or any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def _is_recorded_or_transformed(x: Tensor) -> bool:
+    """Return whether a graph, a transform of torch.func or forward mode sees the operators on x, or it holds no values."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_traced(x.device) or in_forward_mode()
 
 
 def computed_in(q: Tensor | Call) -> torch.dtype:
@@ -217,9 +285,12 @@ def prepare(
         else:
             bias = _window_logits(q, k, terms, grid, slot, scale)
         bias = in_range(bias, computed_in(q))
+        if bias is not None and _is_learned(bias, q) and any([table.bias is not None for table in terms.tables]):
+            bias = bias.clamp(min=_HIDDEN)
     else:  # limited as a table, since it is small and all pairs are not
         bias = lattice_bias(terms, grid, computed_in(q))
         if bias is not None:
+            bias = bias.clamp(min=_HIDDEN) if _is_learned(bias, q) else bias
             index = grid.index(device=q.device)
             bias = gather_bias(bias, index[-q.shape[-2] :] if slot is None else index.index_select(0, slot))
     q, k = rotated(q, k, terms)
