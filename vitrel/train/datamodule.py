@@ -179,12 +179,12 @@ class ImageData(LightningDataModule):
         return len(self.order)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """The `ImageSet.fingerprint` of the training images, by which a resumed run is compared; "" for drawn images.
+    def fingerprints(self) -> tuple[str, str]:
+        """Two hashes, of the training images and of their times (`ImageSet.fingerprints`), by which a resumed run is compared.
 
-        It takes a few seconds per million images on a local disk.
+        Both are "" for drawn images, which the settings define. They take a few seconds per million images on a local disk.
         """
-        return "" if isinstance(self.train_set, Drawn) else self.train_set.fingerprint()
+        return ("", "") if isinstance(self.train_set, Drawn) else self.train_set.fingerprints()
 
     def names(self, epoch: int, batch: int) -> list[str]:
         """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a tar.

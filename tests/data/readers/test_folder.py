@@ -38,12 +38,12 @@ def test_contents_are_told_wherever_the_folder_lies(root):
     (root / "train" / "dog" / "more").mkdir()
     (root / "train" / "dog" / "1.png").rename(root / "train" / "dog" / "more" / "1.png")
     found = opened(root, "train", identity)
-    prints = found.fingerprint()
+    prints = found.fingerprints()
     assert found.names() == ["cat/0.png", "cat/1.png", "cat/2.png", "dog/0.png", "dog/2.png", "dog/more/1.png"]
     (root / "a").mkdir()
     (root / "train").rename(root / "a" / "train")
     moved = opened(f"{root}/a/", "train", identity)
-    assert moved.names() == found.names() and moved.fingerprint() == prints
+    assert moved.names() == found.names() and moved.fingerprints() == prints
     assert len(set(opened(root / "a", "train", identity, n=2).names()) & set(found.names())) == 2
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import warnings
 
 import pytest
 import timm
@@ -136,6 +137,21 @@ def test_other_files_are_refused(command_in, whole, folder, data):
         assert str(data) not in said  # where the images lie may change
         shutil.rmtree(data)
         shutil.copytree(folder, data)
+
+
+@pytest.mark.slow
+def test_images_of_other_times_are_told_and_the_run_goes_on(command, data, tmp_path):
+    """Some ways of copying do not keep the times."""
+    args = [*command("run", epochs=1), f"--data.data={data}"]
+    run(args)
+    for path in (data / "train").glob("*/*.png"):
+        path.touch()
+    with pytest.warns(UserWarning, match="training images have other times of modification than when .* the same names and"):
+        run([*resumed(args, tmp_path / "run"), "--trainer.max_epochs=2"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training images have other times")
+        run([*resumed(args, tmp_path / "run"), "--trainer.max_epochs=3"])  # compared with the times of the second run
+    assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 3
 
 
 @pytest.mark.slow

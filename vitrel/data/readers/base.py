@@ -224,9 +224,14 @@ class ImageSet(Dataset):
         with ThreadPoolExecutor(READERS) as readers:
             return self._digest(list(readers.map(content, self.sources())))
 
-    def fingerprint(self) -> str:
-        """Return a SHA-256 of the classes, names, labels and sizes in bytes, without reading the images."""
-        return self._digest([state.partition(" ")[0] for state in self.reader.states(self.sources())])
+    def fingerprints(self) -> tuple[str, str]:
+        """Return (SHA-256 of classes, names, labels and sizes in bytes, SHA-256 of the files' times of modification).
+
+        The images are not read.
+        """
+        states = [state.partition(" ") for state in self.reader.states(self.sources())]
+        times = " ".join(time for _, _, time in states)
+        return self._digest([size for size, _, _ in states]), hashlib.sha256(times.encode()).hexdigest()
 
     def _digest(self, values: list[str]) -> str:
         """Return the SHA-256 of the classes, names and labels, and of a value for each of `sources`."""

@@ -3,7 +3,7 @@
 Every checkpoint stores the settings that decide the batches, the loss and the updates, and a hash of the names, labels and
 sizes of the training images. Other settings may change on resuming: the length of the run, precision, loader processes,
 memory, logs, the folders of data and weights, and devices where the images per batch of all devices and the number of
-accumulated batches stay the same.
+accumulated batches stay the same. Other times of modification, as of copied images, are warned of.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from vitrel.common.warn import warn_once
 from vitrel.data import SHAPES
 from vitrel.models.config import stored_arguments
 
@@ -27,7 +28,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
     settings = {
         "seed": data.seed,
         "training images": len(data.train_set),
-        _FILES: data.fingerprint,
+        _FILES: data.fingerprints[0],
         "drawn data": data.data if data.data in SHAPES else None,
         "data.size": data.size,
         "data.augment": None if data.augment is None else asdict(data.augment),
@@ -59,9 +60,9 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
     Does nothing for checkpoints that vitrel train did not write, or outside training.
     """
-    if "run" not in checkpoint or not hasattr(trainer.datamodule, "fingerprint") or trainer.state.fn != TrainerFn.FITTING:
+    if "run" not in checkpoint or not hasattr(trainer.datamodule, "fingerprints") or trainer.state.fn != TrainerFn.FITTING:
         return
-    saved, current, path = checkpoint["run"], run_settings(trainer), trainer.ckpt_path
+    saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
     differences = [
         f"{name}: other names, labels or sizes in bytes" if name == _FILES else f"{name}: {old!s:.100}, now {new!s:.100}"
         for name, old, new in values_that_differ(saved, current)
@@ -70,6 +71,11 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         raise ValueError(
             f"cannot resume {path}, because its settings or data differ from this run's: {'; '.join(differences)}; set them "
             f"back, or start a new run from its weights in another folder: --model.tuning.init_from={path}"
+        )
+    if checkpoint["run"]["times"] != trainer.datamodule.fingerprints[1]:
+        warn_once(
+            f"training images have other times of modification than when {path} was saved, as copied files have, but the same "
+            "names and sizes: if they were changed, the run goes on with other images"
         )
 
 

@@ -101,7 +101,7 @@ class Saving(Checkpoint):
         self.old_handlers: dict[int, Any] = {}
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["run"] = run_settings(trainer)
+        checkpoint["run"] = {"order": run_settings(trainer), "times": trainer.datamodule.fingerprints[1]}
         if self.before_evaluation:  # as if the run was interrupted in the first batch, which a resumed run repeats
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             for counts in (batches["total"], batches["current"]):  # a resumed run may have these values already
