@@ -46,7 +46,8 @@ def axis_bias(q: Tensor, size: tuple[int, int], keys: tuple[int, int], tables: t
         q: [B, H, q_h*q_w, D], not scaled.
         size: (q_h, q_w) of the queries.
         keys: (k_h, k_w) of the keys.
-        tables: by row offset and by column offset, [2n-1, D] each.
+        tables: by row offset and by column offset, [2n-1, D] each, n the trained length of the axis; resampled by `axis_rows`
+            if that is not the longer of both lengths here.
     """
     q = q.unflatten(2, tuple(size))
     rows = torch.einsum("bnhwc,hkc->bnhwk", q, axis_rows(tables[0], size[0], keys[0]))

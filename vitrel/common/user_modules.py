@@ -9,9 +9,10 @@ VARIABLE = "VITREL_IMPORT"  # names joined by commas, so that the processes that
 
 
 def import_modules(names: Sequence[str] = ()) -> None:
-    """Import the modules `names` and those of VITREL_IMPORT, from the working folder or installed.
+    """Import the modules `names` and those of the environment variable VITREL_IMPORT, from the working folder or installed.
 
-    Raises ValueError for a name that is found in neither.
+    Afterwards the variable holds all of these names, so that processes that are started later import the modules too. Raises
+    ValueError for a name that is found in neither place.
     """
     given = dict.fromkeys([*imported_modules(), *names])
     if not given:
@@ -34,5 +35,5 @@ def search_working_folder() -> None:
 
 
 def imported_modules() -> list[str]:
-    """Return the names of the modules that this command has imported for its user."""
+    """Return the names in VITREL_IMPORT: what `import_modules` has imported or, before its first call, will import."""
     return [*filter(None, os.environ.get(VARIABLE, "").split(","))]

@@ -44,7 +44,7 @@ class Examined:
     """A model and its surveys, which all checks read."""
 
     subject: Subject
-    sizes: tuple[Size, ...]  # first the two with height and width exchanged
+    sizes: tuple[Size, ...]  # first two of which one is the other with height and width exchanged
     surveys: dict[Size, Survey]  # of the sizes, the native one first
     native: Size | None  # None: the native size is refused or too large to examine
     reference: "Examined | None" = None  # the model given as `like`
@@ -61,7 +61,7 @@ class Examined:
 
     @property
     def exchanged(self) -> tuple[Size, Size]:
-        """The two sizes with height and width exchanged; NotApplicableError if there are none."""
+        """Two sizes of which one is the other with height and width exchanged; NotApplicableError if there are none."""
         if len(self.sizes) < 2 or self.sizes[0][::-1] != self.sizes[1]:
             raise NotApplicableError("no two sizes with height and width exchanged")
         return self.sizes[0], self.sizes[1]

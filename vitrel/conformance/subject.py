@@ -52,7 +52,10 @@ class Subject:
         return self._refusals[size]
 
     def unit(self) -> int:
-        """Return the pixels that must divide an image's sides: the side of a patch, but 16 where patches are smaller than 8."""
+        """Return the pixels that must divide an image's sides: the side of a patch, 16 where it is below 8 or not recognized.
+
+        It is recognized in the first convolution, if its stride is its kernel.
+        """
         first = next((m for m in self.model.modules() if isinstance(m, nn.Conv2d)), None)
         side = first.stride[0] if first is not None and first.kernel_size == first.stride else 0
         return side if side >= 8 else 16

@@ -70,7 +70,12 @@ def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = 
 
 
 def _alike(located: list[Attention], equal: list[Attention]) -> bool:
-    """Return whether the tokens of each head and window are the same in a pass of equal patches (`equal`)."""
+    """Return whether equal patches give all tokens of a head and window the same query, and all the same key.
+
+    Args:
+        located: the attentions of a pass that tell the places of their tokens; those without places are skipped.
+        equal: the same attentions in a pass whose patches are all equal.
+    """
     for place, one in ((a.places, b) for a, b in zip(located, equal, strict=True) if a.places is not None):
         for pixel, values in zip(place, (one.query, one.key), strict=True):  # [L, N], [L, N, D]
             real, first = (pixel >= 0)[..., None], (pixel >= 0).long().argmax(1)

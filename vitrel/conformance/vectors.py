@@ -67,7 +67,10 @@ def pseudo_random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 def angles(found: Located, turn: Rotation) -> Vectors:
-    """Compare the angles of one head's queries [h, w, P] with that of the first patch plus steps down and to the right."""
+    """Compare the angles of queries [h, w, P], in radians, with that of the first patch plus steps down and to the right.
+
+    They are those of the head that differs most, of P pairs of channels.
+    """
     seen = as_pairs(maps(found, found.query), turn.pairs)[0].angle()  # [H, h, w, P]
     steps = turn.steps[0].nan_to_num(0.0)  # [H, 2, P]
     y, x = torch.meshgrid(*(torch.arange(n) for n in turn.grid), indexing="ij")
@@ -85,7 +88,10 @@ def angles(found: Located, turn: Rotation) -> Vectors:
 
 
 def norms(found: Located, turn: Rotation) -> Vectors:
-    """Compare the angles of one head's queries [h, w, P] with the first patch's, plus steps down and to the right."""
+    """Compare the lengths of queries in P pairs of channels [h, w, P] with those of the first patch, which rotation keeps.
+
+    They are those of the head that differs most; the pairs are those of the rotation, or else the best pairing.
+    """
     pairs = turn.pairs or pairing(found)
     seen = as_pairs(maps(found, found.query), pairs)[0].abs()
     head = int((seen - seen[:, :1, :1]).abs().flatten(1).amax(1).argmax())
@@ -93,7 +99,10 @@ def norms(found: Located, turn: Rotation) -> Vectors:
 
 
 def biases(found: Located, rows: Bias) -> Vectors:
-    """Compare the logits of a window's patches in one head [N, N] with by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1]."""
+    """Compare the logits of the first window's patches [N, N] with by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1].
+
+    They are those of the head that differs most; NaN where a mask hides the pair or the table has no such offset.
+    """
     real = found.tokens[0] >= 0
     places = found.places[0][real]
     offset = places[:, None] - places

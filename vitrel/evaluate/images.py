@@ -85,7 +85,10 @@ class View(NamedTuple):
 
 
 def scale(trained: TrainedModel, size: Size | Budget) -> View:
-    """Return the view of the protocol scale: the same field of view at every size, so objects grow with the image."""
+    """Return the view of the protocol scale: the same field of view at every size, so objects grow with the image.
+
+    An image with a mask is not cropped, but resized as a whole to the size, whatever its aspect ratio.
+    """
     how = trained.size_of(size), "scale", trained.crop_pct, trained.crop_mode, trained.img_size
     whole = View(*how, trained.mean, trained.std, trained.interpolation, trained.task)
     return whole._replace(crop_pct=1.0, crop_mode="squash") if whole.masks else whole  # masks are not cropped
@@ -315,6 +318,13 @@ def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
     """Return the target of an image, a mask as `Mask`; None where the image could not be read.
 
     Its label is then below 0, or its mask has no class and all pixels are 0.
+
+    Args:
+        image: [3, H, W] as the model gets it.
+        target: of the data set: a label, the classes of several labels, or a mask.
+        view: of the data set.
+        drawn: that of `_is_drawn`: the mask covers the image pixel by pixel, and no image is unreadable. Otherwise the mask has
+            the resolution of its file.
     """
     if not view.masks:
         return None if isinstance(target, (int, np.integer)) and target < 0 else target

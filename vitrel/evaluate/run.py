@@ -274,7 +274,19 @@ def _measured(
 ) -> Iterator[tuple[Row, Kept, list[str]]]:
     """Yield the row, the results of all images and the names of unreadable ones, of one trial after another, size by size.
 
-    Every process runs this on its share of the images, and gets the whole.
+    Every process runs this on its share of the images, and gets the whole. Before the trials of a size, the first process
+    measures the speed of their models side by side.
+
+    Args:
+        left: the trials to measure, in the order of `trials`.
+        images: all images, whose cache the trials of one view share.
+        settings: of the evaluation.
+        device: to run on.
+        costs: as of `_costs`.
+        advance: tells progress; None: nothing is told.
+
+    Raises:
+        ValueError: none of the images can be read.
     """
     first = rank_and_world()[0] == 0
     leaks: dict[tuple, float | None] = {}

@@ -223,9 +223,13 @@ def pooled(estimates: Sequence[Estimate], models: int) -> list[Estimate]:
 def _critical(seeds: int, weight: Number, tail: Number, freedom: int | None = None) -> Number:
     """Return Cochran's critical value: a mean of the quantiles of Student and of the normal distribution.
 
+    With one seed it is the normal quantile.
+
     Args:
+        seeds: number of seeds.
         weight: weight of Student's quantile, the share of the variance that is known from the seeds alone.
-        freedom: its degrees of freedom, None: seeds - 1.
+        tail: probability beyond the value, at most 0.5.
+        freedom: degrees of freedom of Student's quantile, None: seeds - 1.
     """
     normal = -ndtri(tail)
     return normal if seeds == 1 else normal + weight * (-stdtrit(freedom or seeds - 1, tail) - normal)

@@ -240,7 +240,13 @@ def _spans(model: Backbone, size: tuple[int, int], tile: tuple[int, int]) -> lis
 
 
 def _pixels(image: Any, crop: Crop, patch: tuple[int, int]) -> Tensor:
-    """Return the pixels of the crop, a tensor [B, C, height, width] of floats; `patch` is (h, w) of a patch in pixels."""
+    """Return the pixels of the crop, [B, C, height, width] floats; TypeError for an image of integers.
+
+    Args:
+        image: [B, C, height, width], a tensor or an array, of which only the crop is read.
+        crop: in patches.
+        patch: (h, w) of a patch in pixels.
+    """
     y, x = (slice(first * p, (first + n) * p) for first, n, p in zip(crop.origin, (crop.h, crop.w), patch, strict=True))
     pixels = image[:, :, y, x]
     pixels = pixels if isinstance(pixels, Tensor) else torch.from_numpy(np.array(pixels))

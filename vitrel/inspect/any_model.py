@@ -255,7 +255,16 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
 
 def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> Call:
-    """Return the `Call` of vitrel's attention on a grid, from its own layout of windows, without bias and rotation."""
+    """Return the `Call` of a layer of vitrel on a grid, with the token in each slot of its windows and what masks hide.
+
+    It follows from the layer's settings, not from a pass, and has no bias and no rotation.
+
+    Args:
+        name: path of the module in the model.
+        module: the layer.
+        grid: of the tokens of the image.
+        device: of the tensors in the result.
+    """
     line = own_windows(module, grid[:2])
     if line.window is None:
         return Call(name, grid, module.num_heads, tokens=torch.arange(grid.tokens, device=device)[None])

@@ -199,10 +199,11 @@ def _is_learned(bias: Tensor, q: Tensor) -> bool:
 
 
 def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:
-    """Compute what SDPA's math kernel does, in fewer passes over the weights.
+    """Compute what SDPA's math kernel does, in fewer passes over the weights; arguments and result as of `fused`.
 
-    The kernel scales both q and k, and its softmax looks for fully masked rows in all images. Here only q is scaled, a bias is
-    finite in every row (`prepare`), and the output of fully masked rows is set to 0.
+    The kernel scales both q and k, and its softmax looks for fully masked rows in all images. Here only q is scaled. Every row
+    of the bias has a finite number, so the softmax has no NaN: `prepare` puts `_HIDDEN` where a table has -inf, and `attention`
+    puts 0 into rows that are hidden altogether. The output of rows with nothing above `_HIDDEN` is 0.
     """
     logits = (q * scale) @ k.mT + bias
     seen = bias.detach().amax(-1, keepdim=True) > _HIDDEN / 2

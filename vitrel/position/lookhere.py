@@ -72,7 +72,10 @@ def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, d
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:
-    """Return for each of the V views whether it sees each offset, query minus key [R, 2] -> [V, R] bool."""
+    """Return for each view whether it sees each offset (y, x), query minus key: [R, 2] -> [V, R] bool.
+
+    `fov` is in degrees; V is 4 for 180, otherwise 8.
+    """
     y, x = offsets.unbind(-1)
     halves = up, down, left, right = y >= 0, y <= 0, x >= 0, x <= 0  # "up": keys above the query
     if fov == 180:

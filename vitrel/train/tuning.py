@@ -168,8 +168,13 @@ class Tuning:
     def fit_position(self, model: nn.Module, name: str, images_of: Callable[[int], Tensor]) -> None:
         """Fit the added encoding, in place, to the attention of the initial model; `absolute_to_relative` says how.
 
+        The first process prints how much of attention the encoding explains. Nothing is done where `images_to_fit` is 0:
+        without `position`, with `fit` 0, or by default where the weights are random, their position cannot be fitted, or
+        `absolute` is "keep".
+
         Args:
             model: the model that `build` returned for `name`; its classifier is left as it is.
+            name: as for `build`.
             images_of: function of a number of images that returns that many or fewer, normalized [n, 3, H, W] of the model's
                 size, without labels.
 
@@ -291,7 +296,11 @@ class Tuning:
         The rebuilt model gets the weights of `base` if there are any, and for other classes a new head; otherwise see `_new`.
 
         Args:
-            name: timm name of the model.
+            base: as `initial` returns it.
+            name: as for `build`.
+            num_classes: number of classes of the data.
+            img_size: (H, W) in pixels.
+            model_args: further arguments of the model.
         """
         has_weights = self.has_weights(name)
         changes = {"img_size": img_size, **{name: value for name, value in model_args.items() if name != "pretrained"}}
@@ -322,7 +331,11 @@ class Tuning:
         The encoding stands beside the absolute embedding (unless that is dropped) and a rotation, and replaces any other.
 
         Args:
+            base: a model whose weights are not used.
             changes: arguments of the model that differ from those of `base`.
+
+        Raises:
+            ValueError: `position` adds to tokens, or an absolute embedding is to fade and the model has none or is no ViT.
         """
         config = config_of(base)
         if self.position is None:

@@ -57,7 +57,7 @@ def refuses(call: Call) -> str:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute attention with position terms, as vitrel.ops.attention.
+    """Compute attention with position terms, as vitrel.ops.attention, for calls of which `refuses` returns "".
 
     A bias of -inf becomes a finite number, which changes the result only for queries that see no key at all.
     """

@@ -193,7 +193,10 @@ def _can_run_on(index: int) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention.
+
+    It is for calls of which `refuses` returns "": mask and dropout_p are ignored.
+    """
     from vitrel.ops.backends import triton_ops  # registers the operators
 
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -214,7 +217,10 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
+    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention.
+
+    It is for calls of which `refuses` returns "": dropout_p is ignored.
+    """
     from vitrel.ops.backends import triton_ops
 
     width = qkv.shape[-1] // (3 * num_heads)

@@ -718,7 +718,10 @@ def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes: tl.constexpr)
 
 @triton.jit
 def _table_place(chunk, head, i, j, sizes: tl.constexpr):
-    """Return the index in TABLE of pairs of slots, and whether it is in range; lines are padded to 16 bytes."""
+    """Return the index in TABLE of the pairs of slots i and j of a window, and whether it is in range: [len(i), len(j)] each.
+
+    TABLE has a line of N float32, padded to 16 bytes, for each chunk of windows, head and slot i.
+    """
     LINE: tl.constexpr = (sizes[N] + 3) // 4 * 4
     row = (chunk * sizes[HEADS] + head) * sizes[N] + i
     return row[:, None] * LINE + j[None, :], (i < sizes[N])[:, None] & (j < LINE)[None, :]
