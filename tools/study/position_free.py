@@ -133,8 +133,8 @@ def miou(model: ViT, camvid: Path) -> float:
     ])  # fmt: skip
     known = counts.argmax(1).where(counts.argmax(1) < classes, -100)
     # by place first: the probe leaves out every fifth row for its weight decay, which then are those of every fifth image
-    flat = [values.permute(2, 3, 0, 1).flatten(0, 2) for values in (bank, known[:, None], queries)]
-    logits = linear_probe(flat[0], flat[1][:, 0], flat[2], classes)
+    rows, asked = (maps.permute(2, 3, 0, 1).flatten(0, 2) for maps in (bank, queries))
+    logits = linear_probe(rows, known.permute(1, 2, 0).flatten(), asked, classes)
     pixels = segmentation.TASK.learning(classes, Objective(), 0.0)
     pixels.update(logits.unflatten(0, (*queries.shape[2:], len(queries))).permute(2, 3, 0, 1), truth)
     return round(100 * float(pixels.values["val/miou"].compute()), 2)
