@@ -145,7 +145,7 @@ def _photographs(out: Path) -> torch.Tensor:
 
 def evaluate_flowers(config: Path, runs: Path, flowers: Path, out: Path) -> None:
     """Evaluate the flower classifiers of all students of a comparison, and write the results into `out`."""
-    how: dict[str, Any] = {"batch_size": 50}
+    how: dict[str, Any] = {"batch_size": 50, "attention_n": 0, "border_leak": False}
     models, protocols = flower_models(config, runs, flowers), ("scale", "native")
     title = "Flowers, linear classifiers"
     at_sizes(models, str(flowers), FLOWER_SIZES, out=out, title=title, protocols=protocols, policies="all", **how)

@@ -142,7 +142,7 @@ def miou(model: ViT, camvid: Path) -> float:
 
 def measured(trained: TrainedModel, data: Path, camvid: Path) -> dict[str, float]:
     """Return position in the features at the training size, their agreement with twice the size, accuracy at both, and mIoU."""
-    view = scale(trained, (2 * SIZE, 2 * SIZE), trained.crop_pct)
+    view = scale(trained, (2 * SIZE, 2 * SIZE))
     images = torch.cat([pixels for pixels, _ in Images(str(data), view, n=IMAGES).batches(view)])
     (row,) = measure_features(trained.model, images, SIZE, sizes=[2 * SIZE])
     found = {name: round(value, 5) for name, value in row.to_dict().items() if isinstance(value, float)}

@@ -11,6 +11,7 @@ from PIL import Image
 from tools.study import position_free
 from tools.study.pages import ROOT
 from vitrel import load, save
+from vitrel.evaluate.checkpoint import trained_model
 from vitrel.models.vit import ViT
 
 
@@ -88,6 +89,21 @@ def test_a_linear_head_finds_what_colors_tell_and_leaves_out_pixels_without_a_cl
     monkeypatch.setattr(position_free, "SCENES", None)
     model = ViT(32, 16, num_classes=2, embed_dim=16, depth=1, num_heads=2, position="none").eval()
     assert position_free.miou(model, tmp_path) > 95  # the border between two patches is interpolated
+
+
+def test_a_row_has_the_columns_of_the_results(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    for split, n in (("train", 300), ("val", 200)):
+        for number in range(n):
+            (folder := tmp_path / split / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(folder / f"{number}.png")
+    monkeypatch.setattr(position_free, "SIZE", 32)
+    monkeypatch.setattr(position_free, "IMAGES", 4)
+    monkeypatch.setattr(position_free, "miou", lambda model, camvid: 12.5)  # measured above
+    model = ViT(32, 8, num_classes=2, embed_dim=16, depth=1, num_heads=2, position="table").eval()
+    row = position_free.measured(trained_model(model, label="a"), tmp_path, tmp_path)
+    measured = {*position_free.SHARES.values(), "agreement_64x64", "k-NN_32", "linear_32", "k-NN_64", "linear_64"}
+    assert row["miou"] == 12.5 and measured <= {*row}
 
 
 def test_the_tables_of_the_page_are_those_of_the_rows():
