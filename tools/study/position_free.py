@@ -69,6 +69,7 @@ ACCURACY = {
 COMPARED = SHARES | {name: ACCURACY[name] for name in ("k-NN, 160 px", "k-NN, 320 px", "mIoU")}
 SIZE, SCENE = 160, (160, 208)  # of training, and of street scenes (h, w), in pixels
 TRAINED_ON, FITTED_TO, IMAGES, SCENES = 512, 64, 64, 100  # images: of training, of the fit, for position, of street scenes
+PROBED = 300, 200  # images for k-NN and the linear probe: of training, of evaluation
 
 
 def linked(train: Path, val: Path, folder: Path) -> Path:
@@ -146,7 +147,7 @@ def measured(trained: TrainedModel, data: Path, camvid: Path) -> dict[str, float
     images = torch.cat([pixels for pixels, _ in Images(str(data), view, n=IMAGES).batches(view)])
     (row,) = measure_features(trained.model, images, SIZE, sizes=[2 * SIZE])
     found = {name: round(value, 5) for name, value in row.to_dict().items() if isinstance(value, float)}
-    for accuracy in frozen_rows(trained, str(data), [(SIZE, SIZE), (2 * SIZE, 2 * SIZE)], 300, 200):
+    for accuracy in frozen_rows(trained, str(data), [(SIZE, SIZE), (2 * SIZE, 2 * SIZE)], *PROBED):
         found[f"{accuracy['method']}_{accuracy['size'].partition('x')[0]}"] = accuracy["top1"]
     return found | {"miou": miou(trained.model, camvid)}
 

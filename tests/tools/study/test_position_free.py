@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.pictures import write_classes
 from tools.study import position_free
 from tools.study.pages import ROOT
 from vitrel import load, save
@@ -75,7 +76,9 @@ def test_without_the_class_token_patches_are_as_where_none_attends_to_it(positio
     torch.testing.assert_close(bare.forward_intermediates(images, [1], intermediates_only=True), masked)
 
 
-def test_a_linear_head_finds_what_colors_tell_and_leaves_out_pixels_without_a_class(tmp_path, monkeypatch):
+@pytest.fixture
+def scenes(tmp_path):
+    """Street scenes of two classes, told apart by color; a third of their pixels have none."""
     (tmp_path / "classes.txt").write_text("dark\nlight\n")
     for split, n in (("train", 10), ("val", 3)):
         for kind in ("images", "masks"):
@@ -84,11 +87,21 @@ def test_a_linear_head_finds_what_colors_tell_and_leaves_out_pixels_without_a_cl
             light = np.zeros((160, 208), np.uint8)
             light[:, 16 * (3 + number % 8) :] = 1
             Image.fromarray(light * 150 + 50).convert("RGB").save(tmp_path / f"images/{split}/{number}.png")
-            light[:32] = 255
+            light[:48] = 255
             Image.fromarray(light).save(tmp_path / f"masks/{split}/{number}.png")
+    return tmp_path
+
+
+def test_a_row_has_the_columns_of_the_file_and_a_linear_head_finds_what_colors_tell(scenes, tmp_path, monkeypatch):
+    for split, n in (("train", 8), ("val", 4)):
+        write_classes(tmp_path / "data" / split, ("dark", "light"), [f"{number}.png" for number in range(n)])
     monkeypatch.setattr(position_free, "SCENES", None)
+    monkeypatch.setattr(position_free, "IMAGES", 8)
+    monkeypatch.setattr(position_free, "PROBED", (None, None))
     model = ViT(32, 16, num_classes=2, embed_dim=16, depth=1, num_heads=2, position="none").eval()
-    assert position_free.miou(model, tmp_path) > 95  # the border between two patches is interpolated
+    found = position_free.measured(trained_model(model, "any", img_size=(160, 160)), tmp_path / "data", scenes)
+    assert [*found] == [*pd.read_csv(position_free.RESULTS).columns[4:-4]]
+    assert found["miou"] > 95  # the border between two patches is interpolated
 
 
 def test_a_row_has_the_columns_of_the_results(tmp_path, monkeypatch):
