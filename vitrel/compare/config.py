@@ -36,19 +36,19 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint that is evaluated."""
+        """Path of the checkpoint that is evaluated, the last one of the training."""
         return self.folder / "checkpoints" / "last.ckpt"
 
     @property
     def images(self) -> float:
-        """Training images of all epochs; infinite where the configuration does not say how many an epoch has."""
+        """Number of training images times epochs; infinite where the configuration does not give both."""
         epochs, images = self.training["trainer"]["max_epochs"], self.training["data"].get("n_train")
         return epochs * images if isinstance(epochs, int) and isinstance(images, int) else math.inf
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison on one data set.
+    """A comparison of several models on one data set, as `load_comparison` reads it.
 
     Args:
         name: title of the report.
@@ -75,7 +75,9 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
     they are trained on, or on evaluate.data.
 
     Args:
-        data: in place of that in the file; of several data sets only that of the same name is used.
+        path: the YAML file.
+        out: folder of the comparisons, which is not created.
+        data: in place of that in the file; if that lists several, only the one with the same last part of the path is used.
 
     Raises:
         FileNotFoundError: a missing file.
@@ -96,11 +98,13 @@ def load_comparison(path: Path, out: Path, data: str | None = None) -> list[Comp
 
 
 def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path) -> Comparison:
-    """Return the comparison of a configuration whose `data` is one data set.
+    """Return the comparison of a configuration whose `data` is one data set; ValueError for invalid settings.
 
     Args:
+        config: content of the file.
         several: the file has several data sets, so this one's name is part of the folder.
         path: the file, for errors.
+        out: folder in which that of the comparison is.
     """
     keys = [one.name for one in fields(Settings)]
     data, settings = config["data"], {**_section(config["evaluate"], (*keys, "data"), (), f"{path}, evaluate")}
@@ -150,7 +154,7 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
 
 
 def _section(section: Any, keys: Collection[str], needed: Collection[str], where: str) -> dict[str, Any]:
-    """Return a section of the file; ValueError where it is not a mapping, has unknown keys, or lacks one that is needed."""
+    """Return `section`; ValueError (naming `where`) if it is no mapping, has others than `keys`, or lacks one of `needed`."""
     if not isinstance(section, dict):
         raise ValueError(f"{where}: keys and values are expected ({', '.join(keys)}), got {section!r}")
     if unknown := [key for key in section if key not in keys]:
@@ -161,13 +165,13 @@ def _section(section: Any, keys: Collection[str], needed: Collection[str], where
 
 
 def _folder_name(value: Any, where: str) -> str:
-    """Return a name as text; ValueError where it cannot be that of a folder."""
+    """Return a text or number as text; ValueError, which begins with `where`, if no folder can have this name."""
     if not isinstance(value, str | int | float) or Path(str(value)).name != str(value) or value == "..":
         raise ValueError(f"{where}: a folder is named by it, so it is text without slashes, got {value!r}")
     return str(value)
 
 
 def merged(common: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `common` updated recursively with `update`."""
+    """Return a copy of `common` with the values of `update`; where both have a mapping, the two are merged in the same way."""
     in_both = (key for key in update if isinstance(common.get(key), Mapping) and isinstance(update[key], Mapping))
     return {**common, **update, **{key: merged(common[key], update[key]) for key in in_both}}

@@ -25,16 +25,17 @@ FREE = ("trainer.default_root_dir", "model.tuning.init_from")  # a moved folder 
 
 
 def train_all(runs: Mapping[Path, dict[str, Any]], jobs: int) -> None:
-    """Train every configuration in its folder, `jobs` at a time; interrupted runs are resumed.
+    """Train every configuration in its folder, `jobs` at a time; interrupted runs are resumed, and complete ones skipped.
 
-    With several jobs, each is a process with its share of the CPU's threads, and its output goes to <folder>/train.log.
+    What happens to each run is printed. One job runs in this process; of several jobs each is a process with a part of the
+    CPU's threads, whose output goes to <folder>/train.log, and all are ended if one fails.
 
     Args:
         runs: {folder: configuration of `vitrel train`}.
         jobs: number of runs at a time.
 
     Raises:
-        ValueError: a folder holds a run of another configuration (`begin`), or training ended early.
+        ValueError: a folder holds a run of another configuration (`begin`), or training failed or stopped early.
     """
     waiting: dict[Path, list[str]] = {}
     for number, (folder, config) in enumerate(runs.items(), 1):
@@ -72,17 +73,17 @@ def train_all(runs: Mapping[Path, dict[str, Any]], jobs: int) -> None:
 
 
 def _check_end(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError where a run stopped before its last epoch."""
+    """Raise ValueError where the run in `folder` has no checkpoint, or one from before the last epoch."""
     last, epochs = folder / "checkpoints" / "last.ckpt", config["trainer"]["max_epochs"]
     if not last.exists() or epochs_done(last) < epochs:
         raise ValueError(f"{folder}: training stopped before epoch {epochs}; run the same command again to resume")
 
 
 def begin(config: dict[str, Any], folder: Path) -> list[str]:
-    """Write <folder>/train.yaml, print the state of the run, and return the arguments of `vitrel train`, [] if it is done.
+    """Write <folder>/train.yaml, print the state of the run, and return the arguments of `vitrel train` to start or resume it.
 
-    A new run also writes the SHA-256 of the file that it is tuned from. ValueError where the folder holds a run of another
-    configuration, or one that started from other weights.
+    For a run that is complete nothing is written and [] is returned. A new run also writes init_from.sha256, the SHA-256 of the
+    weights that it starts from ("" for none). ValueError if the folder has a run of another configuration, or of other weights.
     """
     last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
     source, start = Path(config["model"].get("tuning", {}).get("init_from") or ""), folder / "init_from.sha256"
@@ -113,7 +114,7 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
 
 
 def epochs_done(checkpoint: Path) -> int:
-    """Return the number of epochs whose training was complete when a checkpoint was saved; ValueError for a damaged file."""
+    """Return the number of epochs that were complete when a checkpoint was saved; ValueError if it is not of `vitrel train`."""
     try:
         return int(read_file(checkpoint)["vitrel"]["epoch"])
     except (KeyError, TypeError) as error:

@@ -21,7 +21,10 @@ from vitrel.train.tuning import Tuning
 
 
 def trained_models(comparison: Comparison) -> list[TrainedModel]:
-    """Load every model to evaluate from the checkpoint of its run; ValueError where borrowed weights do not fit."""
+    """Load the model of every run from its checkpoint, in eval mode, in the order of the runs.
+
+    A run with `options` gets a model with these arguments and the checkpoint's weights; ValueError where they do not fit.
+    """
     models = []
     for run in comparison.runs:
         trained = load_checkpoint(run.checkpoint, run.label, run.seed)
@@ -34,15 +37,19 @@ def trained_models(comparison: Comparison) -> list[TrainedModel]:
 
 
 def evaluate(comparison: Comparison, how: Mapping[str, Any]) -> None:
-    """Evaluate all models in the comparison's folder, in this process or as one of several; `how`: see `at_sizes`."""
+    """Evaluate the trained models of all runs by `at_sizes`, which writes into the comparison's folder and prints.
+
+    `how` has arguments of `at_sizes`, which take precedence over those of the comparison.
+    """
     settings = {"out": comparison.folder, "title": comparison.name, **comparison.settings, **how}
     at_sizes(trained_models(comparison), comparison.evaluated, **settings)
 
 
 def untrained_models(comparison: Comparison) -> list[TrainedModel]:
-    """Build every model of the comparison's first seed as its training will; ValueError or OSError where that is not possible.
+    """Build each model of the comparison once, with its first seed, as training will, in eval mode and not trained.
 
-    A model that is tuned from another run is built without the weights of that run.
+    A model that is tuned from another run is built without the weights of that run. ValueError or OSError where a model cannot
+    be built.
     """
     models = []
     for run in {run.label: run for run in reversed(comparison.runs)}.values():
@@ -65,7 +72,10 @@ def untrained_models(comparison: Comparison) -> list[TrainedModel]:
 
 
 def _with_options(source: nn.Module, name: str, options: Mapping[str, Any], label: str) -> nn.Module:
-    """Build a model with other arguments than `source`, nested ones such as position_args too, and the same weights."""
+    """Build the model `name` with the arguments of `source`, changed by `options` also in nested ones, and its weights.
+
+    ValueError, which names `label`, where the weights do not fit.
+    """
     backbone = source.backbone if isinstance(source, Segmenter) else source
     try:
         model = timm.create_model(name, **merged(get_model_args(backbone), options))

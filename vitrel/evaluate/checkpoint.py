@@ -26,26 +26,26 @@ from vitrel.weights.saving import load, not_finite, read_checkpoint
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model with its preprocessing and classes.
+    """A trained model with its preprocessing and classes. Bytes in `name` and `label` that are not UTF-8 are escaped.
 
     Args:
-        name: timm name.
+        name: name of the architecture in timm's registry, or the name of its class.
         label: name in tables and plots.
         encoding: keys of its position encodings, see `encoding_of`.
-        img_size: training size (h, w) in pixels; of several, that for which the model was built, or the nearest.
+        img_size: training size (h, w) in pixels; of several, that for which the model was built, or the nearest to it.
         classes: names in the order of the outputs, () where unknown.
-        mean: of the preprocessing, as in `vitrel.data.Prepare`.
-        std: as in `vitrel.data.Prepare`.
-        crop_pct: as in `vitrel.data.Prepare`.
-        crop_mode: as in `vitrel.data.Prepare`.
-        interpolation: as in `vitrel.data.Prepare`.
+        mean: per channel, by which images are normalized, of values from 0 to 1.
+        std: as mean.
+        crop_pct: share of the sides of the resized image that the crop keeps.
+        crop_mode: "center", "squash" or "border", see `vitrel.data.Prepare`.
+        interpolation: "bicubic" or "bilinear", by which images are resized.
         seed: seed of training, None where unknown.
-        path: file of the weights.
-        outputs: {class of the data: index of the output}, None for the same order.
-        model_args: JSON of the arguments of `load_model`; "" for none, or a model whose file contains its arguments.
+        path: file of the weights; Path() for a model in memory.
+        outputs: {class of the data: index of the output}; None: `class_outputs` finds them by the classes' names or order.
+        model_args: JSON of the argument model_args of `load_model`; "" for none, or where the file contains them.
         task: what it predicts, one of `vitrel.tasks.TASKS`.
-        train_sizes: all training sizes, (h, w) in pixels, or budgets of patch tokens if it was trained at native shape; by
-            default img_size.
+        train_sizes: all training sizes, (h, w) in pixels; budgets of patch tokens if it was trained at native shape, which is
+            on images of their own aspect ratio. By default img_size.
     """
 
     model: nn.Module
@@ -74,16 +74,16 @@ class TrainedModel:
 
     @property
     def is_native(self) -> bool:
-        """Whether it was trained at native shape."""
+        """Whether it was trained at native shape: on images of their own aspect ratio, within a budget of patch tokens."""
         return isinstance(self.train_sizes[0], Budget)
 
     @property
     def train_pixels(self) -> tuple[Size, ...]:
-        """Its training sizes in pixels, `img_size` first; for a budget, the largest square of whole patches within it."""
+        """Its training sizes (h, w) in pixels, `img_size` first; of a token budget the largest square of whole patches."""
         return tuple(dict.fromkeys((self.img_size, *map(self.size_of, self.train_sizes))))
 
     def is_training(self, size: Size, budget: int | None = None) -> bool:
-        """Whether the model was trained at this size: in pixels, or at this budget of patch tokens if at native shape."""
+        """Return whether the model was trained at `size` (h, w) pixels; if at native shape, whether with this token budget."""
         return Budget(budget) in self.train_sizes if self.is_native and budget is not None else size in self.train_sizes
 
     @property
@@ -94,15 +94,18 @@ class TrainedModel:
         return None if patch_size is None else to_2tuple(patch_size)
 
     def size_of(self, size: Size | Budget) -> Size:
-        """Return (height, width) in pixels; for a token budget, the largest square of whole patches within it."""
+        """Return (height, width) in pixels; for a token budget, the largest square of whole patches within it.
+
+        ValueError for a budget if the model has no patches.
+        """
         return size if not isinstance(size, Budget) else native_size(1, 1, size.tokens, self._patch_for(str(size)))
 
     def budget_of(self, size: Size | Budget) -> int:
-        """Return the number of patch tokens of a token budget or of a size in pixels."""
+        """Return the number of patch tokens of a token budget or a size in pixels; ValueError for a size, but no patches."""
         return size.tokens if isinstance(size, Budget) else token_count(size, self._patch_for("the protocol native"))
 
     def _patch_for(self, what: str) -> Size:
-        """Return the patch size; ValueError, saying that `what` needs it, where the model has none."""
+        """Return the patch size (h, w) in pixels; where the model has none ValueError, which says that `what` needs it."""
         if self.patch is None:
             raise ValueError(
                 f"{what} counts patch tokens, but {self.label} has no patch embedding with a patch_size: give sizes in pixels "
@@ -127,7 +130,8 @@ def load_checkpoint(
         label: default the file's name without suffix for .safetensors; else the model's name, or for a generic one (vitrel_vit)
             that of the run's folder or the file.
         seed: default that of the checkpoint, None for .safetensors.
-        preprocessing, outputs: instead of the file's, see `trained_model`.
+        preprocessing: any of mean, std, crop_pct, crop_mode, interpolation, in place of those in the file.
+        outputs: {class of the data: index of the output}; None: `class_outputs` finds them by the classes' names or order.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -162,7 +166,10 @@ def load_checkpoint(
 
 
 def _label_of(name: str, path: Path) -> str:
-    """Return the model's name, or for a generic name (vitrel_vit) that of the run's folder or the file."""
+    """Return the default label of a checkpoint: the model's name.
+
+    For a generic name (vitrel_vit) it is that of the run's folder if the file is in its checkpoints/, else the file's stem.
+    """
     if name not in TRUNKS:
         return name
     return path.resolve().parent.parent.name if path.resolve().parent.name == "checkpoints" else path.stem
@@ -180,17 +187,17 @@ def load_model(
 
     Args:
         name: a model of timm's registry, or "local-dir:FOLDER" for a folder of timm's save_for_hf or vitrel export, which
-            contains the weights.
+            contains the weights; weights, pretrained and random are then ignored.
         weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's train.py
             (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
         pretrained: instead of a file, use timm's weights for the name, from its cache or the network.
         random: without either, random weights (seed 0).
         model_args: arguments of timm.create_model.
-        about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one.
+        about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one, unless in model_args.
 
     Raises:
-        ValueError: the name is unknown (the message lists similar ones), weights are missing, a folder is damaged, or weights
-            do not fit or contain NaN or objects other than tensors.
+        ValueError: the name is unknown (the message lists similar ones), none of weights, pretrained and random is given, a
+            folder is damaged, or weights do not fit or contain NaN or objects other than tensors.
         FileNotFoundError: a file or folder is missing.
     """
     default = {"img_size": about["img_size"]} if about.get("img_size") else {}
@@ -231,16 +238,16 @@ def trained_model(
 
     Args:
         model: any model with `num_classes` that maps normalized images [B, 3, h, w] to logits.
-        name: timm name; by default that in its cfg, or its class.
+        name: name of the architecture in timm's registry; by default that in its `pretrained_cfg`, or its class.
         label: name in tables and plots; by default `name`.
         img_size: training size (h, w) in pixels; by default that the model was built for.
         preprocessing: any of mean, std, crop_pct, crop_mode, interpolation.
-        outputs: {class of the data: index of the output}; None for the same order.
+        outputs: {class of the data: index of the output}; None: `class_outputs` finds them by the classes' names or order.
         path: file of the weights, for messages.
-        task: by default "segmentation" for a `Segmenter`, else that of the run it comes from, or "classification".
+        task: by default "segmentation" for a `Segmenter`, else the attribute `task` of the model, or "classification".
 
     Raises:
-        ValueError: the model has no `num_classes`.
+        ValueError: the model has no `num_classes`, or mean or std is not valid.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
@@ -262,7 +269,10 @@ def trained_model(
 
 
 def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return preprocessing with mean and std as tuples and crop_pct as a float; ValueError for a wrong mean or std."""
+    """Return `given` with mean and std as tuples, crop_pct as a float and the others as text.
+
+    ValueError unless mean and std have three numbers, and those of std are above 0.
+    """
     types = {"mean": tuple, "std": tuple, "crop_pct": float}
     known = {name: types.get(name, str)(value) for name, value in given.items()}
     for name in {"mean", "std"} & known.keys():
@@ -272,7 +282,9 @@ def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encoding_of(model: nn.Module) -> str:
-    """Return the keys of a model's position encodings joined by '+'; "none" without any, "timm" for another library's model."""
+    """Return the keys of a model's position encodings (as in `POSITIONS`) joined by "+"; "none" without any, "timm" for another
+    library's model.
+    """
     backbone = backbone_of(model)
     if backbone is None:
         return "timm"
@@ -285,7 +297,8 @@ def read_class_indices(path: str | Path) -> dict[str, int]:
     """Read {class: output index} from a text file with a class name (as in the data), a tab and an index on every line.
 
     Further columns are ignored, and a first line of columns without an index is a heading. A name without blanks may be
-    followed by a blank instead of a tab. FileNotFoundError, or ValueError naming an invalid line.
+    followed by a blank instead of a tab. FileNotFoundError; ValueError for an invalid line, which it names, a class with two
+    indices, or a file without a class.
     """
     indices: dict[str, int] = {}
     # surrogateescape: Python decodes folder names that are not UTF-8 in the same way
@@ -304,7 +317,10 @@ def read_class_indices(path: str | Path) -> dict[str, int]:
 
 
 def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
-    """Return the model with all of the file's weights, and as many outputs as the file's classifier."""
+    """Build the model `name` with `arguments` and as many outputs as the file's classifier has, and load all of its weights.
+
+    ValueError where they do not fit.
+    """
     try:
         if name.startswith("vitrel_"):
             model, plan = model_for(name, arguments, read_file(weights))

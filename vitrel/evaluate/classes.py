@@ -14,8 +14,8 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
     """Return the index of the model's output for each class of the data, in the data's order.
 
     They are `trained.outputs` where it is given. A model that knows its classes has to know all classes of the data, by name,
-    and may know more. For others: an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
-    classes' own order, with as many outputs as classes, and a warning if timm's readers would sort the classes otherwise.
+    and may know more. For other models: the outputs of an ImageNet head if the classes are named by WordNet IDs (n01440764);
+    else 0, 1, 2, ..., which needs as many outputs as classes, and warns if timm's readers would sort the classes otherwise.
     ValueError where classes and outputs do not match; `data` names the data in messages.
     """
     count = trained.model.num_classes
@@ -54,7 +54,10 @@ def output_names(trained: TrainedModel) -> list[str]:
 
 
 def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for any other."""
+    """Return the output of each class in an ImageNet head of `count` outputs.
+
+    None where no ImageNet head of timm has `count` outputs, or a class is not one of its WordNet IDs.
+    """
     subset = infer_imagenet_subset({"num_classes": count})
     if subset is None or not all(re.fullmatch(r"n\d{8}", name) for name in classes):
         return None
@@ -63,7 +66,10 @@ def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _by_name(trained: TrainedModel, classes: Sequence[str], data: str) -> tuple[int, ...]:
-    """Return the outputs of classes by the names that the model has; ValueError where it lacks one, or has one twice."""
+    """Return the model's output of each class of the data, by its name.
+
+    ValueError where the model lacks a name, or where it has one twice and its classes are not those of the data in their order.
+    """
     if list(trained.classes) == list(classes):
         return tuple(range(len(classes)))
     index = {name: i for i, name in enumerate(trained.classes)}

@@ -90,7 +90,9 @@ COLUMNS = {
 
 
 class Folder:
-    """The rows of an evaluation, and the results of their images by the rows' "key".
+    """The rows of an evaluation (`rows`), and the results of all images, {key of the row: Kept} (`kept`), also as files.
+
+    It reads what is in the folder, cuts off a last line that is not whole, and writes settings.json.
 
     Args:
         path: the folder, which is created; None keeps everything in memory alone.
@@ -122,7 +124,10 @@ class Folder:
         self.write_settings()
 
     def _continue(self, there: Mapping[str, Any]) -> None:
-        """Merge the settings `there` in the folder into these; ValueError where they differ in what rows depend on."""
+        """Add models, commands and bad images of `there`, the settings in the folder, to `self.settings`.
+
+        ValueError where the two differ in "same", or in the settings of a model that both have.
+        """
         differ = [_differs(name, there["same"].get(name), now) for name, now in self.settings["same"].items()]
         for name, now in self.settings["models"].items():
             then = there["models"].get(name, now)
@@ -135,10 +140,14 @@ class Folder:
         self.settings["bad_images"] = there["bad_images"]
 
     def add(self, row: Row, kept: Kept, bad: Iterable[str] = ()) -> None:
-        """Add the row of a trial and the results of its images, and write both to disk; NaN becomes None.
+        """Add a row and the results of its images, and write both to disk if there is a folder.
+
+        NaN and infinity in the row become None, and of the results only the arrays of `Task.stored` are kept.
 
         Args:
-            bad: names of images that could not be read.
+            row: with its "key" and "task".
+            kept: results of its images.
+            bad: names of images that could not be read, which are added to the settings.
         """
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         row, task = json.loads(json.dumps(row)), task_named(row["task"])
@@ -161,13 +170,13 @@ class Folder:
             os.fsync(file.fileno())
 
     def write_settings(self) -> None:
-        """Write settings.json."""
+        """Write settings.json; without a folder nothing."""
         if self.path is not None:
             with atomic_write(self.path / SETTINGS) as part:
                 part.write_text(json.dumps(self.settings, indent=1), "utf-8")
 
     def write_table(self, rows: Sequence[Row]) -> None:
-        """Write results.csv from rows with all columns, and join the results of the images in images.npz."""
+        """Write results.csv from `rows`, and images.npz from all results, which replaces images/; without a folder nothing."""
         if self.path is None:
             return
         with atomic_write(self.path / TABLE) as part:
@@ -178,24 +187,27 @@ class Folder:
             shutil.rmtree(self.path / "images")
 
     def frame(self, rows: Sequence[Row]) -> "pd.DataFrame":
-        """Return rows as a table with the columns of their task."""
+        """Return rows as a table with the columns `columns_of` the first row's task; no rows give a table without lines."""
         return pd.DataFrame(rows, columns=columns_of(rows[0]["task"] if rows else TASKS[0]))
 
     @property
     def scores(self) -> dict[str, np.ndarray]:
-        """The contribution of every image to a row's metric, float64 [n], by key; NaN where it could not be read."""
+        """{key of the row: `Task.scores` of its images for the task's metric, [n]}; NaN where an image could not be read."""
         tasks = {row["key"]: task_named(row["task"]) for row in self.rows}
         return {key: task.scores(self.kept[key], task.metric) for key, task in tasks.items()}
 
     @property
     def by_class(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """`Task.by_class` of every row, by key."""
+        """{key of the row: `Task.by_class`, what of each class there is and is right}."""
         count = len(self.settings["classes"])
         return {row["key"]: task_named(row["task"]).by_class(self.kept[row["key"]], count) for row in self.rows}
 
 
 def read_folder(path: str | Path) -> Folder:
-    """Return the evaluation in a folder, to look at; ValueError where there is none, or its files are damaged or edited."""
+    """Read the evaluation in a folder into memory: what is done with the result changes no file.
+
+    ValueError where there is no evaluation, or its files are damaged or were edited.
+    """
     found = Folder(None, read_settings(Path(path)))
     found.rows, _ = read_rows(Path(path))
     found.kept = read_kept(Path(path), [row["key"] for row in found.rows])
@@ -203,7 +215,7 @@ def read_folder(path: str | Path) -> Folder:
 
 
 def columns_of(task: str) -> list[str]:
-    """Return the columns of results.csv for a task: COLUMNS without those of other tasks."""
+    """Return the names of the columns of results.csv for the task of this name: COLUMNS without those of other tasks alone."""
 
     def own(name: str) -> set[str]:
         return {*task_named(name).columns, *(f"{task_named(name).metric}{end}" for end in ("_low", "_high"))}
@@ -213,7 +225,7 @@ def columns_of(task: str) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove the evaluation in a folder; what else is there stays."""
+    """Delete all files of an evaluation in a folder, also its report and plots/; what else is there stays."""
     for name in (ROWS, IMAGES, TABLE, *PAGES, "images", SETTINGS):  # rows first: without them the others count for nothing
         place = path / name
         if place.is_dir():
@@ -223,9 +235,9 @@ def remove(path: Path) -> None:
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:
-    """Return the rows of a folder, and the length of their lines in bytes: a last line that is not whole does not count.
+    """Return the rows in the rows.jsonl of a folder, and the length of their lines in bytes; ([], 0) without the file.
 
-    ValueError for a line that was edited or damaged.
+    A last line without an end does not count. ValueError for a line that was edited or damaged, or a row that is there twice.
     """
     rows, end, file = list[Row](), 0, path / ROWS
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.exists() else (), 1):
@@ -249,7 +261,7 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a folder; ValueError where the file is missing or damaged."""
+    """Return the content of the settings.json of a folder; ValueError where the file is missing or damaged."""
     try:
         found = json.loads((path / SETTINGS).read_text("utf-8"))
         if {"same", "models", "command", "bad_images"} <= found.keys():
@@ -260,7 +272,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_kept(path: Path, keys: Sequence[str]) -> dict[str, Kept]:
-    """Return the results of the images of every row, by key; ValueError where they are missing or damaged."""
+    """Read the results of all images from the images.npz and images/ of a folder.
+
+    Return {key: Kept} of the rows `keys`; ValueError where a file is damaged, or has no results of a row.
+    """
     found: dict[str, dict[str, np.ndarray]] = {}
     for place in (path / IMAGES, *sorted((path / "images").glob("*.npz"))):
         if not place.exists():
@@ -279,7 +294,7 @@ def read_kept(path: Path, keys: Sequence[str]) -> dict[str, Kept]:
 
 
 def _members(kept: Mapping[str, Kept]) -> dict[str, np.ndarray]:
-    """Return {"KEY/NAME": array} for images.npz, counts in the smallest integer type that holds them."""
+    """Return {"KEY/NAME": array} for images.npz, of {key of the row: results}; int arrays in the smallest unsigned type."""
     return {
         f"{key}/{name}": np.asarray(values, np.min_scalar_type(values.max(initial=0))) if values.dtype.kind == "i" else values
         for key, (arrays, seen) in kept.items()
@@ -288,7 +303,7 @@ def _members(kept: Mapping[str, Kept]) -> dict[str, np.ndarray]:
 
 
 def _place(path: Path, key: str) -> Path:
-    """Return the path of a row's file in images/."""
+    """Return the path of the file for the row `key` in the images/ of the folder `path`."""
     return path / "images" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
 
 
@@ -297,7 +312,7 @@ def _crc(row: Row) -> str:
 
 
 def _differs(name: str, then: Any, now: Any) -> str:
-    """Return the difference of a setting in words, "" for none."""
+    """Return in words how the setting `name` differs from before (`then`) to `now`; "" if it does not."""
     if then == now:
         return ""
     if name == "images":

@@ -49,17 +49,19 @@ def frozen_rows(
     val_images: int | None = None,
     batch_size: int = 32,
 ) -> Iterator[Row]:
-    """Yield a row for each size and method as soon as it is measured: top-1 in percent, with its 95 % interval over images.
+    """Yield a row for each size and method ("k-NN", "linear") on frozen features, as soon as it is measured.
+
+    A row has label, size, method, top1 in percent with low and high, its 95 % interval over images, images and train_images.
 
     Args:
         trained: the model with its preprocessing, on the CPU; it is not changed.
-        data: as `create_dataset` takes it, with images for training and evaluation.
+        data: name or folder as `create_dataset` takes it, with images for training and evaluation.
         sizes: (h, w) in pixels.
-        train_images, val_images: numbers of images, drawn with a fixed seed; None: all.
-        batch_size: of a forward pass.
+        train_images, val_images: numbers of images, sampled with a fixed seed; None: all.
+        batch_size: number of images in a forward pass.
 
     Raises:
-        ValueError: the data, a size that the model does not take, or a model of another task than classification.
+        ValueError: the data cannot be read, the model does not take a size, or its task is not classification.
     """
     check_task(trained)
     view = scale(trained, trained.img_size)
@@ -90,7 +92,15 @@ def check_task(trained: TrainedModel) -> None:
 
 
 def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:
-    """Return features [n, C] before the classifier of all images, and their labels [n]."""
+    """Return the features [n, C] of all images before the classifier, and their labels [n], on the CPU.
+
+    The forward passes are on the model's device; afterwards the model is on the CPU.
+
+    Args:
+        trained: the model.
+        images: the data.
+        view: size and preprocessing of the images.
+    """
     device = next(trained.model.parameters()).device
     with evaluating(trained.model), AtSizes(trained.model, "none", device) as at:
         runner = Runner(Pooled(at(view.size)), device, images.batch_size)
@@ -103,7 +113,10 @@ def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tens
 def knn(
     bank: Tensor, known: Tensor, queries: Tensor, classes: int, k: int = NEIGHBORS, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return votes [n, classes] on `queries` [n, C] of the k nearest rows of `bank` [m, C] with classes `known` [m]."""
+    """Return votes [n, classes] on `queries` [n, C] of the k nearest rows of `bank` [m, C] with classes `known` [m].
+
+    Nearest is by cosine, and the vote of a row for its class is exp(cosine / temperature).
+    """
     cosine, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).mT).topk(min(k, len(bank)), 1)
     return torch.zeros(len(queries), classes).scatter_add_(1, known[nearest], (cosine / temperature).exp())
 
@@ -111,7 +124,8 @@ def knn(
 def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> Tensor:
     """Return logits [n, classes] of `queries` [n, C] by logistic regression on `bank` [m, C] with classes `known` [m].
 
-    Rows of class -100 are left out.
+    Features are standardized as those of `bank`. The weight decay is that of DECAYS with the highest accuracy on every fifth
+    row of `bank`, when fitted to the others. Rows of class -100 add nothing to the loss.
     """
     mean, spread = bank.mean(0), bank.std(0, correction=0).clamp(min=1e-6)
     bank, queries = (bank - mean) / spread, (queries - mean) / spread
@@ -127,7 +141,7 @@ def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> 
 
 
 def _logits(bank: Tensor, known: Tensor, queries: Tensor, classes: int, decay: float) -> Tensor:
-    """Return logits [n, classes] of `queries` from a linear layer that is fitted to `bank`.
+    """Return logits [n, classes] of `queries` [n, C] from a linear layer fitted to `bank` [m, C] with classes `known` [m].
 
     It minimizes cross-entropy + decay / 2 times the mean over classes of the squared length of the weights of a class.
     """

@@ -41,14 +41,14 @@ class View(NamedTuple):
 
     Args:
         size: (h, w) in pixels.
-        mode: "scale", "canvas" or "native", the protocol of `vitrel.data.Prepare`, which has the next six arguments too.
-        crop_pct: share of the resized image that the crop keeps.
+        mode: "scale", "canvas" or "native", the protocol of `vitrel.data.Prepare`, which explains the next six arguments too.
+        crop_pct: share of the sides of the resized image that the crop keeps.
         crop_mode: "center", "squash" or "border".
         base_size: training size (h, w) in pixels.
-        mean: per channel.
-        std: per channel.
+        mean: per channel, for normalization.
+        std: per channel, for normalization.
         interpolation: "bicubic" or "bilinear".
-        task: of the targets that come with the images.
+        task: name of the task, on which depends whether images come with labels or masks.
         budget: maximum number of patch tokens of an image, which keeps its aspect ratio; None: all images have `size`.
         patch: (h, w) of a patch in pixels, with a budget.
         window: (h, w) in pixels of the windows in which a model sees an image, None: as a whole.
@@ -76,18 +76,19 @@ class View(NamedTuple):
 
     @property
     def of_files(self) -> "View":
-        """The view without window and translation, which are applied to batches and need no other images."""
+        """This view without window and translation, which are applied after loading: views equal in it load the same images."""
         return self._replace(window=None, translation=0)
 
     def shape_of(self, file: Size) -> Size:
-        """Return the size (h, w) that the model gets of an image of size `file`, in pixels."""
+        """Return the size (h, w) in pixels at which the model gets an image whose file has `file` (h, w) pixels."""
         return self.size if self.budget is None or self.patch is None else native_size(*file, self.budget, self.patch)
 
 
 def scale(trained: TrainedModel, size: Size | Budget) -> View:
     """Return the view of the protocol scale: the same field of view at every size, so objects grow with the image.
 
-    An image with a mask is not cropped, but resized as a whole to the size, whatever its aspect ratio.
+    A token budget stands for the largest square within it. An image with a mask is not cropped, but resized as a whole to the
+    size, whatever its aspect ratio.
     """
     how = trained.size_of(size), "scale", trained.crop_pct, trained.crop_mode, trained.img_size
     whole = View(*how, trained.mean, trained.std, trained.interpolation, trained.task)
@@ -97,21 +98,25 @@ def scale(trained: TrainedModel, size: Size | Budget) -> View:
 def canvas(trained: TrainedModel, size: Size | Budget) -> View:
     """Return the view of the protocol canvas: objects keep their size in pixels.
 
-    A larger image shows more content or padding, a smaller one a center crop.
+    A size above the training size shows more content or padding, one below it a center crop. A token budget stands for the
+    largest square within it.
     """
     return scale(trained, size)._replace(mode="canvas")
 
 
 def native(trained: TrainedModel, size: Size | Budget) -> View:
-    """Return the view of the protocol native: the whole image at its own aspect ratio, with at most the tokens of the size."""
+    """Return the view of the protocol native: the whole image at its own aspect ratio.
+
+    It has at most as many patch tokens as `size`. ValueError for a model without patches.
+    """
     whole = scale(trained, size)._replace(mode="native", crop_pct=1.0, crop_mode="center")
     return whole._replace(budget=trained.budget_of(size), patch=trained.patch)
 
 
 def sliding(trained: TrainedModel, size: Size | Budget) -> View:
-    """Return the view of the protocol sliding: that of canvas, in half overlapping windows of the training size.
+    """Return the view of the protocol sliding: images as of `canvas`, which the model sees in windows of its training size.
 
-    ValueError for another task than segmentation.
+    The windows overlap by half. ValueError for another task than segmentation.
     """
     if not task_named(trained.task).dense:
         raise ValueError("the sliding protocol joins the outputs of windows pixel by pixel: it is for segmentation")
@@ -124,13 +129,13 @@ PROTOCOLS: dict[str, Callable[[TrainedModel, Size | Budget], View]] = {
 
 
 class Images:
-    """The images of an evaluation in any view, with a cache of the last view, which trials share.
+    """The images of an evaluation, prepared for any `View`; those of the last view stay in memory for the next model.
 
-    Images that exceed CACHE_BYTES together are decoded again for each trial. When memory runs out while a batch is loaded,
+    Images that exceed CACHE_BYTES together are decoded again for each model. When memory runs out while a batch is loaded,
     `batch_size` is halved until the view changes, and nothing is cached.
 
     Attributes:
-        classes: names by label; None where the data set has none.
+        classes: names of the classes in the order of labels; None where the data set has none.
         names: of the images, relative to the data folder, in its order; numbers where the data set has none.
         total: number of images that the data have, of which `n` may choose some.
         source: name of the data.
@@ -138,16 +143,16 @@ class Images:
     Args:
         data: a name or folder that `create_dataset` takes, a data set of (uint8 [3, h, w] or PIL image, label or mask), or the
             images of a reader.
-        view: any view, to open the data with.
+        view: any view, with which the data are opened.
         split: of a folder's images, "val" or "train".
-        n: number of images, drawn with `seed`; None: all.
+        n: number of images, sampled with `seed`; None: all.
         seed: of generated or sampled images.
         batch_size: number of images in a batch.
-        workers: processes that decode images.
-        reading: of files.
+        workers: number of processes that decode images, 0 for none but this one.
+        reading: how files are read: what happens at unreadable images, which share is for evaluation.
 
     Raises:
-        ValueError, OSError: the data cannot be read.
+        ValueError, OSError: the data cannot be read, or worker processes cannot be started.
     """
 
     def __init__(
@@ -180,9 +185,10 @@ class Images:
         return len(self.names)
 
     def dataset(self, view: View) -> Dataset:
-        """Return the data set of a view; items are (normalized float32 [3, H, W], target), with a budget indexed by a `Draw`.
+        """Return the data set of a view, with items (normalized float32 [3, H, W], target).
 
-        With another view than in the call before, the cache is emptied.
+        An item of a view with a token budget is taken by a `Draw`, index and size. With another view than in the call before,
+        the cache is emptied and `batch_size` is again that of the start.
         """
         if self._view != (view := view.of_files):
             self._view, self._dataset, self._decoded = view, self._opened(view), None
@@ -200,7 +206,7 @@ class Images:
         return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
 
     def check(self, views: Iterable[View]) -> None:
-        """Raise ValueError where generated images cannot be drawn in one of the views; files are resized to any."""
+        """Raise ValueError if the data are generated images that cannot be made in one of the views; others always can."""
         for view in views if self.source in SHAPES else ():
             try:
                 self.dataset(view)
@@ -217,12 +223,15 @@ class Images:
         return hashlib.sha256(json.dumps((self.source, self.seed, len(self), self.classes)).encode()).hexdigest()
 
     def batches(self, view: View, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield batches of this process's images, in the order of `order`; all images of a batch have one size."""
+        """Yield batches (pixels [B, 3, H, W], targets) of the images rank, rank + world, ..., in the order of `order`.
+
+        The images of a batch have one size. The target of an image that could not be read is None.
+        """
         for pixels, targets in self._read(view.of_files, rank, world):
             yield moved(pixels, view.translation), targets
 
     def _read(self, view: View, rank: int, world: int) -> Iterator[Batch]:
-        """Yield the batches of `batches`, not moved, from the cache or decoded."""
+        """Yield the batches of `batches` without translation, from the cache, or decoded and then cached if memory suffices."""
         self.dataset(view)  # may empty the cache
         if self._decoded is not None:
             yield from self._decoded
@@ -241,20 +250,23 @@ class Images:
             self._decoded = read
 
     def batch_of(self, view: View) -> int:
-        """Return the number of images in a batch; with masks, whose logits are as large as images, at most MASK_PIXELS."""
+        """Return the number of images in a batch: `batch_size`, but with masks at most MASK_PIXELS / (pixels of an image)."""
         return min(self.batch_size, max(1, MASK_PIXELS // math.prod(view.size))) if view.masks else self.batch_size
 
     def order(self, view: View, rank: int = 0, world: int = 1) -> list[int]:
-        """Return the indices of this process's images, every world-th, in the order of `batches`."""
+        """Return the indices of the images rank, rank + world, ..., in the order of `batches`: with a token budget, by size."""
         groups = self._groups(view, rank, world)
         return [item.index if isinstance(item, Draw) else item for group in groups for item in group]
 
     def shapes(self, view: View) -> Counter[Size]:
-        """Count all images by the size (h, w) in pixels that the model gets; files with unreadable headers count as square."""
+        """Return {size (h, w) in pixels that the model gets: number of images}, of all images.
+
+        Files with unreadable headers count as square.
+        """
         return Counter({view.size: len(self)} if view.budget is None else map(view.shape_of, self._sizes(view)))
 
     def _sizes(self, view: View) -> list[Size]:
-        """Return the size (h, w) of every file in pixels, read once, because all views have the same images."""
+        """Return the size (h, w) of every file in pixels, (1, 1) for generated images; only the first call reads them."""
         if not self._file_sizes:
             dataset = self.dataset(view)
             generated = not hasattr(dataset, "image_sizes")
@@ -263,7 +275,7 @@ class Images:
         return self._file_sizes
 
     def _groups(self, view: View, rank: int, world: int) -> list[Sequence[int | Draw]]:
-        """Return the images of this process, grouped by the size that the model gets."""
+        """Return the images rank, rank + world, ..., grouped by their size in the model: indices, or `Draw`s with a budget."""
         share = range(rank, len(self), world)
         if view.budget is None:
             return [share]
@@ -274,7 +286,10 @@ class Images:
         return [groups[size] for size in sorted(groups)]
 
     def _loaded(self, view: View, groups: Sequence[Sequence[int | Draw]], read: list[Batch]) -> Iterator[Batch]:
-        """Yield batches of images of one group each; if memory runs out, `read` is emptied and further batches are smaller."""
+        """Yield batches of images of one group each, decoded.
+
+        If memory runs out, `read` is emptied, `self.batch_size` is halved, and the images that are left follow.
+        """
         dataset, done = self.dataset(view), 0
         collate = partial(_batch, view=view, drawn=_is_drawn(dataset))
         while True:
@@ -309,7 +324,7 @@ class Images:
 
 
 def _batch(items: Sequence[tuple[Tensor, Any]], view: View, drawn: bool) -> Batch:
-    """Return items of a data set as a batch; `drawn` is that of `_is_drawn`."""
+    """Return items (image, target) of a data set as a batch (pixels [B, 3, H, W], targets), for arguments as in `_target`."""
     images = torch.stack([image for image, _ in items])
     return images, [_target(image, target, view, drawn) for image, target in items]
 
@@ -317,7 +332,7 @@ def _batch(items: Sequence[tuple[Tensor, Any]], view: View, drawn: bool) -> Batc
 def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
     """Return the target of an image, a mask as `Mask`; None where the image could not be read.
 
-    Its label is then below 0, or its mask has no class and all pixels are 0.
+    An image that could not be read has a label below 0, or a mask without any class and only pixels of 0.
 
     Args:
         image: [3, H, W] as the model gets it.
@@ -337,15 +352,15 @@ def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
 
 
 def _is_drawn(dataset: Dataset) -> bool:
-    """Return whether a data set draws images and masks for the size, so a mask has the resolution of the model's input."""
+    """Return whether a data set generates images and masks at the size of the model's input, so a mask has its resolution."""
     return not isinstance(dataset, ImageSet | PreparedImages)
 
 
 def place_of(size: Sequence[int], view: View) -> tuple[float, float, float, float]:
-    """Return where an input of `size` (h, w) shows the whole image: (top, left, height, width) in pixels of the input.
+    """Return where in an input of `size` (h, w) the whole image lies: (top, left, height, width) in pixels of the input.
 
-    All of the input but on a canvas, where the image has the training size; it is then in the middle of a larger input, and a
-    smaller one shows its middle.
+    It fills the input, but not in the canvas protocol, where the image has the training size: it is then in the middle of a
+    larger input, and a smaller input shows its middle (top and left are negative).
     """
     if view.mode != "canvas":
         return 0, 0, size[0], size[1]
@@ -356,7 +371,7 @@ def place_of(size: Sequence[int], view: View) -> tuple[float, float, float, floa
 
 
 def moved(pixels: Tensor, by: int) -> Tensor:
-    """Move images [B, C, H, W] by `by` pixels down and right; the upper and left edge pixels are repeated."""
+    """Return images [B, C, H, W] with the content moved `by` pixels down and right; upper and left edge pixels are repeated."""
     if not by:
         return pixels
     height, width = pixels.shape[-2:]
@@ -366,7 +381,7 @@ def moved(pixels: Tensor, by: int) -> Tensor:
 
 @contextmanager
 def _how_to_go_on() -> Iterator[None]:
-    """Context that adds to the error of an unreadable image how to evaluate without it."""
+    """Context manager that adds to a `BadImage` error, of an unreadable image, a note on how to evaluate without the image."""
     try:
         yield
     except BadImage as error:
@@ -375,7 +390,7 @@ def _how_to_go_on() -> Iterator[None]:
 
 
 def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[Sequence[int | Draw]]:
-    """Return the images from number `start` on in batches of at most `size`, each of images of one group."""
+    """Return batches of at most `size` images, each of one group, without the first `start` images of all groups."""
     batches = []
     for group in groups:
         batches += [group[first : first + size] for first in range(start, len(group), size)]
@@ -386,8 +401,8 @@ def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> l
 class PreparedImages(Dataset):
     """A user's data set of (uint8 [3, h, w] or PIL image, label or mask [h, w]) with the preprocessing of an evaluation.
 
-    Masks keep their own resolution. It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and
-    are (normalized float32 [3, H, W], label).
+    Masks keep their own resolution. It has all images, or n of them sampled with `seed`. Items are taken by an int or a `Draw`,
+    and are (normalized float32 [3, H, W], label or mask).
     """
 
     def __init__(self, images: Dataset, prepare: Prepare, n: int | None, seed: int) -> None:
@@ -408,7 +423,7 @@ class PreparedImages(Dataset):
         return [(image.shape[-2], image.shape[-1]) for image, _ in map(self._image, range(len(self)))]
 
     def _image(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 image [3, h, w], target) of the user's data set."""
+        """Return (uint8 image [3, h, w], target) of the user's data set; ValueError for images of another type."""
         image, label = self.images[self.chosen[index]]
         if isinstance(image, Image.Image):
             image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

@@ -38,7 +38,10 @@ class Kept(NamedTuple):
 
 
 class Losses(Protocol):
-    """The settings of `vitrel.train.Objective` that a task reads; a protocol, since tasks do not import the training."""
+    """The settings of the training loss that a task reads, those of `vitrel.train.Objective`, which explains them.
+
+    It is a protocol, since tasks do not import the training.
+    """
 
     loss: str
     bce_target_thresh: float | None
@@ -50,7 +53,10 @@ class Losses(Protocol):
 
 
 class ImageMean(Metric):
-    """Mean over images of a value of each; images that do not count get weight 0, since to select them would wait for a GPU."""
+    """Metric: mean over images of one value of each, NaN without any.
+
+    Images that do not count get weight 0, since to select them would wait for a GPU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,11 +83,11 @@ class Learning(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of a batch, a scalar."""
+        """Return the training loss of a batch, a scalar, for the logits [B, K, ...] of the model and the batch's targets."""
 
     @abstractmethod
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return for each image whether its label is predicted, or the share of its labels or pixels that is, [B]."""
+        """Return for each image the share that is predicted correctly, [B], 0 to 1: of its one label, its labels or pixels."""
 
     @abstractmethod
     def update(self, logits: Tensor, target: Any) -> None:
@@ -117,19 +123,19 @@ class Task(ABC):
     stored: ClassVar[tuple[str, ...]]
 
     def head_classes(self, num_classes: int) -> int:
-        """Return the number of outputs of the backbone's own classifier: 0 where the task has another head."""
+        """Return the number of outputs of the backbone's classifier: `num_classes`, or 0 where the task has another head."""
         return num_classes
 
     def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
-        """Return the model that is trained: the backbone, with a head on it where the task has one of its own."""
+        """Return the model that is trained: the backbone itself, or where the task has its own heads with that named `head`."""
         return backbone
 
     @abstractmethod
     def learning(self, num_classes: int, objective: Losses, label_smoothing: float) -> Learning:
-        """Return loss and metrics for training; ValueError for settings that the task does not have."""
+        """Return loss and metrics for training; ValueError for settings of `objective` that are of other tasks alone."""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each class, float64, of logits [B, K, ...]; FloatingPointError as of `keep`."""
+        """Return the probability of each class, float64 [B, K, ...], of logits; FloatingPointError if one is not finite."""
         return finite(logits.double()).softmax(1)
 
     @abstractmethod
@@ -144,15 +150,24 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, kept: Kept) -> Row:
-        """Return the values of `columns`, and the metric of `chance` as majority, in percent."""
+        """Return {column: value} of `columns` over all images, and of "majority", the metric of `chance` in percent.
+
+        ValueError where no label or pixel can be scored.
+        """
 
     @abstractmethod
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """Return a score of each image, [n], whose mean times 100 is the metric; NaN for images that could not be read."""
+        """Return a score of each image, [n]: the mean over images that were read, times 100, is the column `metric`.
+
+        It is NaN for images that could not be read.
+        """
 
     @abstractmethod
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (whole, right), [n, classes] or [classes] each: the score of a class is the sum of right by that of whole."""
+        """Return (whole, right), [n, classes] each, or [classes], their sums over images.
+
+        The score of a class is the sum of right over images, divided by that of whole.
+        """
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -164,7 +179,7 @@ def finite(logits: Tensor) -> Tensor:
 
 @cache
 def task_named(name: str) -> Task:
-    """Return the task of this name; ValueError for an unknown one."""
+    """Return the `Task` of this name, always the same object; ValueError for a name that is not in TASKS."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: choose from {', '.join(TASKS)}")
     return import_module(f"vitrel.tasks.{name}").TASK

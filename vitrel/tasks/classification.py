@@ -15,7 +15,10 @@ ECE_BINS = 15
 
 
 class LearningClasses(Learning):
-    """Loss and metrics of classification: the loss of the objective, top-1, and with more than 5 classes top-5."""
+    """Loss and metrics of classification: the loss of the objective, top-1, and with more than 5 classes top-5.
+
+    ValueError for a Dice loss or class weights, which are of segmentation.
+    """
 
     def __init__(self, num_classes: int, objective: Losses, label_smoothing: float) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class LearningClasses(Learning):
         return self.criterion(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return for each image whether the label has the highest logit, as 0 or 1, [B]."""
+        """Return 1 for each image whose label (of mixed ones that of the largest share) has the highest logit, else 0, [B]."""
         hard = target if target.ndim == 1 else target.argmax(-1)  # with mixed labels, the one with the larger share counts
         return (logits.argmax(-1) == hard).float()
 
@@ -82,7 +85,10 @@ class Classification(Task):
         }
 
     def score(self, kept: Kept) -> Row:
-        """Return the columns: with fewer than 5 classes top-5 is 100 %, as in timm; ece is that of arXiv 1706.04599, eq. 3."""
+        """Return the values of `columns`, and as majority the share of the most frequent label, percent.
+
+        With 5 classes or fewer top5 is 100, as in timm. ece is that of arXiv 1706.04599, eq. 3.
+        """
         of, n = kept.of_seen(), int(kept.seen.sum())
         top1, top5 = 100 * int(of["right"].sum()) / n, 100 * int(of["top5"].sum()) / n
         bins = np.ceil(of["confidence"] * ECE_BINS).astype(int) - 1  # (0, 1/15], (1/15, 2/15], ...
@@ -99,7 +105,7 @@ class Classification(Task):
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
         """Return the score of each image, [n]: 1 if it is classified correctly, 0 if not, NaN if it could not be read.
 
-        With the metric "top1_among" only the logits of the data's classes are compared.
+        With the metric "top1_among" only the logits of the data's classes are compared; any other name stands for top-1.
         """
         return np.where(kept.seen, kept.arrays["among" if metric == "top1_among" else "right"], np.nan)
 

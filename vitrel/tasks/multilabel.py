@@ -28,7 +28,10 @@ class MeanPrecision(MultilabelAveragePrecision):
 
 
 def mean_precision(scores: Tensor, target: Tensor) -> Tensor:
-    """Return the mean average precision of scores and targets [n, K] over the classes that occur, a scalar; NaN without any."""
+    """Return the mean over classes of the average precision of scores [n, K], 0 to 1, for targets [n, K] of 0 and 1.
+
+    Only classes that occur in the targets count; NaN without any.
+    """
     occurs = (target > 0).any(0)
     if not occurs.any():
         return scores.new_tensor(math.nan)
@@ -57,7 +60,7 @@ class LearningLabels(Learning):
         return self.criterion(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the share of the classes whose presence is predicted, for each image, [B]."""
+        """Return for each image the share of the classes whose presence or absence is predicted correctly, [B]."""
         return ((logits > 0) == (target > 0.5)).float().mean(-1)
 
     def update(self, logits: Tensor, target: list[Any]) -> None:
@@ -108,14 +111,20 @@ class Multilabel(Task):
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """Return the contribution of each image to the metric, which is their mean, by linearization as in segmentation."""
+        """Return the contribution of each image to the mAP, [n], NaN for those that could not be read; their mean is the mAP.
+
+        It is the mean over classes of `contributions`. `metric` is ignored.
+        """
         weights, values = self.by_class(kept, kept.arrays["labels"].shape[-1])
         scores = np.full(len(kept.seen), math.nan)
         scores[kept.seen] = values[:, weights.any(0)].mean(1)[kept.seen]
         return scores
 
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether a class counts (it occurs, and the image was read), and `contributions`, [n, classes] each."""
+        """Return whether a class counts in an image (some image has it, and this one was read), and the `contributions`, or 0.
+
+        Both are [n, classes].
+        """
         found = np.zeros((len(kept.seen), classes))
         for at in range(classes):
             labels, scores = (kept.arrays[name][kept.seen, at] for name in ("labels", "scores"))
@@ -129,11 +138,11 @@ def contributions(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the contribution of each image to the average precision of a class, [n]: their mean is the average precision.
 
     The average precision is the mean, over the images that have the class, of the precision among all images with a score that
-    is not lower. The contribution of an image is the derivative of the average precision by the weight of the image (the
-    infinitesimal jackknife, as in `vitrel.tasks.segmentation`).
+    is not lower. The contribution of an image is the average precision plus n times its derivative by the weight of the image
+    (the infinitesimal jackknife, as in `vitrel.tasks.segmentation`).
 
     Args:
-        scores: [n].
+        scores: [n], by which the images are ranked.
         labels: [n], 1 where an image has the class, which one has at least, else 0.
     """
     _, place, images = np.unique(-scores, return_inverse=True, return_counts=True)  # equal scores share a place

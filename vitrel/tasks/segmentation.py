@@ -22,7 +22,7 @@ NO_CLASS = -2  # the predicted output stands for none of the data's classes
 class LearningPixels(Learning):
     """Loss and metrics of segmentation: cross-entropy and Dice loss; mIoU and pixel accuracy at the resolution of each mask.
 
-    Pixels of IGNORED do not count. mIoU is the mean over the classes that occur in masks or predictions of the evaluation set.
+    Pixels of IGNORED (255) do not count. mIoU is the mean over the classes that occur in masks or predictions.
 
     Raises:
         ValueError: settings of classification alone.
@@ -62,7 +62,7 @@ class LearningPixels(Learning):
         return loss if self.dice is None else loss + self.dice_weight * self.dice(logits, target)
 
     def right(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the share of the labeled pixels of each image that are classified correctly, [B]."""
+        """Return the share of the labeled pixels of each image that are classified correctly, [B]; 0 without labeled pixels."""
         labeled = target != IGNORED
         right = ((logits.max(1).indices == target) & labeled).sum((1, 2))  # on a CPU faster than argmax
         return right / labeled.sum((1, 2)).clamp(min=1)
@@ -143,7 +143,9 @@ class Segmentation(Task):
         return {name: torch.stack(values).numpy() for name, values in kept.items()}
 
     def score(self, kept: Kept) -> Row:
-        """Return the metrics over all pixels of the images that were read."""
+        """Return the values of `columns` over all pixels of the images that were read, and as majority the mIoU of always
+        predicting the most frequent class, percent; ValueError if no pixel is labeled and in the model's input.
+        """
         of = {name: values.sum(0) for name, values in kept.of_seen().items()}
         pixels, outside = int(of["truth"].sum()), int(of["outside"])
         if not pixels:
@@ -160,11 +162,12 @@ class Segmentation(Task):
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """Return the contribution of each image to the metric, by linearization: their mean is the metric itself.
+        """Return the contribution of each image to the metric, [n]: their mean is the metric itself, 0 to 1.
 
-        A metric of all pixels is a function of sums over images, a (mean of) ratio(s) I / U. To first order image i adds
-        (I_i - U_i I / U) / U to a ratio; n times that, plus the ratio, is its score. These scores have the metric as their
-        mean, and its variance over images as theirs (the linearization, or infinitesimal jackknife, of survey statistics).
+        The metric is "pixel_accuracy", or for any other name mIoU; images that could not be read have NaN. It is a function of
+        sums over images, a (mean of) ratio(s) I / U. To first order image i adds (I_i - U_i I / U) / U to a ratio; n times
+        that, plus the ratio, is its score. These scores have the metric as their mean, and its variance over images as theirs
+        (the linearization, or infinitesimal jackknife, of survey statistics).
         """
         arrays = {name: values.astype(float) for name, values in kept.of_seen().items()}
         above = arrays["intersection"]  # [n, K]
@@ -179,7 +182,7 @@ class Segmentation(Task):
         return scores
 
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the union and the intersection of the pixels of a class in mask and prediction, [n, classes] each."""
+        """Return the numbers of pixels in union and intersection of mask and prediction of each class, [n, classes] each."""
         union = kept.arrays["truth"] + kept.arrays["guessed"] - kept.arrays["intersection"]
         return union, kept.arrays["intersection"]
 
@@ -192,6 +195,7 @@ def predicted_classes(logits: Tensor, target: Mask, of_class: Tensor) -> tuple[T
     Args:
         logits: [K, H, W] of the input, interpolated bilinearly at the pixels' centers (half-pixel convention: pixel i of an
             axis has its center at i + 0.5).
+        target: mask of the image, of which only shape and place in the input are used.
         of_class: index of the model's output for each class of the data.
     """
     sides = torch.tensor(logits.shape[-2:], dtype=torch.float64)
