@@ -167,3 +167,8 @@ def test_two_comparisons_in_one_folder_are_refused_before_training(again, tmp_pa
 def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
     with pytest.raises(SystemExit, match="error: evaluation at 24x24, canvas protocol: objects do not fit"):
         again(name="other", evaluate={"sizes": [24], "protocols": ["canvas"]})
+
+
+def test_a_configuration_that_does_not_exist_is_named_with_those_of_the_package(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: no .*none\.yaml: give a YAML file, or one of .*quickstart"):
+        tool.main([str(tmp_path / "none.yaml")])

@@ -37,7 +37,9 @@ def plan(models, sizes=(), **settings):
         ({"device": "gpu"}, "device is auto, cpu, cuda, cuda:1, ..., got 'gpu'"),
         ({"device": "cuda:99"}, "there is no device cuda:99 .*[0-9]+ GPUs.*use auto or cpu"),
         ({"device": "meta"}, r"there is no device meta .*\(.+\); use auto or cpu"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"translations": [0.5]}, "translations takes whole numbers of pixels, 0 or more, got 0.5"),
+        ({"translations": [4, -1]}, "translations takes whole numbers of pixels, 0 or more, got -1"),
         ({"sizes": ["64*96"]}, r"'64\*96' is not an image size"),
     ],
 )

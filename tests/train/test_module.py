@@ -111,3 +111,8 @@ def test_a_run_of_other_classes_is_not_resumed(tmp_path):
         ValueError, match=r"cannot resume: the checkpoint's classes is \['c0', 'c1', .*, this run's is \['c1', 'c0'"
     ):
         fit(small(), other, ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_model_and_data_must_have_as_many_classes():
+    with pytest.raises(ValueError, match=r"the model has 5 classes, random tensors has 4: set num_classes to 4"):
+        fit(small(num_classes=5), Tensors(4))
