@@ -44,9 +44,9 @@ class Subject:
     def refusal(self, size: Size) -> str:
         """Return the first line of the error that the model raises for images of `size`, "" if it takes them."""
         if size not in self._refusals:
-            self._refusals[size] = ""
             try:
                 self.output(self.at(size), self.images(size))
+                self._refusals[size] = ""
             except REFUSALS as error:
                 self._refusals[size] = one_line(error)
         return self._refusals[size]

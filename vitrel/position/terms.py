@@ -117,7 +117,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
             small: AdamW moves a parameter by about the learning rate per update, whatever its units are. Encodings in attention
             only.
-        positive: of the class: names of its options that must be greater than 0, or may be None if the option can be None.
+        positive: of the class: names of its options that must be a number greater than 0, or None if the option can be None.
         switchable: of the class: names of its options that act only on grids other than the training grid (`switch`).
         policies: names of the policies for another grid, the default first; empty if there is no choice. An attribute of the
             class, which an instance may override.

@@ -101,7 +101,8 @@ def drop_absolute(model: ViT) -> ViT:
         raise ValueError("the model has no absolute embedding (any more): there is nothing to drop")
     if scale := absolute_scale(model):
         raise ValueError(
-            f"the absolute embedding still has scale {scale:.3g}: train until it is 0, or use relativize(..., absolute='drop')"
+            f"the absolute embedding still has scale {scale:.3g}: train until it is 0, or start again from the model without "
+            "the new encoding, by relativize(..., absolute='drop')"
         )
     model.pos_embed = model.absolute_fade = None
     return model

@@ -289,7 +289,7 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
         (dict(dtype=torch.float64), "not torch.float64"),
         (dict(queries=5), "nor its last whole rows of 4"),
         (dict(terms=Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),))), "no content tables"),
-        (dict(terms=bias._replace(query_bias=torch.zeros(2, 16))), "no query_bias; augmented_qk serves"),
+        (dict(terms=bias._replace(query_bias=torch.zeros(2, 16))), "bias tables only, no content tables and no query_bias"),
         (dict(terms=Terms()), "there is no bias table: plain scaled_dot_product_attention"),
     ):
         assert reason in refusal("triton", **dict(terms=bias, grid=grid, width=16) | on_cpu | how)

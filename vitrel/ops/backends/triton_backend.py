@@ -47,7 +47,7 @@ def refuses(call: Call) -> str:
     if call.terms.key_rotary is not None:
         return SCALED_KEYS
     if has_content_terms(call.terms.tables) or call.terms.query_bias is not None:
-        return "its kernels serve no content tables and no query_bias; augmented_qk serves tables of one axis"
+        return "its kernels serve bias tables only, no content tables and no query_bias"
     if call.window is not None:
         from vitrel.ops.backends.triton_window import window_limits  # imports Triton
 
