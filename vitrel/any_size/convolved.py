@@ -199,7 +199,7 @@ EFFICIENTVIT = Adapter(
         efficientvit_msra.LocalWindowAttention: LocalWindowAttention,
         efficientvit_msra.CascadedGroupAttention: CascadedGroupAttention,
     },
-    "table over |row offset| and |column offset| in windows",
+    "table over distances in rows and in columns in windows",
     "nothing resampled; padding attended to, as in timm",
 )
 NAFLEXVIT = Adapter(

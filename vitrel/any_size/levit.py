@@ -186,12 +186,12 @@ ADAPTER = Adapter(
         efficientformer_v2.Attention2d: Attention2d,
         efficientformer_v2.Attention2dDownsample: Attention2dDownsample,
     },
-    position="table over |row offset| and |column offset|",
+    position="table over distances in rows and in columns",
     elsewhere="table geometric, over signed offsets",
 )
 TINY_VIT = Adapter(
     models=(tiny_vit.TinyVit,),
     exchanged={tiny_vit.Attention: TinyAttention, tiny_vit.TinyVitBlock: TinyVitBlock},
-    position="table over |row offset| and |column offset| in windows",
+    position="table over distances in rows and in columns in windows",
     elsewhere="nothing resampled; padding masked (timm: attended to)",
 )
