@@ -36,7 +36,11 @@ _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 
 
 
 class StageWindows(NamedTuple):
-    """The windows of all blocks with the same grid, window size and kind (strided or not); pairs are (h, w) in tokens."""
+    """The windows of all blocks with the same grid, window size and kind (strided or not); pairs are (h, w) in tokens.
+
+    `blocks` counts them; `window` is None for global attention; `padding` are the rows below and columns right that fill the
+    last windows. The tokens of a strided window lie at equal distances over the whole grid (MaxViT's grid attention).
+    """
 
     blocks: int
     grid: Size
@@ -55,7 +59,8 @@ class StageWindows(NamedTuple):
 class Call(NamedTuple):
     """One attention layer in a forward pass at one image size: where its tokens lie, and what position adds to its logits.
 
-    It attends in W windows of N slots; a slot holds a token or padding. Global attention is one window.
+    It attends in W windows of N slots; a slot holds a token or padding: `tokens` [W, N] is the token's index, -1 for padding.
+    Global attention is one window, and `window` is None. `grid` is None if the tokens are no grid of the image.
     """
 
     name: str  # path of the module
@@ -72,19 +77,22 @@ class Call(NamedTuple):
     square: bool = True  # keys are the tokens of the queries, not pooled ones
 
     def unflattened(self, value: Tensor, batch: int) -> Tensor:
-        """Return `value` [B * W * H, ...] as [B, W, H, ...], whichever of windows and heads comes first in it."""
+        """Return `value` [B * W * H, ...] (B = `batch`, W windows, H heads; or heads before windows) as [B, W, H, ...]."""
         if self.heads_first:
             return value.unflatten(0, (batch, self.heads, -1)).transpose(1, 2)
         return value.unflatten(0, (batch, -1, self.heads))
 
     @property
     def windows(self) -> StageWindows:
-        """The windows of this call, as those of a stage with one block. `grid` must be known."""
+        """Windows of this layer, as a `StageWindows` of one block. `grid` must not be None."""
         return one_block(self.grid[:2], self.window, self.shift, self.strided)
 
 
 class Trace(NamedTuple):
-    """The result of `trace`: what one forward pass at one image size contains."""
+    """The result of `trace`: the attention layers and vitrel's encodings in one forward pass at one image size, in their order.
+
+    `resampled` is {policy: number of parameter values that forward resamples}; `attends` whether there is a softmax at all.
+    """
 
     calls: tuple[Call, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
@@ -93,7 +101,10 @@ class Trace(NamedTuple):
 
 
 class ModelAtSize(NamedTuple):
-    """The result of `at_size`: a model adapted to one image size; `resampled` also counts what its forward resamples there."""
+    """The result of `at_size`: a model adapted to one image size (itself or a copy), and its windows and `Trace` there.
+
+    `resampled` is {name and policy: number of values}: those that the adaptation replaced, and those that forward resamples.
+    """
 
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
     resampled: dict[str, int]  # {name and policy: number of values of parameters and coordinate buffers that were replaced}
@@ -102,7 +113,7 @@ class ModelAtSize(NamedTuple):
 
 
 def model_name(model: nn.Module) -> str:
-    """Return timm's name of a model, or else the name of its class."""
+    """Return timm's name of a model's architecture, without the tag of its weights, or else the name of its class."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return cfg.get("architecture") or type(model).__name__
 
@@ -116,7 +127,7 @@ def encoding_name(position: PositionEncoding | str, **options: Any) -> str:
 
 
 def evaluated(encoding: PositionEncoding, grid: Grid) -> Terms:
-    """Return the terms of an encoding on a grid in evaluation mode; in training mode it may shift positions at random."""
+    """Return the `Terms` of an encoding on a grid in evaluation mode; in training mode it may shift positions at random."""
     with evaluating(encoding):
         return encoding(grid)
 
@@ -139,7 +150,7 @@ def trained_size(model: nn.Module) -> Size:
 
 
 def patch_grid(model: nn.Module, size: Size) -> Size | None:
-    """Return the patches (h, w) of an image of `size` (h, w) pixels; None if the model does not have timm's patch embedding."""
+    """Return how many patches (h, w) an image of `size` (h, w) pixels has; None without timm's patch embedding."""
     embed = getattr(model, "patch_embed", None)
     return tuple(embed.dynamic_feat_size(size)) if hasattr(embed, "dynamic_feat_size") else None
 
@@ -154,14 +165,14 @@ def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
 
 
 def channels_of(model: nn.Module) -> int:
-    """Return the number of channels of the images that a model takes."""
+    """Return the number of channels of the images that a model takes, by its attributes or its first convolution; else 3."""
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     config = getattr(getattr(model, "config", None), "num_channels", None)
     return config or getattr(model, "in_chans", None) or (3 if first is None else first.in_channels)
 
 
 def on_images(model: nn.Module) -> Callable[[Tensor], Any]:
-    """Return a function that calls the model on images; a model of transformers is told to interpolate its embedding."""
+    """Return a function that calls the model on images, with interpolate_pos_encoding=True where forward has that argument."""
     names = inspect.signature(model.forward).parameters
     extra = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in names else {}
     return lambda images: model(images, **extra)
@@ -175,8 +186,9 @@ def examinable(model: str | nn.Module, **options: Any) -> nn.Module:
 
     Args:
         model: a module; a name for timm.create_model; or an import path "package.module:thing" of a module, or of a function or
-            class that returns one. A model that is built here has random weights with a fixed seed.
-        options: arguments of timm.create_model, or of the function.
+            class that returns one, for which the working folder is added to sys.path. A model that is built here has random
+            weights with a fixed seed.
+        options: arguments of timm.create_model, or of the function; ignored if the import path leads to a module.
 
     Raises:
         ValueError: the name is unknown, or the model is on the meta device.
@@ -220,9 +232,9 @@ def _imported(name: str, **options: Any) -> Any:
 
 
 def trace(model: nn.Module, size: Size) -> Trace:
-    """Run one image of `size` (h, w) pixels, without values, through the model, and return the attention and encodings in it.
+    """Run an image of `size` (h, w) pixels, a tensor with a shape and no values, through the model, and return the `Trace`.
 
-    Raises what forward raises for the size.
+    The model runs in evaluation mode. Raises what forward raises for the size.
     """
     calls: list[Call] = []
     encodings: list[tuple[PositionEncoding, Grid]] = []
@@ -255,7 +267,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
 
 def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> Call:
-    """Return the `Call` of a layer of vitrel on a grid, with the token in each slot of its windows and what masks hide.
+    """Return the `Call` of a layer of vitrel on a grid, with the tokens in the slots of its windows and its masks.
 
     It follows from the layer's settings, not from a pass, and has no bias and no rotation.
 
@@ -277,10 +289,10 @@ def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> 
 
 
 def located(found: Seen, size: Size, model: nn.Module) -> Call:
-    """Return where the tokens of a recorded attention lie in the image: its grid, its windows and the token in each slot.
+    """Return the `Call` of a recorded attention: its grid, its windows, the token in each slot, and the bias and masks.
 
-    They follow from the pixels at which the patches of its queries begin. If these are no complete grid of the image, `grid` is
-    None in the result. `size` is that of the image, (h, w) in pixels.
+    The first three follow from the pixels at which the patches of its queries begin. If these are no complete grid of the
+    image, `grid` is None in the result. `size` is that of the image, (h, w) in pixels; `model` tells the window size.
     """
     unknown = Call(found.where, None, len(found.logits), rotation=found.rotation)
     if found.places is None or found.places[0].shape[-1] < 2:
@@ -334,7 +346,8 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
 def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
     """Return values by offset (query minus key), [2h-1, 2w-1, H]: offset (dy, dx) at [dy + h-1, dx + w-1].
 
-    `pairs` [H, N, N] are the values of all pairs of tokens; h x w = `shape` tokens follow the prefix tokens.
+    `pairs` [H, N, N] are the values of all pairs of tokens; h x w = `shape` tokens follow the `prefix` class and register
+    tokens. Only the queries in the four corners are read, which have every offset; NaN where their pair is NaN.
     """
     h, w = shape
     table = torch.full((len(pairs), 2 * h - 1, 2 * w - 1), torch.nan, device=pairs.device)
@@ -346,9 +359,9 @@ def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
 
 
 def _named_window(name: str, model: nn.Module) -> Size | None:
-    """Return the attribute `window_size` of a module or of the module that contains it, None if neither has one.
+    """Return the attribute `window_size` (h, w) of the module at path `name` or of its parent, None if neither has one.
 
-    A window that holds the whole grid differs from global attention in nothing else.
+    By this alone a window that holds the whole grid differs from global attention.
     """
     path = name.split(".")
     found = [getattr(model.get_submodule(".".join(path[:n])), "window_size", None) for n in (len(path), len(path) - 1) if n]
@@ -378,14 +391,14 @@ def line_length(tokens: Tensor, line: Callable[[Tensor], Tensor]) -> int:
 
 
 def _window(tokens: Tensor, grid: Grid) -> Size | None:
-    """Return the (h, w) of windows whose slots follow each other row by row, None if they do not."""
+    """Return the (h, w) of windows whose slots `tokens` [W, N] hold the grid row by row, None if w does not divide N."""
     n = tokens.shape[1]
     width = line_length(tokens, lambda token: token // grid.w) or n
     return (n // width, width) if n % width == 0 else None
 
 
 def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, bool]:
-    """Return by how many rows and columns windows are shifted, and whether their tokens lie at distances (strided windows)."""
+    """Return the shift (rows, columns) of windows, and whether most neighbors in them are apart in the image (strided)."""
     slots = tokens[0].view(window)
     shift, strided = [], False
     for axis in (0, 1):
@@ -423,7 +436,7 @@ def at_size(model: nn.Module, size: int | Size) -> ModelAtSize:
 
 
 def model_at_size(model: nn.Module, size: Size) -> nn.Module:
-    """Return the model, or a copy for images of `size` (h, w) pixels, as `at_size` does, without running it there.
+    """Return the model, or a copy set to images of `size` (h, w) pixels, as `at_size` does, without its trace there.
 
     So its forward may still refuse the size. ValueError if `set_input_size` fails.
     """
@@ -431,7 +444,10 @@ def model_at_size(model: nn.Module, size: Size) -> nn.Module:
 
 
 def _brought(model: nn.Module, size: Size) -> tuple[nn.Module, Trace | None]:
-    """Return the model for a size, itself or a copy, and its trace there if it had to be traced to find out, else None."""
+    """Return the model or a copy set to images of `size` (h, w) pixels, as `at_size` does, and its trace there.
+
+    The trace is None unless it was needed to see that the model itself takes the size. ValueError if `set_input_size` fails.
+    """
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or backbone_of(model):
         return model, None
     if size == trained_size(model):
@@ -453,7 +469,7 @@ def _brought(model: nn.Module, size: Size) -> tuple[nn.Module, Trace | None]:
 
 
 def _replaced_values(before: nn.Module, after: nn.Module) -> dict[str, int]:
-    """Return how many values of `before` have others in `after`, the same model at another size, summed over its layers.
+    """Return how many values of `before` were replaced in `after`, the same model set to another size, summed over its layers.
 
     The result is {name of the parameter or buffer in its module, and policy: number}, for example {"pos_embed bicubic": 37632}.
     Of a resampled parameter all values count but those of prefix tokens. Of buffers only coordinates count from which an MLP
@@ -487,7 +503,7 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
 
 
 def _prefix_values(owner: Any, leaf: str, old: Tensor) -> int:
-    """Return how many values of the parameter `old`, `leaf` of the module `owner`, are of prefix tokens, not resampled."""
+    """Return how many values of `old`, the parameter `leaf` of a module, are of prefix tokens (not resampled); 0 if unknown."""
     if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(owner, "patch_embed", None), "grid_size"):
         h, w = to_2tuple(owner.patch_embed.grid_size)
         return (old.shape[1] - h * w) * old.shape[2]
@@ -538,12 +554,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error's message without the final period."""
+    """Return the first line of an error's message without the final period, or the name of its class if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def own_windows(attn: Attention, grid: Size) -> StageWindows:
-    """Return the windows of an attention layer of vitrel on a grid, with their shift there."""
+    """Return the windows of an attention layer of vitrel on a grid (h, w); an axis that one window covers has the shift 0."""
     if attn.window is None:
         return one_block(grid, None)
     shift = tuple(axis_shift(n, m, s) for s, n, m in zip(attn.shift, grid, attn.window, strict=True))

@@ -29,13 +29,13 @@ NEGLIGIBLE = 0.01  # share of `position_shares` below which position is said to 
 
 
 class Layer(NamedTuple):
-    """The attention of one layer for a batch of images, in W windows of N slots each, which hold tokens or padding.
+    """The attention of one layer for B images and H heads, in W windows of N slots each, which hold tokens or padding.
 
-    W is 1 where attention is global. `weights` are those of the model. `content` are the weights without position: the softmax
-    of the same q and k under the same mask, without tables, rotation and query bias. `position` is what position adds to the
-    logits. What an encoding adds to tokens before attention stays in all of them. A field of view (xpos, lookhere) is a table,
-    so `content` includes the keys that it hides. A factor that depends on the grid (log_n, yarn: `Terms.temperature`) is 1 in
-    `content`; a constant factor (deberta) and the learned scale of cosine attention remain.
+    W is 1 where attention is global. `weights` [B, W, H, N, N] are those of the model. `content` are the weights without
+    position: the softmax of the same q and k under the same mask, without tables, rotation and query bias. `position` is what
+    position adds to the logits. What an encoding adds to tokens before attention stays in all of them. A field of view (xpos,
+    lookhere) is a table, so `content` includes the keys that it hides. A factor that depends on the grid (log_n, yarn:
+    `Terms.temperature`) is 1 in `content`; a constant factor (deberta) and the learned scale of cosine attention remain.
     """
 
     name: str  # path of the module
@@ -81,7 +81,8 @@ class Layer(NamedTuple):
 def record(model: nn.Module, images: Tensor) -> list[Layer]:
     """Run images [B, C, height, width] through `model` and return its attention layers in the order they run, on the CPU.
 
-    Layers whose tokens are no grid of the image (attention over channels, pooled keys, a query that is no patch) are left out.
+    The model runs in evaluation mode, without gradients. Layers whose tokens are no grid of the image (attention over channels,
+    pooled keys, a query that is no patch) are left out.
 
     Args:
         model: any model that takes images.
@@ -127,9 +128,10 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
 
 
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return the means of `layer_statistics` over the layers of a model; attention_span is the exp of the mean entropy instead.
+    """Return the means of `layer_statistics` over a model's layers, {name: mean}: entropy, span and distances of its attention.
 
-    One layer at a time is in memory. `images` [B, C, height, width] are as for `record`.
+    attention_span is the exp of the mean entropy instead. One layer at a time is in memory. `images` [B, C, height, width] and
+    errors are as for `record`.
     """
     statistics: list[dict[str, float]] = []
     for_each_layer(model, images, lambda layer: statistics.append(layer_statistics(layer)), position=False)
@@ -182,7 +184,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 
 def layer_position_share(layer: Layer) -> float:
-    """Return a recorded layer's share as of `position_shares`, 0 if position adds nothing; ValueError if it was left out."""
+    """Return a recorded layer's share as of `position_shares`, 0 if position adds nothing; ValueError without `position`."""
     return _ratio(_spread(layer, layer.needed("position")), _spread(layer, _logits(layer.needed("content"))))
 
 
@@ -194,7 +196,7 @@ def _acts_in_attention(module: nn.Module) -> bool:
 
 
 def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:
-    """Forward hook of an encoding: replace what it adds to tokens by zeros."""
+    """Return the terms of an encoding with zeros in place of what it adds to tokens: a forward hook."""
     return terms._replace(tokens=None if terms.tokens is None else torch.zeros_like(terms.tokens))
 
 
@@ -285,7 +287,7 @@ def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
 
 
 def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
-    """Return the `Layer` of a recorded attention, whose tokens lie where `call` says."""
+    """Return the `Layer` of an attention of `batch` images, located by `call`; see `for_each_layer` for position=False."""
     logits, content = call.unflattened(found.logits, batch), None
     if position:
         content = logits if found.plain is None else call.unflattened(found.plain, batch)
@@ -297,7 +299,10 @@ def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
 def _own_layer(
     name: str, module: Attention, qkv: Tensor, position: bool, terms: Terms, grid: Grid, mask: Tensor | None = None
 ) -> Layer:
-    """Return the `Layer` of vitrel's attention, from its projected tokens `qkv` and the further arguments of its forward."""
+    """Return the `Layer` of vitrel's attention `module` at path `name`, from the arguments of its forward.
+
+    The tokens are given as `qkv` [..., 3C], the output of the first linear layer. position=False: as in `for_each_layer`.
+    """
     call = own_call(name, module, grid, qkv.device)
     if call.window is None:
         q, k = (part[:, None] for part in module.heads(qkv)[:2])

@@ -47,7 +47,8 @@ class BiasChange(NamedTuple):
     """A number of layers whose bias or rotation at an offset differs from that at the trained size.
 
     A "bias" is any row of a table (also of query, key and value tables). A "rotation" is compared by its angles between the
-    first token and its neighbors below and right.
+    first token and its neighbors below and right. `largest` is the largest change: of a bias in standard deviations of its
+    values at the trained size, of a rotation in radians.
     """
 
     what: str  # "bias" | "rotation"
@@ -56,7 +57,12 @@ class BiasChange(NamedTuple):
 
 
 class StageDiagnosis(NamedTuple):
-    """Leaks and padding in one stage: the blocks that have the same grid, window and kind."""
+    """Leaks and padding in one stage: the blocks that have the same grid, window and kind (strided or not).
+
+    `layer` is the attention whose tokens see most across a border, and `leaks` are its `Leaks`, None if it has no windows of
+    neighbors. `padded` is the largest share of tokens that attend to padding in a layer. `frozen` is True for several windows
+    that no block shifts, although other blocks of the model shift theirs.
+    """
 
     layer: str  # the attention whose tokens see most across a border, or the last examined; the first if none was
     windows: StageWindows
@@ -66,11 +72,11 @@ class StageDiagnosis(NamedTuple):
 
     @property
     def leaking(self) -> float:
-        """Share of the tokens of `layer` that see across a border of the image, 0 to 1."""
+        """Share of the tokens of `layer` that attend to the opposite border of the image, 0 to 1; 0 without `leaks`."""
         return 0.0 if self.leaks is None else float(self.leaks.across.float().mean())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and properties as numbers, strings, tuples and dictionaries, without the maps of tokens."""
+        """Return the fields and properties as plain values; of `leaks` rows, columns and "examined" (not None)."""
         windows = self.windows._asdict() | {"padded_share": self.windows.padded_share}
         rows, columns = ((), ()) if self.leaks is None else (self.leaks.rows, self.leaks.columns)
         return {
@@ -81,7 +87,12 @@ class StageDiagnosis(NamedTuple):
 
 @dataclass(frozen=True)
 class SizeDiagnosis:
-    """What images of `size` (h, w) pixels do to position in a model; with a `refusal` the other fields have no meaning."""
+    """What images of `size` (h, w) pixels do to position in a model; with a `refusal` the other fields have no meaning.
+
+    `unseen` is the share of offsets that no pair of training tokens had, in the layer where it is largest, None if unknown;
+    `saturated` the part of it that reads a trained edge row. `unread` are the rows below and columns right of all patches, in
+    pixels. `attends` is False if the model has no attention.
+    """
 
     size: Size
     refusal: str = ""  # why the model does not take the size, or ""
@@ -104,9 +115,10 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, str]:
-        """{kind: sentence} of all that was found, over all sizes.
+        """{kind: sentence} of all that was found; a sentence says at how many sizes, and describes the last of them.
 
-        The kinds are "refused", "replaced", "bias", "unseen", "borders", "padding", "frozen" and "unread".
+        The kinds are "refused", "replaced", "bias", "unseen", "borders" (tokens attend across them), "padding" (tokens attend
+        to it), "frozen" (windows that never shift) and "unread" (pixels that no patch contains).
         """
         found = {kind: [(line, text) for line in self.sizes if (text := tell(line))] for kind, (_, tell) in _FINDINGS.items()}
         return {
@@ -114,12 +126,12 @@ class Diagnosis:
         }
 
     def _at(self, affected: Sequence[tuple[SizeDiagnosis, str]]) -> str:
-        """Return the size of a finding, or the number of its sizes and the last; `affected` has (diagnosis, text) of each."""
+        """Return a finding's size, or "2 of 3 sizes, the last 448x448" of several; `affected` has (diagnosis, text) of each."""
         sizes = format_size(affected[-1][0].size)
         return sizes if len(affected) == 1 else f"{len(affected)} of {len(self.sizes)} sizes, the last {sizes}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and the findings as numbers, strings, tuples and dictionaries, without the maps of tokens."""
+        """Return all fields, the findings and the versions of timm and torch as plain values, without the maps of tokens."""
         sizes = [
             vars(line) | {"changes": [c._asdict() for c in line.changes], "stages": [s.to_dict() for s in line.stages]}
             for line in self.sizes
@@ -161,7 +173,7 @@ def diagnose(
     Args:
         model: any model, or a name or import path as of `vitrel.check`, which gets random weights.
         size: of the images in pixels: an int, (h, w), or a list of them; None: the size that the model was built for, one and a
-            half and two times it.
+            half and two times it, rounded down to whole patches.
         progress: called before each size, for example with "test_vit at 160x160".
         options: of timm.create_model for a name: `dynamic_img_size=True` is another way in which many models of timm take a
             size.
@@ -236,7 +248,8 @@ def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tup
 def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasChange], list[float]]:
     """Return how bias and rotation change from a model's calls at one size to those at another, and shares of unseen offsets.
 
-    A share, 0 to 1, is given for each call in which nothing changed: its further offsets read what no pair has trained.
+    A share, 0 to 1, is given for each call in which nothing changed at the offsets of both sizes: that of the offsets at the
+    other size that the first does not have, so that no pair has trained them.
     """
     changes, unseen = [], []
     for old, new in zip(before, after, strict=False):
@@ -258,7 +271,7 @@ def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasCh
 
 
 def _angles(call: Call) -> Tensor | None:
-    """Return the angles of `_neighbors` from the cosines and sines of a call; None if these are not for its grid."""
+    """Return the angles of `_neighbors` from a call's cosines and sines; None if these are missing or too few for its grid."""
     grid = call.window or call.grid[:2]
     parts = {rotates(part): part for part in call.rotation}
     first = call.rotation[0]
@@ -292,7 +305,7 @@ def _relative_change(a: Tensor, b: Tensor) -> float:
 
 
 def _neighbors(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
-    """Return the angles [2, ..., D] from the first token to those below and right, from sines and cosines [..., h*w, D]."""
+    """Return angles [2, ..., D] (radians) from the first token to those below and right, by sines and cosines [..., h*w, D]."""
     sin, cos = (part.unflatten(-2, grid) for part in sin_and_cos)
     first, below, right = ((..., y, x, slice(None)) for y, x in ((0, 0), (min(1, grid[0] - 1), 0), (0, min(1, grid[1] - 1))))
     return torch.stack(
@@ -365,7 +378,7 @@ def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
 
 
 def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str, str]:
-    """Return a stage's cells: tokens, window, shift, share of tokens that see across a border, share that attend to padding."""
+    """Return a stage's cells as text: tokens, window, shift, shares that see across a border, that attend to padding."""
     windows = stage.windows
     if windows.window is None:
         return short_size(windows.grid), "global", "-", "-", "-"

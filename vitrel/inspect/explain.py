@@ -38,9 +38,10 @@ _AXES = {"hw": "dy, dx", "h": "dy", "w": "dx", "h+w": "dy + dx"}
 class Explanation:
     """The terms of attention of M chosen queries to all N keys, in H chosen heads, float64; `print` shows them as a text.
 
-    `scaled` plus all of `added` gives `biased`, the mask gives `masked`, and its softmax `weights`. `output` is weights @ v
-    plus what value tables add; where position adds to tokens, v includes what it adds. Without position the logits are
-    `scaled`, under the same mask. A hidden key has the logit -inf. A query that sees no key has weights and an output of 0.
+    `raw` is q.k, and `scaled` that times the scale. `scaled` plus all of `added` gives `biased`, the mask gives `masked`, and
+    its softmax `weights`. `output` is weights @ v plus what value tables add; where position adds to tokens, v includes what it
+    adds. Without position the logits are `scaled`, under the same mask. A hidden key has the logit -inf. A query that sees no
+    key has weights and an output of 0.
     """
 
     position: str
@@ -91,7 +92,7 @@ class Explanation:
         yield from (f"  {line}" for line in aligned([[title, meaning] for title, (meaning, _) in self._columns().items()]))
 
     def _of_query(self, h: int, m: int) -> Iterator[str]:
-        """Yield the lines of query `m` in head `h`: a table with a line for each key, and the output."""
+        """Yield the lines of the m-th query in the h-th head: a table with a line for each key (64 at most), and the output."""
         query, columns = self.queries[m], self._columns()
         keys: Sequence[int] = range(self.grid.tokens)
         if self.grid.tokens > KEYS:
@@ -110,7 +111,7 @@ class Explanation:
         yield from (f"  {line}{more}" for line in aligned([[t, *_numbers(row[:_CHANNELS])] for t, row in rows.items()]))
 
     def _offset(self, query: int, key: int) -> str:
-        """Return the offset of two tokens as text, "-" if one is a prefix token."""
+        """Return the offset of two tokens, query minus key in (rows, columns), as text; "-" if one is a prefix token."""
         i, j = query - self.grid.prefix, key - self.grid.prefix
         return "-" if min(i, j) < 0 else f"({i // self.grid.w - j // self.grid.w}, {i % self.grid.w - j % self.grid.w})"
 
@@ -279,7 +280,7 @@ def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor,
 
 
 def _with_heads(**arrays: Array) -> list[Tensor]:
-    """Return each array as a tensor [H, N, D] in float64; ValueError if heads or widths differ, which would be broadcast."""
+    """Return each array, [N, D] or [H, N, D], as a tensor [H, N, D] in float64; ValueError if they differ in H or D."""
     tensors = [torch.as_tensor(x).detach().double() for x in arrays.values()]
     tensors = [x[None] if x.dim() == 2 else x for x in tensors]
     if len({(len(x), x.shape[-1]) for x in tensors}) > 1:

@@ -48,7 +48,10 @@ class Leak(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Variance over tokens that position explains, divided by the variance over tokens on natural images in all three."""
+    """Variance over tokens that position explains on three kinds of images, each divided by all variance on natural ones.
+
+    They are natural images, images of one color, and textures: shuffled patches of the natural images.
+    """
 
     natural: float
     colors: float  # on images of one color
@@ -56,7 +59,11 @@ class Share(NamedTuple):
 
 
 class FeatureRow(NamedTuple):
-    """A result of `measure_features`: position in the features of a layer at an image size; NaN where it was not measured."""
+    """A result of `measure_features`: position in the features of a layer at an image size; NaN where it was not measured.
+
+    `equivariance` is the mean cosine of a token's features with those of the same pixels in the shifted image, `agreement` that
+    with the features at other sizes.
+    """
 
     model: str
     layer: int  # as given: negative from the end
@@ -87,7 +94,7 @@ def measure_features(
     shifts: Sequence[tuple[int, int]] = SHIFTS,
     batch_size: int = 32,
 ) -> list[FeatureRow]:
-    """Measure position in the features of a model, one row for each of `layers`.
+    """Measure leak, share, equivariance and agreement of position in a model's features, one `FeatureRow` for each of `layers`.
 
     >>> measure_features(timm.create_model("vitrel_vit_n8_table"), torch.randn(8, 3, 96, 96), sizes=[48])[0].equivariance
 
@@ -160,10 +167,9 @@ def patch_features(model: nn.Module, images: Tensor, layers: Sequence[int] = (-1
 
 
 def position_leak(features: Tensor) -> Leak:
-    """Return R² of a linear probe for row and column, fitted to the even images of features [B, C, h, w] and tested on the odd
-    ones.
+    """Return R² of linear probes for row and column, fitted to images 0, 2, ... of features [B, C, h, w], tested on the others.
 
-    It is NaN along an axis with a single token.
+    It is NaN along an axis with a single token. The ridge penalty is chosen within images 0, 2, ...
     """
     *_, h, w = features.shape
     tokens = features.permute(0, 2, 3, 1).double()  # [B, h, w, C]
@@ -179,7 +185,8 @@ def position_leak(features: Tensor) -> Leak:
 def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Tensor:
     """Return the mean squared errors [2] of row and column on tokens `held` [B, h, w, C], of a probe fitted to tokens `fit`.
 
-    `places` [h*w, 2] are row and column of the tokens of an image, `ridge` the penalty as a share of the tokens' number.
+    `places` [h*w, 2] are row and column of the tokens of an image, from -1 to 1; `ridge` is the penalty as a share of the
+    tokens' number, for features scaled to unit variance.
     """
     fit, held = fit.flatten(0, 2), held.flatten(0, 2)
     mean, spread = fit.mean(0), fit.std(0, correction=0)
@@ -193,7 +200,7 @@ def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Ten
 def position_variance(features: Tensor) -> float:
     """Return how much variance over tokens row, column and distance to the border explain in features [B, C, h, w].
 
-    It is summed over channels. The mean of the even images and that of the odd ones are regressed on indicators of each row,
+    It is summed over channels. The mean of images 0, 2, ... and that of the others are regressed on indicators of each row,
     column and distance to the border in tokens. The product of both is without the noise of a mean over few images, and 0 on
     average where position explains nothing.
     """
@@ -208,7 +215,7 @@ def position_variance(features: Tensor) -> float:
 
 
 def shuffled(images: Tensor, size: Size, grid: Size) -> Tensor:
-    """Return images resized to `size` whose patches, `grid` (down, across), are shuffled over places and images."""
+    """Return images resized to `size` whose patches, `grid` (down, across), are shuffled over all images (fixed seed)."""
     h, w = (-(-n // m) for n, m in zip(size, grid, strict=True))  # rounded up
     whole = resized(images, (h * grid[0], w * grid[1]))
     patches = whole.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5)  # [B, h, w, C, side, side]
@@ -218,7 +225,7 @@ def shuffled(images: Tensor, size: Size, grid: Size) -> Tensor:
 
 
 def agreement(a: Tensor, b: Tensor) -> float:
-    """Return the mean cosine of features a [B, C, h, w], centered and resampled to the grid of b, with b [B, C, h', w']."""
+    """Return the mean cosine of features a [B, C, h, w], resampled to the grid of b, with b [B, C, h', w'], both centered."""
     a = resized(a, _grid(b))
     return float(F.cosine_similarity(_centered(a), _centered(b), dim=1).mean())
 
@@ -238,7 +245,11 @@ def _equivariances(
     shifts: Sequence[tuple[int, int]],
     layers: Sequence[int],
 ) -> list[float]:
-    """Return the equivariance of each of `layers`, which all have this grid: a mean cosine over tokens, images and shifts."""
+    """Return for each of `layers`, all of this grid, the mean cosine of tokens with those of the same pixels after a shift.
+
+    `features(images, chosen=layers)` gives the maps [B, C, h, w]. ValueError if a token is no whole number of pixels, or a
+    shift leaves the grid.
+    """
     if any(n % m for n, m in zip(size, grid, strict=True)):
         where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"
         raise ValueError(f"{where}: choose another size, or shifts=()")

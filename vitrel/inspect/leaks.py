@@ -15,7 +15,11 @@ from vitrel.inspect.any_model import Call, trace
 
 
 class Leaks(NamedTuple):
-    """What tokens of a windowed layer see outside their window, the opposite border or padding, on the layer's grid [h, w]."""
+    """What tokens of a windowed layer attend to outside their window: the opposite border or padding, on its grid [h, w].
+
+    The tokens of `rows` and `columns` see the opposite border; `padding` [h, w] bool are those that attend to padding. `sees`
+    [h, w] shows all that the one at `token` (row, column) sees: 0 not seen, 1 seen, 2 seen across a border.
+    """
 
     rows: tuple[int, ...]  # rows whose tokens see the opposite border
     columns: tuple[int, ...]
@@ -33,17 +37,17 @@ class Leaks(NamedTuple):
 
 
 def border_leak(model: nn.Module, size: Size) -> float | None:
-    """Return the share of tokens that see across a border at images of `size` (h, w) pixels, in the layer where it is largest.
+    """Return the share of tokens that attend across the image's border to its opposite side, in the layer where it is largest.
 
-    It is 0 to 1, and None if no layer has windows of neighbors. It depends on the geometry alone, not on the weights. Raises
-    what forward raises if the model does not take the size.
+    It is 0 to 1, and None if no layer has windows of neighbors. It depends on the image's `size` (h, w) in pixels and the
+    layers' geometry alone, not on the weights. Raises what forward raises if the model does not take the size.
     """
     leaks = [leak for call in trace(model, size).calls if (leak := find_leaks(call)) is not None]
     return max((float(leak.across.float().mean()) for leak in leaks), default=None)
 
 
 def find_leaks(call: Call) -> Leaks | None:
-    """Return which tokens see across a border or attend to padding; None where attention is global or windows are strided."""
+    """Return which tokens attend across a border or to padding; None if attention is global or strided, or the grid unknown."""
     if call.grid is None or call.window is None or call.strided:
         return None
     (h, w), tokens = call.grid[:2], call.tokens.cpu()  # [W, N]

@@ -50,7 +50,7 @@ _MOVES = {
 
 
 class _Product(NamedTuple):
-    """A matrix product with an operand that depends on the image; if both do, it is one of queries and keys."""
+    """A matrix product left @ right with an operand that depends on the image; if both do, it is one of queries and keys."""
 
     number: int  # in the pass
     left: Tensor  # [..., Q, D]
@@ -60,7 +60,7 @@ class _Product(NamedTuple):
 
 @dataclass(slots=True)
 class _Trail:
-    """What the recorder knows of a tensor that depends on the image."""
+    """What the recorder knows of a tensor that depends on the image: what it is made of, and the token of each value."""
 
     linears: frozenset[int] = frozenset()  # numbers of the linear layers that it is made of
     products: tuple[_Product, ...] = ()  # that it is made of
@@ -74,7 +74,11 @@ class _Trail:
 
 @dataclass
 class Attention:
-    """One attention, seen at its softmax. Leading dimensions are flattened; the batch is the slowest of them."""
+    """One attention, recorded at its softmax: logits [B*L, Q, K] of B images, L windows times heads; images are the slowest.
+
+    `plain` and `unrotated` are without position, `bias` is what was added to the product of `query` and `key`, and `places` are
+    the pixels at which the patches of queries and keys begin.
+    """
 
     where: str  # path of the module that calls it
     logits: Tensor  # [B*L, Q, K] input of the softmax; L: windows times heads
@@ -93,7 +97,7 @@ class Attention:
 
 @dataclass
 class Added:
-    """A tensor that does not depend on the image and is added to tokens before the first attention, as an embedding is."""
+    """A tensor `position` that does not depend on the image and is added to tokens before the first attention: an embedding."""
 
     where: str
     shape: torch.Size  # of what it is added to, [B, ..., C]
@@ -104,7 +108,7 @@ class Added:
 
 @dataclass
 class Pass:
-    """The result of `run`: what one forward pass did, in its order."""
+    """The result of `run`: attentions and added tensors of one pass in its order, and {name and policy: values resampled}."""
 
     attentions: list[Attention] = field(default_factory=list)
     added: list[Added] = field(default_factory=list)
@@ -113,7 +117,10 @@ class Pass:
 
 
 class Replace(NamedTuple):
-    """The results that a pass replaces, by their numbers in an earlier pass of the same model."""
+    """The results that a pass replaces, by their numbers in an earlier pass of the same model.
+
+    Those of products become 0, those of linear layers random rows (of the seed `content`) that are the same for all tokens.
+    """
 
     products: frozenset[int] = frozenset()  # by zeros
     linears: frozenset[int] = frozenset()  # by rows that are the same for every token (and image)
@@ -217,8 +224,8 @@ def run(
         images: [B, C, height, width], or the result of `blank`.
         replace: results to replace; by default none.
         use: called with each attention as it runs; attention is not in the result then.
-        follow: follow places and biases (see the module).
-        plain: follow queries, keys and logits without position.
+        follow: record `places` (the pixels of tokens) and `bias` of each `Attention`.
+        plain: record its `plain` and `unrotated`: queries, keys and logits without position.
         own: called after each attention of vitrel with its name, module, projected tokens and the arguments after the tokens;
             that attention is neither in the result nor given to `use`. None: it is recorded as any other.
     """
@@ -248,7 +255,10 @@ def constant(plain: Pass, content: int) -> Replace:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first floating-point tensor in what a model returns: a tensor, tuple, dictionary or output of transformers."""
+    """Return a tensor that a model returned, or of a tuple, dictionary or output of transformers the first of floating point.
+
+    "logits" and "last_hidden_state" come first. ValueError if there is none.
+    """
     if isinstance(output, Tensor):
         return output
     values = [output[name] for name in ("logits", "last_hidden_state") if hasattr(output, "keys") and name in output]
@@ -259,7 +269,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def _path_hooks(model: nn.Module, stack: list[str]) -> tuple[RemovableHandle, RemovableHandle]:
-    """Register hooks that keep the path of the running module at the end of `stack`, and return their handles.
+    """Register global hooks that keep the path of the running module of `model` at the end of `stack`; return their handles.
 
     nn.Softmax is left out: its softmax belongs to the module that calls it.
     """
@@ -279,7 +289,10 @@ def _path_hooks(model: nn.Module, stack: list[str]) -> tuple[RemovableHandle, Re
 def _own_hooks(
     model: nn.Module, mode: "_Recorder", use: Callable[[str, OwnAttention, Tensor, tuple], None]
 ) -> Iterator[RemovableHandle]:
-    """Register hooks that call `use` after each attention of vitrel, and tell the mode when one runs; yield their handles."""
+    """Register hooks that call `use` after each attention of vitrel, as `own` of `run`, and count in `mode` those that run now.
+
+    Yield the handles of the hooks.
+    """
     for name, module in model.named_modules():
         if isinstance(module, OwnAttention):
             projected: list[Tensor] = []  # output of the linear layer, [..., 3C]
@@ -338,7 +351,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which operators are not seen."""
+        """Return a context in which the recorder does not see operators."""
         self._off = True
         try:
             yield
@@ -486,7 +499,10 @@ class _Recorder(TorchDispatchMode):
         return func(*swapped[0], **swapped[1])
 
     def _flex(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run FlexAttention and note its logits: score_mod of the products of all pairs that mask_mod lets see each other."""
+        """Run FlexAttention, record its attention and return its output.
+
+        The logits are score_mod of the products of all pairs that mask_mod lets see each other.
+        """
         query, key, value, score_mod, block_mask, scale = args[:6]
         extra, mask_extra = args[7:9] if len(args) >= 9 else ((), ())
         trails = [self._trail.get(part) or _Trail() for part in (query, key)]
@@ -531,14 +547,14 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _key_place(self, key: Tensor, columns: Tensor) -> Tensor | None:
-        """Return the places of keys as [B, H, D, N], the right operand of the product, in which heads may share keys."""
+        """Return the pixel of the token of each value of keys, as [B, H, D, N], the right operand; heads may share keys."""
         place = self._trail[key].place if key in self._trail else None
         return None if place is None else place.repeat_interleave(columns.shape[1] // key.shape[1], 1).mT
 
     # Places
 
     def _places(self, func: Any, name: str, args: tuple, kwargs: dict, image: list[Tensor], made: list[Tensor]) -> list:
-        """Return the places of the tensors that an operator made."""
+        """Return the places of the tensors that an operator made: for each value the pixel of its token, -1 for none."""
         first = self._trail[image[0]].place
         try:
             if name in _SAME and first is not None:
@@ -562,7 +578,7 @@ class _Recorder(TorchDispatchMode):
         return [self._pointwise(image, value) for value in made]
 
     def _moved(self, func: Any, name: str, args: tuple, kwargs: dict, made: list[Tensor]) -> list[Tensor]:
-        """Return the places of what an operator that moves values has made, by applying the operator to the places."""
+        """Return the places (pixels of tokens) of what an operator that moves values has made: it is applied to the places."""
 
         def place(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -578,7 +594,7 @@ class _Recorder(TorchDispatchMode):
         return _tensors(moved) if len(_tensors(moved)) == len(made) else [_nowhere(value) for value in made]
 
     def _pointwise(self, image: list[Tensor], made: Tensor) -> Tensor:
-        """Return the places of the result of an operator that computes value by value."""
+        """Return the places (pixels of tokens) of the result of an operator that computes value by value."""
         for value in image:
             place = self._trail[value].place
             if place is not None and value.shape == made.shape:
@@ -590,7 +606,7 @@ class _Recorder(TorchDispatchMode):
             return _nowhere(made)
 
     def _row(self, value: Tensor) -> Tensor:
-        """Return the first place in each row of a tensor [..., D], as [..., 1]; -1 if a row has none."""
+        """Return the first place (pixel of a token) in each row of a tensor [..., D], as [..., 1]; -1 if a row has none."""
         place = self._trail[value].place
         if place.stride(-1) == 0 or place.shape[-1] == 1:
             return place[..., :1]
@@ -599,7 +615,7 @@ class _Recorder(TorchDispatchMode):
         return first.masked_fill(first == large, -1)
 
     def _rows(self, value: Tensor, columns: bool = False) -> Tensor | None:
-        """Return the place of each row (or column) of an operand, [..., N, 1]; None if one has several places."""
+        """Return the place (pixel of the token) of each row or column of an operand, [..., N, 1]; None if one has several."""
         if value not in self._trail or self._trail[value].place is None:
             return None
         place = self._trail[value].place
@@ -609,7 +625,7 @@ class _Recorder(TorchDispatchMode):
         return place[..., :1]
 
     def _product_place(self, left: Tensor, right: Tensor, made: Tensor) -> Tensor:
-        """Return the places of a product: those of the rows of its left operand, or else of the columns of the right one."""
+        """Return the places (pixels of tokens) of a product: of the rows of `left`, or else of the columns of `right`."""
         row = self._rows(left)
         if row is not None:
             return row.expand(made.shape)
@@ -619,7 +635,10 @@ class _Recorder(TorchDispatchMode):
     # Attention, embeddings and interpolation
 
     def _note_attention(self, logits: Tensor) -> None:
-        """Note the attention with these logits, unless they come from no product of queries and keys, or from several."""
+        """Give the attention with these logits to `use`, unless they come from no product of queries and keys, or from several.
+
+        Inside vitrel's own attention, which a hook records, nothing is given.
+        """
         if self.inside_own:
             self._attended = True
             return
@@ -660,7 +679,7 @@ class _Recorder(TorchDispatchMode):
         return value[: value.shape[0] // self._batch]
 
     def _note_added(self, read: list[Tensor]) -> None:
-        """Note a tensor that is added to tokens, if it has several rows and the places of the tokens are known."""
+        """Store in the result a tensor that is added to tokens, if it has several rows and the tokens' pixels are known."""
         tokens, position = read if read[0] in self._trail else read[::-1]
         if not self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
             return
@@ -675,7 +694,7 @@ class _Recorder(TorchDispatchMode):
             self.found.added.append(Added(self.stack[-1], tokens.shape, position.clone(), where, origin))
 
     def _note_origin(self, operator: str, args: tuple, read: list[Tensor], out: Any) -> None:
-        """Note of which parameter an operator's output is made, and how many values of it an interpolation replaces."""
+        """Store of which parameter an operator's output is made; count its values in `resampled` if it is an interpolation."""
         origin = next((self._origin[value] for value in read if value in self._origin), None)
         if origin is None:
             return
@@ -725,7 +744,10 @@ def _hide(logits: Tensor, added: Tensor) -> Tensor:
 
 
 def hidden_pairs(added: Tensor) -> Tensor | None:
-    """Return where `added`, which is added to logits, hides a key from its query: bool of its shape, None if it hides none."""
+    """Return where `added`, which is added to logits, hides a key: bool of its shape, None if it hides none.
+
+    A key is hidden by -inf, or by a value more than 80 below the largest of its query.
+    """
     low, high = added.aminmax()
     if low >= high + HIDDEN and low > -math.inf:
         return None
@@ -743,7 +765,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _leaves(values: Any) -> list:
-    """Return the values in nested arguments or outputs of an operator, several times as fast as `tree_leaves`."""
+    """Return a list of the values in nested arguments or outputs of an operator, faster than torch's `tree_leaves`."""
     if isinstance(values, dict):
         values = [*values.values()]
     return [leaf for value in values for leaf in _leaves(value)] if type(values) in (tuple, list) else [values]
@@ -773,12 +795,12 @@ def _layout(value: Any) -> Any:
 
 
 def _nowhere(value: Tensor) -> Tensor:
-    """Return places for a tensor that has none."""
+    """Return a tensor of the shape of `value` that has -1 everywhere: no value belongs to a token."""
     return torch.full((), -1, dtype=torch.int32).expand(value.shape)
 
 
 def _compact(place: Tensor) -> Tensor:
-    """Return places that store one number for each dimension along which they are equal: logits of all pairs are large."""
+    """Return `place` in a tensor that stores one number for each dimension along which all are equal, to save memory."""
     shape = place.shape
     for axis, n in enumerate(shape):
         first = place.narrow(axis, 0, 1)
@@ -788,7 +810,7 @@ def _compact(place: Tensor) -> Tensor:
 
 
 def _nearest(place: Tensor, shape: torch.Size) -> Tensor:
-    """Return the places of a convolution's or pooling's output [B, C, h, w]: of the nearest values above and to the left."""
+    """Return the tokens' pixels for the output [B, C, h, w] of convolution or pooling: of the nearest values above and left."""
     for axis in (-2, -1) if len(shape) == 4 else (-1,):
         at = torch.arange(shape[axis]) * place.shape[axis] // shape[axis]
         place = place.index_select(axis, at)

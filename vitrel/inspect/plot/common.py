@@ -34,14 +34,14 @@ def check_numbers(name: str, values: Tensor) -> Tensor:
 
 
 def source_name(source: Source) -> str:
-    """Return the name of a model, an encoding or recorded layers for titles."""
+    """Return the name of a model or an encoding for titles; "recorded attention" for recorded layers."""
     if isinstance(source, PositionEncoding):
         return encoding_name(source)
     return model_name(source) if isinstance(source, nn.Module) else "recorded attention"
 
 
 def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
-    """Return (name, encoding, grid) of every encoding of a model; of an encoding alone, that one with the name "".
+    """Return (name of the layer, encoding, grid) of every encoding of a model; of an encoding alone, that one with the name "".
 
     Args:
         source: a model or an encoding.
@@ -69,7 +69,10 @@ def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tupl
 
 
 def sheet(rows: int, columns: int, width: float, height: float, title: str, **how: Any) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure and its rows x columns panels of width x height inches, under a title whose lines are wrapped."""
+    """Return a figure and its rows x columns panels of width x height inches, under a title whose lines are wrapped.
+
+    `how` are arguments of Figure.subplots.
+    """
     across = columns * width + 1.1
     lines = [part for line in title.split("\n") for part in textwrap.wrap(line, int(across / 0.078))]
     figure = Figure(figsize=(across, rows * height + 0.3 + 0.18 * len(lines)), layout="constrained")
@@ -85,17 +88,17 @@ def color_bar(figure: Figure, image: AxesImage, beside: Sequence[Axes], label: s
 
 
 def whole_numbers(panel: Axes) -> None:
-    """Set at most five ticks on each axis, at whole patches."""
+    """Set at most five ticks on each axis, at whole patches, with small labels."""
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
     panel.tick_params(labelsize=7, length=2)
 
 
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
-    """Return the height in inches of panels of this width for arrays [.., rows, columns] of all `shapes`, with square cells."""
+    """Return the height in inches of panels for arrays [.., rows, columns] of all `shapes`: 2 `width` at most, plus a title."""
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
 
 
 def _path(name: str) -> str:
-    """Return the name of the layer that an encoding is in, from the name of the encoding's module."""
+    """Return the layer in the name of an encoding's module; "all blocks" for a shared one, "layer" if no name is left."""
     return "all blocks" if name == "shared_position" else name.removesuffix(".position") or "layer"

@@ -53,7 +53,7 @@ def similarity(source: nn.Module, size: int | Size | None = None) -> Figure:
 
 @torch.no_grad()
 def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, Tensor]:
-    """Return (name, training grid (h, w), rows [h, w, C]) of the embedding added to patches; ValueError if there is none."""
+    """Return (key or "pos_embed", training grid (h, w), rows [h, w, C]) of the embedding added to patches, else ValueError."""
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
             if part.site == "tokens":

@@ -39,7 +39,7 @@ from vitrel.position.terms import parts_of
 
 
 class Lattice(NamedTuple):
-    """One quantity of one layer over offsets, `values` [H, 2h-1, 2w-1]: offset (dy, dx) at [:, dy + h-1, dx + w-1].
+    """One quantity of one layer by offset, query minus key: `values` [H, 2h-1, 2w-1] have (dy, dx) at [:, dy + h-1, dx + w-1].
 
     H is 1 if all heads are equal. A value is -inf where position hides the key, NaN where no recorded pair has the offset.
 
@@ -60,11 +60,11 @@ class Lattice(NamedTuple):
 
 
 def lattices(source: Source, size: int | Size | None = None) -> list[Lattice]:
-    """Return every quantity over offsets of a model or an encoding, layer by layer; parts of a composition are separate.
+    """Return bias and rotation by offset of each encoding of a model, layer by layer; those that are 0 everywhere are left out.
 
     Args:
-        source: a model with vitrel's encodings; an encoding; or layers recorded on images, of which the mean of what position
-            adds to the logits is taken, including terms that depend on content.
+        source: a model with vitrel's encodings; an encoding, of a composition its parts; or layers recorded on images, of which
+            the mean of what position adds to the logits is taken, including terms that depend on content.
         size: in pixels for a model, in patches for an encoding, one side or (h, w), by default that of training.
 
     Raises:
@@ -138,7 +138,7 @@ def offset_maps(
 
 
 def _measured(layer: Layer) -> Lattice:
-    """Return the mean of what position adds to the logits of a recorded layer."""
+    """Return the mean by offset of what position adds to a recorded layer's logits; ValueError if its weights hold NaN."""
     check_numbers(layer.name, layer.weights)
     values = offset_mean(layer, layer.needed("position"))
     return Lattice(layer.name, "mean of what position adds", "logits", values, None, layer_position_share(layer))
@@ -146,7 +146,7 @@ def _measured(layer: Layer) -> Lattice:
 
 @torch.no_grad()
 def _of_encoding(name: str, encoding: PositionEncoding, grid: Grid) -> Iterator[Lattice]:
-    """Yield the rotation and the bias of an encoding on a grid, whichever of them it has."""
+    """Yield the rotation and the bias of an encoding on a grid as lattices, whichever it has; none if it adds to tokens."""
     terms = evaluated(encoding, grid)
     parts = [part for part in terms.in_attention if part is not None and part.dim() > 1]
     if encoding.site == "tokens" or not parts:

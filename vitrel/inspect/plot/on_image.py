@@ -76,7 +76,10 @@ def attention(
 
 
 def _picture_of(source: Source, image: Tensor) -> Tensor:
-    """Return the image [3, height, width] from 0 to 1, by the model's mean and std, or stretched if these are unknown."""
+    """Return the image with values from 0 to 1, by the model's mean and std, or stretched if these are unknown.
+
+    ValueError if it has neither 1 nor 3 channels.
+    """
     if len(image) not in (1, 3):
         raise ValueError(f"an image of {len(image)} channels has no colors to draw: pass shown, [3, height, width] from 0 to 1")
     image = image.detach().float().cpu()
@@ -96,7 +99,7 @@ def _on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
 
 
 def _draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False) -> None:
-    """Draw the image at its size in pixels, with room for padding to whole patches."""
+    """Draw the image (pale if `faded`) at its size in pixels, with room for padding to whole patches."""
     height, width = picture.shape[1:]
     axes.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, width, height, 0), alpha=0.35 if faded else 1.0)
     h, w = _extent(layer)
