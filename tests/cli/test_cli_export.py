@@ -185,8 +185,11 @@ def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(EXTRAS, "onnx", ("onnx", "onnxruntime_of_nobody"))
     assert "onnxruntime_of_nobody is not installed: pip install" in error(path, "--format", "onnx")
 
+    around = torch.nn.Module()
+    around.backbone = small()
     for given, words in [
         (torch.nn.Linear(2, 2), "only models of vitrel and of vitrel.from_timm can be exported, not Linear"),
+        (around, "only models of vitrel and of vitrel.from_timm can be exported, not Module"),
         (small().train(), r"call model.eval\(\) first"),
         (small().double(), r"export needs float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:

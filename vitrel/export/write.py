@@ -115,7 +115,8 @@ def _preprocessing(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_model(model: nn.Module, format: str) -> None:
-    if backbone_of(model) is None and not side_multiple(model):
+    own = isinstance(model, Backbone | Segmenter) and backbone_of(model) is not None  # no other module around a vitrel model
+    if not own and not side_multiple(model):
         raise ValueError(f"only models of vitrel and of vitrel.from_timm can be exported, not {type(model).__name__}")
     if isinstance(model, Segmenter) and format == "safetensors":
         raise ValueError("timm builds no segmenter from such a folder: write it with vitrel.save, and read it with vitrel.load")
