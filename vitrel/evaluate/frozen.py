@@ -92,14 +92,9 @@ def check_task(trained: TrainedModel) -> None:
 
 
 def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:
-    """Return the features [n, C] of all images before the classifier, and their labels [n], on the CPU.
+    """Return the features [n, C] of all images of a view before the classifier, and their labels [n], on the CPU.
 
     The forward passes are on the model's device; afterwards the model is on the CPU.
-
-    Args:
-        trained: the model.
-        images: the data.
-        view: size and preprocessing of the images.
     """
     device = next(trained.model.parameters()).device
     with evaluating(trained.model), AtSizes(trained.model, "none", device) as at:

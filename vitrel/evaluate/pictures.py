@@ -42,7 +42,7 @@ NOTHING = (255, 255, 255)  # color of pixels without a class, or that the model'
 
 
 class Picture(NamedTuple):
-    """A picture of the page: a data URL, its size in CSS pixels, what it shows, and a caption."""
+    """A picture in report.html: a data URL, its size in CSS pixels, what it shows (alt text), and a caption."""
 
     uri: str
     width: int
@@ -53,7 +53,7 @@ class Picture(NamedTuple):
 
 @dataclass
 class Section:
-    """A section of the page: `tables`, {name of a table: {name of a line: pictures}}, and `colors`, {class: CSS color}."""
+    """A section of report.html: `tables`, {name of a table: {name of a line: pictures}}, and `colors`, {class: CSS color}."""
 
     title: str
     text: str
@@ -62,7 +62,7 @@ class Section:
 
 
 def collect(trials: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> list[Section]:
-    """Return the pictures of an evaluation, of MODELS models at most.
+    """Run the models and return the pictures of an evaluation for its report, of MODELS models at most.
 
     These are the first image in every protocol at every size; for segmentation its mask and what every model predicts; and of
     every model, in its first protocol at its first and its largest size, where the patch in the middle attends in the first
@@ -107,7 +107,7 @@ _ADDS = (
 
 @contextmanager
 def _optional(what: str) -> Iterator[None]:
-    """Context for a picture: where it cannot be made, for whatever reason, a warning says so, and the page is written."""
+    """Context manager that turns any error while the picture `what` is made into a warning that it is left out."""
     try:
         yield
     except Exception as error:
@@ -116,7 +116,10 @@ def _optional(what: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def _images(plan: Sequence["Trial"], images: Images, device: torch.device, photographs: bool, section: Section) -> None:
-    """Add the first image in every protocol at every size, its mask, and what every model predicts at the mask's resolution."""
+    """Add to `section` the first image in every protocol at every size; for segmentation its mask and every model's prediction.
+
+    Without `photographs` only the latter two.
+    """
     tables: dict[str, dict[str, dict[str, Picture]]] = defaultdict(lambda: defaultdict(dict))
     for trial in plan:
         _, pixels, target = next(images.items(trial.view, range(len(images))))
@@ -145,7 +148,10 @@ def _images(plan: Sequence["Trial"], images: Images, device: torch.device, photo
 def _attention(
     trial: "Trial", images: Images, device: torch.device, photographs: bool, attends: Section, adds: Section
 ) -> None:
-    """Add the figures of the first and the last layer of a trial's model to the two sections."""
+    """Add to `attends` where the middle patch attends in the first and the last layer, to `adds` what position adds there.
+
+    ValueError for more than LARGEST tokens. Without `photographs` the image is gray.
+    """
     _, pixels, _ = next(images.items(trial.view, range(len(images))))
     layers: list[Layer] = []
     label, size = shown(trial.trained.label), (pixels.shape[-2], pixels.shape[-1])
@@ -175,13 +181,13 @@ def _attention(
 
 
 def _photograph(trial: "Trial", pixels: Tensor) -> np.ndarray:
-    """Return normalized pixels [3, H, W] as uint8 [H, W, 3]."""
+    """Return pixels [3, H, W], normalized by the trial's mean and std, as an image uint8 [H, W, 3]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (trial.view.mean, trial.view.std))
     return (255 * (pixels * std + mean).clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
 
 
 def _colored(classes: np.ndarray) -> np.ndarray:
-    """Return classes [h, w] as colors, uint8 [h, w, 3]; NO_CLASS has the color NOTHING."""
+    """Return classes [h, w] as colors, uint8 [h, w, 3]; those below 0, as NO_CLASS, are white."""
     table = np.array([_color(index) for index in range(max(int(classes.max()) + 1, 1))] + [NOTHING], np.uint8)
     return table[np.where(classes < 0, len(table) - 1, classes)]
 
@@ -196,7 +202,7 @@ def _color(index: int) -> tuple[int, int, int]:
 
 
 def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) -> Picture:
-    """Return uint8 [h, w, 3] as a picture whose longer side has `side` pixels; few colors, as of a mask, are not blended."""
+    """Return uint8 [h, w, 3] as a WebP picture whose longer side has `side` pixels; up to 256 colors, as of a mask, stay."""
     picture = Image.fromarray(pixels)
     drawn = len(picture.getcolors(256) or ()) > 0
     factor = side / max(picture.size)
@@ -209,7 +215,7 @@ def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) 
 
 
 def _drawn(figure: "Figure", alt: str) -> Picture:
-    """Return a figure as a picture, in its own size."""
+    """Return a matplotlib figure as a `Picture` in its own size."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
     pixels = np.asarray(Image.open(file).convert("RGB"))

@@ -24,7 +24,7 @@ APART = 0.04  # of a step between sizes, by which models stand side by side
 
 
 def against_size(judged: Judged, protocol: str) -> "Figure | None":
-    """Return the chart of accuracy by size in a protocol; None for one size.
+    """Return the chart of the task's metric by size in a protocol, under the first policy; None for fewer than two sizes.
 
     A line joins a model's sizes of the training shape (aspect ratio); points of another shape are hollow. Sizes stand at equal
     distances in the order of their area.
@@ -55,9 +55,9 @@ def against_size(judged: Judged, protocol: str) -> "Figure | None":
 
 
 def against_cost(judged: Judged) -> "Figure | None":
-    """Return the chart of accuracy by multiply-adds, drawn as `against_size`; None where the costs are unknown or all equal.
+    """Return the chart of the task's metric by multiply-adds of an image; None where these are unknown or all equal.
 
-    Of every model the smallest and the largest size are named.
+    Lines and hollow points are as in `against_size`. Of every model the smallest and the largest cost have their size written.
     """
     used = [row for model in judged.models.values() for row in model.used.values() if known_number(row.get("gflops"))]
     if len({row["gflops"] for row in used}) < 2:
@@ -81,7 +81,7 @@ def against_cost(judged: Judged) -> "Figure | None":
 
 
 def svg_of(figure: "Figure", name: str) -> str:
-    """Return a figure as an SVG element with selectable text, which shrinks with the page; `name` describes it for readers."""
+    """Return a figure as an SVG element with selectable text, which shrinks with the page; `name` is its ARIA label."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -123,7 +123,7 @@ def _draw(axes: Any, number: int, label: str, x: Sequence[float], rows: Sequence
 
 
 def _name_models(figure: "Figure", axes: Any) -> None:
-    """Add a legend below a chart of several models."""
+    """Add a legend below a chart of several models; to that of one model nothing."""
     handles, names = axes.get_legend_handles_labels()
     firsts = {name: handles[names.index(name)] for name in names}
     if len(firsts) > 1:

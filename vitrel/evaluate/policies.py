@@ -44,14 +44,14 @@ MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, ab
 def policies_at(
     model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None, log_n: bool = False
 ) -> tuple[str, ...]:
-    """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
+    """Return the policies that give different models at `size` (h, w) pixels, as "rescale+geometric"; ("none",) for only one.
 
-    Encodings that share a policy's name switch together; encodings that do not are tried in all combinations. A model of
-    another library has only "none".
+    A policy joins a choice for the windows and one for each kind of position encoding. Encodings that share a policy's name
+    switch together; encodings that do not are tried in all combinations. A model of another library has only "none".
 
     Args:
-        wanted: only these policies; encodings and windows for which none is named keep their current policy.
-        log_n: where it changes the model, add every policy with the temperature, beside that without.
+        wanted: only these policies; encodings and windows for which none is named keep their current policy. None: all.
+        log_n: also return every policy with the attention temperature log N ("+log_n"), where that changes the model.
     """
     backbone = backbone_of(model)
     if backbone is None:
@@ -65,7 +65,9 @@ def policies_at(
 
 
 def _tempers(model: nn.Module, size: Size) -> bool:
-    """Return whether the temperature of log N changes the model: an encoding has another number of tokens than in training."""
+    """Return whether the attention temperature log N changes the model at `size`: an encoding that does not have it yet gets
+    another number of tokens than in training.
+    """
     if not isinstance(model, Backbone):
         return False
     both = zip(model.encodings(size), model.trained_encodings(), strict=True)
@@ -73,7 +75,7 @@ def _tempers(model: nn.Module, size: Size) -> bool:
 
 
 def _policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """Return `policies_at` of a vitrel model, without those of log N."""
+    """Return `policies_at` of a vitrel model, without those with "log_n"."""
     windows = window_policies_at(model, size)
     if not windows:
         return _encoding_policies_at(model, size, wanted)
@@ -104,7 +106,7 @@ def has_windows(backbone: Backbone) -> bool:
 def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Module:
     """Return a model for images of `size` (h, w) pixels under `policy`, one of `policies_at(model, size)`.
 
-    It is a copy that shares parameters and buffers, or the model itself where nothing changes. Encodings resample their
+    It is a copy that shares parameters and buffers, or the model itself for "none" and "fixed". Encodings resample their
     parameters for another window. A window policy has no effect on a vitrel model without windows.
 
     For a model of another library `policy` is ignored. If that model takes only one size, the result is a copy set to `size`,
@@ -136,7 +138,7 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
-    """Return the window policies that differ at `size` (h, w) pixels, "fixed" first; () where all give the same windows."""
+    """Return "fixed" and those of "divisor" and "rescale" that give other windows at `size` (h, w) pixels; () without."""
     layers = list(_windowed(model, size))
     divided = any(
         min(m, n) != d
@@ -153,9 +155,9 @@ class ModelWithPolicy(NamedTuple):
 
     Args:
         model: see `with_policy`.
-        resampled: number of parameter values resampled, by policy.
-        unseen: share of offsets, see `Backbone.unseen`; NaN for a model of another library.
-        saturated: share of offsets, see `Backbone.saturated`; NaN for a model of another library.
+        resampled: {encoding and policy: number of parameter values resampled}.
+        unseen: share of the offsets between tokens that did not occur in training; NaN for a model of another library.
+        saturated: share of the offsets that are unseen and use a trained edge value; NaN for a model of another library.
         tokens: number of patch tokens, NaN where unknown.
         stages: grid, window and padding of every stage at this size.
     """
@@ -196,8 +198,8 @@ def costs_at(model: nn.Module, size: Size, policy: str, shapes: Counter[Size] | 
     Args:
         size: (h, w) in pixels.
         policy: one of `policies_at(model, size)`.
-        shapes: number of images of each size in the native protocol, None in others.
-        patch: (h, w) in pixels, with shapes.
+        shapes: {size (h, w) in pixels: number of images} in the native protocol, None in others.
+        patch: (h, w) of a patch in pixels; None without `shapes`.
 
     Raises:
         ValueError: the model does not take the size.
@@ -209,7 +211,10 @@ def costs_at(model: nn.Module, size: Size, policy: str, shapes: Counter[Size] | 
 
 
 def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
-    """Return the column border_leak at `size` (h, w) pixels; None for a model without windows, or where it is not known."""
+    """Return the largest share, over the stages, of tokens that see the opposite border of an image of `size` (h, w) pixels.
+
+    None for a model without windows, or where it is not known.
+    """
     ready = at_size_with(model, size, policy)
     if all(stage.window is None for stage in ready.stages):
         return None
@@ -218,10 +223,10 @@ def leak_at(model: nn.Module, size: Size, policy: str) -> float | None:
 
 
 def unseen_after(model: nn.Module, sizes: Iterable[Size], size: Size) -> float:
-    """Return the share of offsets at `size` (h, w) pixels that no training size had; 1 where that is not known.
+    """Return the share, 0 to 1, of the offsets between tokens at `size` that did not occur at the best of the training `sizes`.
 
-    `Backbone.unseen` counts for the grid that a model was built for, which is all of its training but for global attention at
-    several sizes or at native shape.
+    Sizes are (h, w) in pixels, and the best is that with the smallest share. 1 for a model with windows or of another library.
+    `Backbone.unseen` compares with the grid alone that a model was built for.
     """
     backbone = backbone_of(model)
     if backbone is None or has_windows(backbone):
@@ -231,7 +236,7 @@ def unseen_after(model: nn.Module, sizes: Iterable[Size], size: Size) -> float:
 
 
 def _native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
-    """Return the columns of `costs_at` that depend on the images' shapes."""
+    """Return the columns of `costs_at` that depend on the images' shapes; ValueError where the model does not take a shape."""
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
         try:
@@ -277,7 +282,10 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 
 def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """Return `policies_at` of a model with its present windows: policies of encodings alone, as ("clip", "bicubic+keep")."""
+    """Return the policies of encodings alone, as ("clip", "bicubic+keep"), that differ at `size` with the model's windows.
+
+    ("none",) where there are none; `wanted` as in `policies_at`.
+    """
     parts = [*parts_with_policies(model, size)]
     affected = [part.policies for part, grid in parts if _is_affected(part, grid)]
     options = []
@@ -289,7 +297,10 @@ def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequen
 
 
 def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
-    """Return the policies of the encodings that a large size affects; those of encodings that share a name form one group."""
+    """Return the names of the policies of encodings that act at a large size, in groups.
+
+    Encodings that share a policy's name are in one group.
+    """
     groups: list[tuple[str, ...]] = []
     for policies in dict.fromkeys(
         part.policies for part, grid in parts_with_policies(model, LARGE) if _is_affected(part, grid)
@@ -301,7 +312,7 @@ def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
 
 
 def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
-    """Return whether some policy of an encoding resamples its parameters on `grid`, or reads others than in training."""
+    """Return whether some policy of an encoding acts on `grid`: it resamples parameters, or reads one for unseen offsets."""
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
     resampled = []
     for policy in part.policies:
@@ -346,7 +357,7 @@ def _windows(blocks: Iterable[nn.Module], grid: Size) -> tuple[StageWindows, ...
 
 
 def _geometry(ready: ModelWithPolicy) -> Row:
-    """Return the columns on tokens, windows, padding and resampling."""
+    """Return {column of results.csv: value} on tokens, windows, padding and resampling."""
     windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in ready.stages]
     return {
         "tokens": ready.tokens,

@@ -37,12 +37,13 @@ ROUNDS = 3  # timed passes of each model, in turn
 
 
 class AtSizes:
-    """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
+    """Context manager `at` that prepares a model for one image size after another, under one policy: at(size) returns it.
 
-    On exit the model is on the CPU.
+    On entry the model is moved to `device`, on exit to the CPU.
 
     Args:
-        window: (h, w) in pixels: the model is made for this size, and slides over images of any other.
+        policy: see `with_policy`.
+        window: (h, w) in pixels: the model is made for this size, and slides over images of any size; None: it does not.
     """
 
     def __init__(self, model: nn.Module, policy: str, device: torch.device, window: Size | None = None) -> None:
@@ -57,7 +58,7 @@ class AtSizes:
         self.model.cpu()
 
     def __call__(self, size: Size) -> nn.Module:
-        """Return the model prepared for `size` (h, w) pixels; valid until the next call with another size."""
+        """Return the model prepared for `size` (h, w) pixels, or a `SlidingWindow`; valid until a call with another size."""
         if size != self._size:
             self._current, self._size = with_policy(self.model, self.window or size, self.policy).to(self.device), size
         return self._current if self.window is None else SlidingWindow(self._current, self.window)
@@ -96,7 +97,7 @@ class SlidingWindow(nn.Module):
 def window_places(size: Size, window: Size) -> list[tuple[int, int]]:
     """Return the upper left corners of windows of `window` (h, w) over an image of `size`, half overlapping, row by row.
 
-    Along an axis on which the image is not larger than the window there is one, at 0.
+    Corners and sizes are in pixels. Along an axis on which the image is not larger than the window there is one, at 0.
     """
     starts = [
         [*range(0, side - own, max(1, own // 2)), max(0, side - own)] for side, own in zip(size, window, strict=True)
@@ -109,6 +110,7 @@ class Runner:
 
     Args:
         model: a model for one size, or `AtSizes`, which prepares it for the size of each batch.
+        dtype: "float32", or "bfloat16" for autocast.
     """
 
     def __init__(self, model: nn.Module | AtSizes, device: torch.device, batch_size: int, dtype: str = "float32") -> None:
@@ -141,7 +143,7 @@ class Runner:
             return model(chunk.to(self.device, non_blocking=True)).float().cpu()  # synchronizes with the GPU
 
     def _halve(self, failed: int) -> None:
-        """Halve the batch size after a batch of `failed` images did not fit; MemoryError for a single image."""
+        """Set `batch_size` to half of the `failed` images that did not fit, and free cached GPU memory; MemoryError for one."""
         if failed == 1:
             raise MemoryError("one image does not fit in memory: use a smaller size, or another device")
         self.batch_size = failed // 2
@@ -158,10 +160,12 @@ def predict(
 ) -> Kept:
     """Run a model over batches, and return the results of all images, in the order of their indices.
 
+    Images whose target is None, which could not be read, are left out: zeros in the results, and False in `seen`.
+
     Args:
         order: index of each image in the data, in the order of the batches.
         keep: function of logits and targets of a batch that returns the results of its images, {name: [B, ...]}.
-        advance: called after every batch with its share of the images.
+        advance: called after every batch with the part of all images that it is, 0 to 1.
     """
     read: list[bool] = []
     found: dict[str, list[np.ndarray]] = defaultdict(list)
@@ -200,13 +204,13 @@ def joined(parts: Sequence[Kept]) -> Kept:
 def speeds(
     models: Mapping[tuple, Callable[[Tensor], Tensor]], size: Size, batch_size: int, device: torch.device, dtype: str
 ) -> dict[tuple, float]:
-    """Return the images per second of models of one size: the median of ROUNDS passes of one batch, after one to warm up.
+    """Return {key: images per second} of models at one size: the median of ROUNDS passes of one batch, after one to warm up.
 
     The models take turns, so that other load of the machine slows all of them alike. The batch is halved where memory does not
-    suffice; NaN where it does not suffice for one image.
+    suffice; NaN for all models where it does not suffice for one image.
 
     Args:
-        models: on the device, ready for the size.
+        models: {key: a model on the device that is prepared for the size}.
         size: (h, w) in pixels.
     """
     seconds: dict[tuple, list[float]] = {name: [] for name in models}
@@ -250,9 +254,9 @@ def peak_mb(device: torch.device) -> float:
 
 
 def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.device) -> Row:
-    """Return attention statistics, means over images [3, h, w], and the share of position, of the first image alone.
+    """Return {column: value} of STATISTICS, means over images [3, h, w], and of position_share, of the first image alone.
 
-    They are NaN where unavailable.
+    These columns of results.csv say how attention spreads, and by how much position changes it. NaN where unavailable.
     """
     row, by_image = dict.fromkeys((*STATISTICS, "position_share"), math.nan), list[dict[str, float]]()
     with _unless_unavailable():
@@ -275,7 +279,7 @@ def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.devic
 
 @contextlib.contextmanager
 def _unless_unavailable() -> Iterator[None]:
-    """Context that ends early where a model has no attention that can be seen, or memory does not suffice for it."""
+    """Context manager that ends silently at a ValueError, of a model whose attention cannot be read, or out of memory."""
     try:
         yield
     except BadImage:

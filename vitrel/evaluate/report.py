@@ -40,7 +40,7 @@ ByClass = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 class Grid(NamedTuple):
-    """A table of accuracies: models by sizes, or where there are more sizes than models, sizes by models.
+    """A table of the task's metric: models as lines and sizes as columns, or where there are more sizes, the other way.
 
     Args:
         corner: name of the first column.
@@ -53,7 +53,7 @@ class Grid(NamedTuple):
     lines: list[tuple[str, list[Row | None]]]
 
     def markdown(self) -> str:
-        """Return the table as Markdown: accuracy ± half its interval, and the verdict."""
+        """Return the table as Markdown: metric ± half its 95 % interval and the verdict; bold if best, "-" without a row."""
         return markdown([self.corner, *self.columns], [[name, *map(self._cell, rows)] for name, rows in self.lines])
 
     def _cell(self, row: Row | None) -> str:
@@ -64,13 +64,13 @@ class Grid(NamedTuple):
 
 
 def first_screen(judged: Judged) -> str:
-    """Return the answer as Markdown, for the terminal and table.md: one table, and the sentences on every model."""
+    """Return the main results as Markdown, for the terminal and table.md: one table, and the sentences on every model."""
     texts = [f"- {text}\n" for text in sentences(judged).values()] + [f"\n{text}\n" for text in notes(judged)]
     return f"{caption_of(judged, '± half its 95 % interval')}:\n\n{main_grid(judged).markdown()}\n{''.join(texts)}"
 
 
 def table(judged: Judged, title: str) -> str:
-    """Return table.md: the first screen, what its words mean, the other tables, and costs."""
+    """Return the text of table.md: the first screen, what its words mean, the other tables, and costs."""
     words = "".join(f"- {f'**{word}**' if word == 'bold' else word}: {text}\n" for word, text in legend(judged).items())
     tables = [f"{name}:\n\n{grid.markdown()}" for name, grid in other_grids(judged).items()]
     parts = [f"# {title}", first_screen(judged), words, *tables, f"Costs:\n\n{markdown(*costs(judged))}"]
@@ -135,12 +135,12 @@ def write(
 
 
 def verdict_of(row: Row) -> str:
-    """Return the verdict of a judged row, "trained" for a training size."""
+    """Return the verdict of a row of `Judged`; without one "trained" at a training size, else ""."""
     return row.get("verdict") or ("trained" if is_training(row) and not row.get("translation") else "")
 
 
 def caption_of(judged: Judged, ends: str) -> str:
-    """Return what the main table holds: "mIoU in percent, ± half its 95 % interval; canvas protocol, 100 images, one seed"."""
+    """Return the caption of the main table: "mIoU in percent, ENDS; canvas protocol, 100 images, one seed"; ENDS is `ends`."""
     used = [row for model in judged.models.values() for row in model.used.values()]
     protocols = " and ".join(dict.fromkeys(model.protocol for model in judged.models.values()))
     seeds = sorted({row["seeds"] for row in used})
@@ -150,7 +150,7 @@ def caption_of(judged: Judged, ends: str) -> str:
 
 
 def main_grid(judged: Judged) -> Grid:
-    """Return the table of every model in its first protocol, under its first policy at each size."""
+    """Return the table of every model in the protocol of its verdicts (`Model`), under its first policy at each size."""
     return _grid({label: model.used for label, model in judged.models.items()})
 
 
@@ -180,7 +180,7 @@ def other_grids(judged: Judged) -> dict[str, Grid]:
 
 
 def _grid(series: Mapping[str, Mapping[str, Row]]) -> Grid:
-    """Return the table of {name: {size: row}}."""
+    """Return the table of {name of a series: {size: row}}, the names as lines, or where there are more sizes, columns."""
     first = {size: row for rows in series.values() for size, row in rows.items()}
     sizes = {size: f"{size_name(first[size])} {unit(first[size])}" for size in sorted(first, key=by_area)}
     if len(sizes) > len(series):
@@ -189,7 +189,7 @@ def _grid(series: Mapping[str, Mapping[str, Row]]) -> Grid:
 
 
 def costs(judged: Judged) -> Table:
-    """Return the table of costs: every model at every size, once for all protocols that cost the same."""
+    """Return (header, lines) of the table of costs: every model at every size, one line for protocols that cost the same."""
     labels, rows = [*judged.models], [row for row in judged.rows if row["used"]]
     rows.sort(key=lambda row: (labels.index(row["label"]), by_area(row["img_size"])))
     several = len({row["protocol"] for row in rows}) > 1
@@ -215,9 +215,9 @@ def resampled_text(row: Row) -> str:
 
 
 def class_tables(judged: Judged, by_class: ByClass, names: Sequence[str]) -> dict[str, Table]:
-    """Return {label: table}: the score of every class at every size of the first protocol, with 95 % intervals.
+    """Return {label: (header, lines)}: the score of every class at every size of the model's protocol, with 95 % intervals.
 
-    Of many classes those that lose most from the training size on, CLASSES at most.
+    Of more than CLASSES classes only those that lose most against the training size. A model without `by_class` has no table.
     """
     found = {}
     for label, model in judged.models.items():

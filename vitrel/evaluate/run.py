@@ -75,7 +75,7 @@ def at_sizes(
 
     >>> vitrel.evaluate.at_sizes(model, "shapes", [48, 64, "64x96"], n=200)[["img_size", "policy", "top1", "resampled"]]
 
-    With `out`, the rows are written into a folder, with tables, plots and a report, and progress and the answer are printed.
+    With `out`, the rows are written into a folder, with tables, plots and a report, and progress and verdicts are printed.
     The same call goes on where it was stopped; more sizes, models, protocols or policies add rows. With several processes
     (torchrun) each has a share of the images, and the first one writes.
 
@@ -110,7 +110,7 @@ def _evaluated(
     title: str,
     command: str,
 ) -> "pd.DataFrame":
-    """Evaluate and return the table of `at_sizes`, with its arguments read."""
+    """Do what `at_sizes` does, with loaded models and checked settings; `path` is its `out`."""
     images, plan = opened(models, data, settings)
     first, device = rank_and_world()[0] == 0, local_device(settings.device)
     about = _about(models, images, settings, device) | {
@@ -146,7 +146,10 @@ def _evaluated(
 
 
 def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out: Path) -> str:
-    """Return what `at_sizes` would do as text: the rows that `out` lacks, how many there are, and how long they take."""
+    """Return as text what `at_sizes` would do: the rows that `out` lacks, their number, and about how long they would take.
+
+    For the time every model runs a few times; nothing is written.
+    """
     device = local_device(settings.device)
     images, plan = opened(models, data, settings)
     done = {row["key"] for row in read_rows(out)[0]}
@@ -169,7 +172,10 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
 
 
 def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tuple[Images, list[Trial]]:
-    """Return the images and the trials of an evaluation; ValueError for several tasks, or classes that do not fit a model."""
+    """Open the data; return the images, and one `Trial` for each row of the evaluation, also for those already measured.
+
+    ValueError for models of several tasks, classes that do not fit a model, or settings that fit neither.
+    """
     check_tasks(models)
     reading = Reading(
         on_bad="leave_out" if settings.on_bad_image == "count" else "raise",
@@ -186,12 +192,12 @@ def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tu
 
 
 def _classes(models: Sequence[TrainedModel], images: Images) -> list[str]:
-    """Return the names of the data's classes; numbers where the data have none."""
+    """Return the names of the data's classes; where the data have none, "0", "1", ... for the outputs of the first model."""
     return images.classes or [*map(str, range(models[0].model.num_classes))]
 
 
 def _loaded(models: Any) -> list[TrainedModel]:
-    """Return the models that `at_sizes` takes as `TrainedModel`."""
+    """Return what `at_sizes` takes as models, one or several, as a list of `TrainedModel`; paths are loaded."""
     several = models if isinstance(models, list | tuple) else [models]
     return [
         trained_model(one) if isinstance(one, nn.Module) else one if isinstance(one, TrainedModel) else load_checkpoint(one)
@@ -200,7 +206,10 @@ def _loaded(models: Any) -> list[TrainedModel]:
 
 
 def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Return the settings of a `Folder`, without title and command."""
+    """Return what settings.json records, the argument `settings` of `Folder`, but for title and command.
+
+    It hashes the weights of all models and reads all images for a hash.
+    """
     classes = _classes(models, images)
     outputs = {id(one): class_outputs(one, classes, images.source) for one in models}
     of_models = {
@@ -243,17 +252,17 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
 
 
 def _about_cost(trial: Trial) -> tuple:
-    """Return what the cost of a trial depends on, as a key: trials of several seeds or protocols may have the same."""
+    """Return a key of what cost and speed of a trial depend on: trials of several seeds or protocols may have the same."""
     return trial.trained.label, trial.trained.name, trial.size, trial.view.window, trial.view.budget, trial.policy
 
 
 def _costs(left: Sequence[Trial], images: Images) -> dict[tuple, Row]:
-    """Return the columns of trials that need no images, by `_about_cost`; ValueError where a model does not take a size."""
+    """Return {`_about_cost`: the columns that need no images}; ValueError where a model does not take a size."""
     return {about: _cost(trial, images) for about, trial in {_about_cost(one): one for one in left}.items()}
 
 
 def _cost(trial: Trial, images: Images) -> Row:
-    """Return the columns of a trial that need no images."""
+    """Return the columns of `costs_at` for a trial: tokens and gflops of all windows, unseen offsets of all training sizes."""
     trained, view = trial.trained, trial.view
     shapes = None if view.budget is None else images.shapes(view)
     size = view.window or trial.size
@@ -282,8 +291,8 @@ def _measured(
         images: all images, whose cache the trials of one view share.
         settings: of the evaluation.
         device: to run on.
-        costs: as of `_costs`.
-        advance: tells progress; None: nothing is told.
+        costs: result of `_costs`.
+        advance: function that shows progress; None: nothing is shown.
 
     Raises:
         ValueError: none of the images can be read.
@@ -318,7 +327,11 @@ def _share(
     device: torch.device,
     ahead: Callable[[float], None],
 ) -> tuple[Row, Kept, list[str]]:
-    """Run a trial on this process's share of the images; return columns, results of these images, and unreadable ones."""
+    """Run a trial on this process's part of the images, those number rank, rank + world, ...
+
+    Return columns on memory, batch size and attention, the results of these images, and the names of those not readable.
+    `ahead` is called with the part of them, 0 to 1, that each batch is.
+    """
     model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
     keep = partial(trial.task.keep, outputs=trial.outputs)
     order = images.order(view, rank, world)
@@ -339,7 +352,7 @@ def _share(
 
 
 def _interval(task: Task, kept: Kept) -> Row:
-    """Return the columns of the 95 % interval of the metric over images."""
+    """Return {column: value} of the ends of the 95 % interval of the task's metric over images, in percent."""
     low, high = estimate([task.scores(kept, task.metric)[None]]).of_share()
     return {f"{task.metric}_low": round(low, 4), f"{task.metric}_high": round(high, 4)}
 
@@ -358,7 +371,7 @@ def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) ->
 
 @contextmanager
 def _evaluating(models: Sequence[TrainedModel]) -> Iterator[None]:
-    """Context with models in eval mode, which restores their mode and device."""
+    """Context manager with models in eval mode; at its end they are in their former mode, on their former device."""
     devices = [next(one.model.parameters()).device for one in models]
     with ExitStack() as stack:
         for one in models:
@@ -400,7 +413,7 @@ def _tell(
 def _seconds(
     left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings, device: torch.device
 ) -> float:
-    """Return about how many seconds trials take, from one timed pass of each model and the time to read a few images."""
+    """Return about how many seconds trials take, from timed passes of each model and reading of a few images; or NaN."""
     total, rates = 0.0, dict[str, float]()
     for trial in left:
         if trial.trained.label not in rates:

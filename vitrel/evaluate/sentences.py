@@ -33,7 +33,10 @@ def sentences(judged: Judged) -> dict[str, str]:
 
 
 def notes(judged: Judged) -> list[str]:
-    """Return the notes to all sentences: one seed tells of this trained model alone, and unused images could tell more."""
+    """Return the notes below all sentences: that there is only one seed, and that unused images could decide what is open.
+
+    Each only where it is so, [] without any.
+    """
     rows = [row for model in judged.models.values() for row in model.used.values()]
     found = []
     if all(row["seeds"] == 1 for row in rows):
@@ -48,7 +51,7 @@ def notes(judged: Judged) -> list[str]:
 
 
 def legend(judged: Judged) -> dict[str, str]:
-    """Return {word of the table: what it means}, of the words that occur."""
+    """Return {word of the main table: what it means}, of the verdicts that occur there, "trained" and "bold"."""
     rows = [row for model in judged.models.values() for row in model.used.values()]
     words = {row["verdict"] for row in rows} | {"trained" for row in rows if is_training(row)}
     words |= {"bold" for model in judged.models.values() if model.ahead}
@@ -73,12 +76,15 @@ def unit(row: Row) -> str:
 
 
 def capital(text: str) -> str:
-    """Return a text with a capital, as it begins a sentence; mIoU stays as it is."""
+    """Return a text with a capital first letter, unless its second letter is one, as in mIoU."""
     return text if text[1:2].isupper() else f"{text[:1].upper()}{text[1:]}"
 
 
 def _of_model(model: Model, judged: Judged) -> str:
-    """Return the sentences on a model: comparison, sizes, better policies or protocols, and a position without effect."""
+    """Return the sentences on a model: comparison, sizes, better policies or protocols, and a position without effect.
+
+    For a model that is not shown to be better than `Task.chance` only that it has to be trained first.
+    """
     anchor = max([row for row in model.used.values() if is_training(row)] or model.used.values(), key=main_metric)
     majority = anchor["majority"] if known_number(anchor.get("majority")) else -1.0
     if not anchor["low"] > majority:
@@ -170,7 +176,8 @@ def _where(sizes: Sequence[str], model: Model, most: int, all_sizes: str = "any 
 
     Args:
         sizes: keys of `model.used`.
-        most: number of the sizes that could be named; with fewer than were evaluated, it is "any other size".
+        model: with all evaluated sizes.
+        most: number of the sizes that could be named; if fewer than were evaluated, the words are "any other size".
         all_sizes: the words for all sizes, which end with " size".
     """
     if len(sizes) == most > 1:

@@ -43,11 +43,12 @@ class Estimate:
 
     Args:
         mean: the estimate.
-        center: the middle of its intervals, with the four added images.
+        center: the middle of its intervals: the mean with four more images, on which the sides of a difference score (0, 0),
+            (0, 1), (1, 0) and (1, 1).
         seeds: number of seeds.
         images: number of images.
-        between: variance of a single seed's mean; 0 with one seed, where it is not known.
-        shared: variance that all seeds have in common, because they score the same images.
+        between: variance of a single seed's mean, squared points; 0 with one seed, where it is not known.
+        shared: variance that all seeds have in common, because they score the same images, squared points.
         freedom: degrees of freedom of `between`, None: seeds - 1.
     """
 
@@ -76,19 +77,19 @@ class Estimate:
         return _critical(self.seeds, self.between / self.seeds / self.variance, tail, self.freedom)
 
     def low(self, tail: Number = TAIL) -> Number:
-        """Return the lower end of the interval, in points."""
+        """Return the lower end of the interval, in points, at least -100; `tail` as in `half`."""
         return np.maximum(self.center - self.half(tail), -100.0)
 
     def high(self, tail: Number = TAIL) -> Number:
-        """Return the upper end of the interval, in points."""
+        """Return the upper end of the interval, in points, at most 100; `tail` as in `half`."""
         return np.minimum(self.center + self.half(tail), 100.0)
 
     def p_above(self, value: float = 0.0) -> Number:
-        """Return the one-sided p-value of the hypothesis that the true value is `value` or less: the tail of `low` there."""
+        """Return the one-sided p-value of the hypothesis that the true value is at most `value`, in points."""
         return self._tail_at(self.center - value)
 
     def p_below(self, value: float = 0.0) -> Number:
-        """Return the one-sided p-value of the hypothesis that the true value is `value` or more: the tail of `high` there."""
+        """Return the one-sided p-value of the hypothesis that the true value is at least `value`, in points."""
         return self._tail_at(value - self.center)
 
     def of_share(self) -> tuple[float, float]:
@@ -101,7 +102,7 @@ class Estimate:
         return wilson(min(max(self.mean / 100, 0.0), 1.0), float(effective), critical)
 
     def _tail_at(self, distance: Number) -> Number:
-        """Return the tail at which `half` is `distance`, by bisection, at least 1e-18."""
+        """Return the `tail` at which `half` is `distance`, in points; it is above 0.5 for a negative distance."""
         target = np.abs(distance) / np.sqrt(self.variance)
         if self.seeds == 1:
             return ndtr(-distance / np.sqrt(self.variance))
@@ -114,7 +115,7 @@ class Estimate:
 
 
 def estimate(plus: Sequence[np.ndarray], minus: Sequence[np.ndarray] = ()) -> Estimate:
-    """Return the estimate of the sum of `plus` minus the sum of `minus`, each an array of scores [seeds, images] in [0, 1].
+    """Return the estimate, in points, of the sum of `plus` minus that of `minus`: arrays of scores [seeds, images], 0 to 1.
 
     The arrays have the same seeds and the same images. NaN: no score; an image that lacks one is left out. Arrays may have
     leading dimensions, [..., seeds, images], for many estimates; these must not have NaN. ValueError where no image has scores.
@@ -136,7 +137,7 @@ def estimate(plus: Sequence[np.ndarray], minus: Sequence[np.ndarray] = ()) -> Es
 
 
 def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of scores [..., images] with the added ones, and the variance of that mean over images: [...] each."""
+    """Return the mean of scores [..., images] and the scores `added` to them, and the variance of this mean: [...] each."""
     n = scores.shape[-1] + len(added)
     mean = (scores.sum(-1) + added.sum()) / n
     squares = np.einsum("...i,...i->...", scores, scores) + (added**2).sum()
@@ -144,7 +145,9 @@ def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarra
 
 
 def estimate_of_means(plus: Sequence[Sequence[float]], minus: Sequence[Sequence[float]], images: int) -> Estimate:
-    """Return the estimate as `estimate` does where only the means of `images` images are known, one per seed, in percent.
+    """Return the estimate of `estimate` from means alone: of each array the means over images, one per seed, in percent.
+
+    `images` is the number of images of each mean.
 
     The covariance of the images' scores is then unknown: the variance that seeds have in common is taken as that of independent
     samples of images, one for every mean, which is an upper bound where scores are not negatively correlated.
@@ -195,7 +198,7 @@ def holm(p: Number) -> np.ndarray:
 
 
 def p_values(estimates: Sequence[Estimate], value: float = 0.0, above: bool = True) -> np.ndarray:
-    """Return `p_above` (or `p_below`) of each of several estimates, computed together: [estimates]."""
+    """Return the p-value of each estimate, [estimates]: `p_above` of `value` points, or with above=False `p_below`."""
     found = np.empty(len(estimates))
     for seeds, freedom in {(one.seeds, one.freedom) for one in estimates}:
         at = [index for index, one in enumerate(estimates) if (one.seeds, one.freedom) == (seeds, freedom)]
@@ -207,11 +210,11 @@ def p_values(estimates: Sequence[Estimate], value: float = 0.0, above: bool = Tr
 
 
 def pooled(estimates: Sequence[Estimate], models: int) -> list[Estimate]:
-    """Return the differences of all pairs of several models, with the variance over seeds that these have together.
+    """Return `estimates`, the differences of all pairs of several models, with a variance over seeds taken from all of them.
 
     The mean of `between` over the pairs is, but for a constant, the mean square of the interaction of models and seeds, which
     has (models - 1) * (seeds - 1) degrees of freedom. Where the models differ in how much their seeds vary, it would be too
-    small for some pairs: a pair of its own larger variance keeps that. Estimates of one seed are returned as they are.
+    small for some pairs: a pair of its own larger variance keeps that. Estimates of one seed or two models are not changed.
     """
     if models < 3 or not estimates or estimates[0].seeds < 2:
         return [*estimates]

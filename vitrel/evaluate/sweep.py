@@ -46,7 +46,7 @@ class Settings:
         follow_links: also search folders that are linked inside class folders.
         on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
         attention_n: number of images for the attention statistics, 0 for none.
-        border_leak: test whether tokens see the opposite border (models with windows; seconds per size).
+        border_leak: test whether tokens see the opposite border of the image (models with windows; takes seconds per size).
         dtype: "float32" or, on a GPU, "bfloat16" (autocast).
         device: "auto", "cpu", "cuda", "cuda:1".
 
@@ -55,7 +55,7 @@ class Settings:
     Args:
         batch_size: number of images in a batch, halved when memory runs out.
         workers: processes that decode images.
-        margin: the loss, in points, that does not matter (`vitrel.evaluate.verdicts`).
+        margin: loss of the metric, in percentage points, that does not matter: within it a size is called safe.
         report: whether report.html has pictures.
         photographs: whether the report may contain images of the data.
 
@@ -106,15 +106,15 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One row: a model at a size, in a protocol, under a policy.
+    """One row of an evaluation: a model at a size, in a protocol, under a policy.
 
     Args:
         trained: the model.
         size: (h, w) in pixels; with a budget, the size that it was given as, or the largest square within it.
-        protocol: its name.
+        protocol: name of what happens to the images at this size, one of `vitrel.evaluate.images.PROTOCOLS`.
         policy: one of `policies_at(trained.model, size)`.
-        view: what the model sees of the images.
-        outputs: the model's output for each class of the data.
+        view: how the images are prepared.
+        outputs: index of the model's output for each class of the data.
     """
 
     trained: TrainedModel
@@ -141,7 +141,7 @@ class Trial:
 
     @property
     def task(self) -> Task:
-        """What the model predicts, and how it is scored."""
+        """The `Task` of the model, which has the scores."""
         return task_named(self.trained.task)
 
     @property
@@ -151,7 +151,7 @@ class Trial:
 
     @property
     def columns(self) -> Row:
-        """The columns that are known before it runs."""
+        """{column of results.csv: value} of what is known before it runs, and "key"; the number of parameters in millions."""
         trained, view = self.trained, self.view
         return {
             "key": self.key,
@@ -174,17 +174,19 @@ class Trial:
 
 
 def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], settings: Settings) -> list[Trial]:
-    """Return the trials of an evaluation: first every model at its training sizes, to which retention refers, then by size.
+    """Return the trials (rows) of an evaluation: first every model at its training sizes, then by size.
 
     A model's training sizes are evaluated even if `settings.sizes` does not list them. A policy has a trial at the sizes where
-    it makes a difference. Trials that share images are adjacent.
+    it makes a difference, a translation one at the training size in the first protocol. Trials that share images are adjacent.
 
     Args:
-        outputs: of each model, for each class of the data.
+        models: all of one task.
+        outputs: of each model, the index of its output for each class of the data.
+        settings: which sizes, protocols, policies and translations there are.
 
     Raises:
-        ValueError: a policy that no model has, a protocol that the task does not have, or a token
-            budget for a model without a patch size.
+        ValueError: a model given twice, a policy that no model has, a protocol or translations that the task does not have, or
+            a token budget for a model without a patch size.
     """
     asked, protocols = settings.sizes or default_sizes(models[0]), settings.protocols or default_protocols(models)
     _check(models, settings)
@@ -216,7 +218,7 @@ def check_tasks(models: Sequence[TrainedModel]) -> None:
 
 
 def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
-    """Raise ValueError for settings that do not fit each other or the models."""
+    """Raise ValueError for two models of one label and seed, translated masks, or a policy that no model has."""
     labels = [(trained.label, trained.seed) for trained in models]
     if twice := [label for label, seed in labels if labels.count((label, seed)) > 1]:
         raise ValueError(f"{twice[0]} is given twice: its rows would be taken for two seeds")
@@ -234,7 +236,10 @@ def default_protocols(models: Sequence[TrainedModel]) -> tuple[str, ...]:
 
 
 def default_sizes(trained: TrainedModel) -> tuple[Size | Budget, ...]:
-    """Return TIMES the training size of a model, in whole patches; for native shape, as many times its side in tokens."""
+    """Return 0.5, 1, 1.5 and 2 times the training size (h, w) in pixels, rounded to whole patches.
+
+    For a model trained at native shape they are token budgets, of the first one in training times 0.25, 1, 2.25 and 4.
+    """
     if trained.is_native:
         return tuple(Budget(max(1, round(trained.train_sizes[0].tokens * times**2))) for times in TIMES)  # type: ignore[union-attr]
     patch = trained.patch or (1, 1)

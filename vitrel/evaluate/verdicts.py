@@ -37,13 +37,13 @@ Scores = Mapping[str, np.ndarray]  # {row["key"]: score of each image [n], NaN w
 
 
 class Sample(NamedTuple):
-    """The accuracy of a model at one size under one policy, for `contrast`.
+    """The metric of a model at one size under one policy, of all seeds, for `contrast`.
 
     Args:
         name: model, size and policy, for errors.
-        images: their number.
-        means: {seed: percent}.
-        scores: {seed: scores of the images [n]}, None where they are not known.
+        images: number of images.
+        means: {seed as text: metric in percent}.
+        scores: {seed as text: scores of the images [n], 0 to 1}, None where they are not known.
     """
 
     name: str
@@ -66,7 +66,7 @@ def sample_of(rows: Sequence[Row], scores: Scores | None = None, metric: str = "
     """Return the sample of rows of one model, size and policy, one row per seed.
 
     Args:
-        scores: of the metric.
+        scores: {key of a row: scores of its images for the metric}.
         metric: a column, in percent; "": the task's. Where a row has no value in it, the task's metric is taken.
     """
     by_seed = {str(row["seed"]): row for row in rows}
@@ -78,10 +78,10 @@ def sample_of(rows: Sequence[Row], scores: Scores | None = None, metric: str = "
 
 
 def contrast(plus: Sequence[Sample], minus: Sequence[Sample] = ()) -> Estimate:
-    """Return the estimate of the sum of the means of `plus` minus that of `minus`.
+    """Return the estimate, in points, of the sum of the means of `plus` minus that of `minus`.
 
     Samples are paired by seed, over the seeds that all have, or where every one has a single seed. Images are paired where all
-    have scores; else `estimate_of_means` is wider. ValueError where no seed is common to all.
+    have scores; else `estimate_of_means` gives a wider interval. ValueError where no seed is common to all.
     """
     sides = [*plus, *minus]
     common = [seed for seed in sides[0].means if all(seed in side.means for side in sides)]
@@ -123,9 +123,9 @@ def is_training(row: Row) -> bool:
 
 
 def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """Return the function that names the protocol of a row in a table.
+    """Return a function from a row to the name of its protocol in tables.
 
-    The names have the token budget if any model has several at one size ("native, 200 tokens").
+    The names have the token budget ("native, 200 tokens") if `rows` have several budgets of a model at one size.
     """
 
     places = {(row["label"], row["img_size"], row["budget"]) for row in rows if known_number(row.get("budget"))}
@@ -139,7 +139,7 @@ def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 
 def groups_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Group rows over seeds: (protocol as of `protocol_names`, rows) per label, protocol, policy and size, in their order."""
+    """Return (protocol as of `protocol_names`, rows of all seeds) per label, protocol, policy, size and translation."""
     name, groups = protocol_names(rows), defaultdict[tuple, list[Row]](list)
     for row in rows:
         groups[row["label"], name(row), row["policy"], row["img_size"], row.get("translation")].append(row)
@@ -147,7 +147,7 @@ def groups_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def merged(protocol: str, group: Sequence[Row], scores: Scores | None = None) -> Row:
-    """Return the row of one group of `groups_of`: means over seeds of numbers that differ, of memory the largest.
+    """Return one row for a group of `groups_of`: means over seeds of numbers that differ, and the largest peak memory.
 
     Its new columns are seeds (their number), keys (of their rows), low and high: the 95 % interval of the task's metric over
     seeds and images, of one seed Wilson's. Other columns are those of the first seed.
@@ -162,12 +162,12 @@ def merged(protocol: str, group: Sequence[Row], scores: Scores | None = None) ->
 
 
 def aggregate(rows: Sequence[Row], scores: Scores | None = None) -> list[Row]:
-    """Aggregate rows over seeds: one row per group of `groups_of`, by model and protocol as given, policy, image area."""
+    """Return one row over seeds (`merged`) per group of `groups_of`, in the order of `_in_order`."""
     return _in_order([merged(protocol, group, scores) for protocol, group in groups_of(rows)])
 
 
 def _in_order(rows: Sequence[Row]) -> list[Row]:
-    """Return rows by model and protocol as given, policy and area of the image."""
+    """Return rows sorted by model and protocol in the order of their first row, then by policy and area of the image."""
     labels, protocols = ([*dict.fromkeys(row[name] for row in rows)] for name in ("label", "protocol"))
 
     def place(row: Row) -> tuple:
@@ -179,7 +179,8 @@ def _in_order(rows: Sequence[Row]) -> list[Row]:
 def with_retention(rows: Sequence[Row]) -> list[Row]:
     """Return copies of the rows of all seeds with the column retention.
 
-    It is the metric divided by that at the nearest training size of the same model, seed and protocol, NaN without one.
+    It is the metric divided by that at the nearest training size of the same model, seed, protocol and translation; NaN without
+    such a row, or where its metric is 0.
     """
     same = ("label", "seed", "protocol", "translation")
     references: dict[tuple, dict[Size, float]] = defaultdict(dict)
@@ -202,11 +203,13 @@ class Model:
     """The verdicts on a model, in one protocol: the first that has a row at a training size, or else the first.
 
     Args:
-        used: {size: the row that the size is judged by}, by area.
+        label: name of the model in tables.
+        protocol: name of the protocol.
+        used: {size: the row that the size is judged by, that of the first policy}, in the order of area.
         better: {size: the most accurate row of another policy or protocol that is shown to be better there}.
-        others: the models that it is compared with.
-        ahead: {size: points to the next}, where it is shown to be better than all others.
-        behind: {size: (the best of those shown to be better, points)}.
+        others: labels of the models that it is compared with.
+        ahead: {size: points to the next best model}, where it is shown to be better than all others.
+        behind: {size: (label of the best of the models shown to be better, points)}.
         level: other sizes at which it is compared.
     """
 
@@ -225,14 +228,15 @@ class Judged:
     """The verdicts on an evaluation.
 
     Args:
-        rows: aggregated rows, with the columns difference, difference_low, difference_high (to the training size, points),
-            verdict, gains (whether it is shown to be better than the training size), used (whether the size is judged by it),
-            and best (whether it is shown to be better than every other model).
+        rows: rows over seeds (`merged`), with the columns difference, difference_low, difference_high (to the training size,
+            points), verdict ("safe", "loses", "cannot tell", or "" where there is nothing to compare), gains (whether it is
+            shown to be better than the training size), used (whether the size is judged by it), and best (whether it is shown
+            to be better than every other model).
         models: by label.
-        margin: in points.
+        margin: loss in points that does not matter.
         task: of the rows.
         unused: number of images of the data that were left out by the limit on their number.
-        moved: aggregated rows of translated content.
+        moved: rows over seeds of images with translated content, without verdicts.
     """
 
     rows: list[Row]
@@ -244,7 +248,7 @@ class Judged:
 
 
 class Place(NamedTuple):
-    """A model at one size in a protocol under a policy: the aggregated row, and the sample of its seeds."""
+    """A model at one size in a protocol under a policy: its row over seeds (`merged`), and the `Sample` of its seeds."""
 
     row: Row
     sample: Sample
@@ -254,11 +258,11 @@ Used = dict[str, Place]  # {size: place that it is judged by}, by area
 
 
 def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MARGIN, unused: int = 0) -> Judged:
-    """Return every aggregated row with its verdict, and the verdicts on every model.
+    """Return every row over seeds with its verdict, and the verdicts on every model.
 
     Args:
-        rows: of an evaluation.
-        scores: of single images, whose mean is the metric / 100, by the rows' keys.
+        rows: of an evaluation, one per seed; they are not changed.
+        scores: {key of a row: scores of its images, whose mean is the metric / 100}; None: intervals are from the means alone.
         margin: the loss that does not matter, in points.
         unused: see `Judged`.
 
@@ -290,7 +294,7 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
 
 
 def _add_verdicts(family: Sequence[Place], margin: float) -> None:
-    """Set the columns of `Judged.rows` in the rows of one model and protocol, in place; best is left to `_compare`."""
+    """Set the columns of `Judged.rows` in the rows of one model and protocol, in place; best is False until `_compare`."""
     firsts: dict[Size, Place] = {}
     for place in family:
         first = firsts.setdefault(parse_size(place.row["img_size"]), place)
@@ -326,7 +330,7 @@ def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
 
 
 def _costs_the_same(row: Row, other: Row) -> bool:
-    """Return whether two rows have the same multiply-adds; where these are not known, the same tokens."""
+    """Return whether two rows have the same multiply-adds, but for 1 %; where these are not known, the same tokens."""
     name = "gflops" if known_number(row.get("gflops")) and known_number(other.get("gflops")) else "tokens"
     return math.isclose(row.get(name) or math.nan, other.get(name) or math.nan, rel_tol=0.01)
 
@@ -365,12 +369,12 @@ def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
 
 
 def _comparable(ours: Sample, theirs: Sample) -> bool:
-    """Return whether two models have one seed each, or two or more in common, which the variance over seeds needs."""
+    """Return whether two samples have one seed each, or two or more seeds in common, which the variance over seeds needs."""
     return len(ours.means) == len(theirs.means) == 1 or len(ours.means.keys() & theirs.means.keys()) > 1
 
 
 def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
-    """Return the estimates `found` of pairs (size, a, b) of models, with the variance over seeds `pooled` at each size."""
+    """Return the estimates `found` of pairs (size, a, b) of models, after `pooled` over the pairs of each size."""
     groups: dict[tuple[str, int], dict[tuple[str, str, str], Estimate]] = defaultdict(dict)
     for pair, one in zip(pairs, found, strict=True):
         groups[pair[0], one.seeds][pair] = one
