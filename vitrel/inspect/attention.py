@@ -144,7 +144,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
 
     The share is the root mean square of what position adds to the layer's logits, divided by that of the logits without it,
     over images, heads and visible pairs. Each query's mean over its keys is subtracted from both first, since softmax ignores
-    it. Shares below NEGLIGIBLE have no visible effect.
+    it. Shares below NEGLIGIBLE (0.01) have no visible effect.
 
     For encodings of vitrel that add to tokens there is an entry "tokens": it compares the logits of the first layer with and
     without them in the same way. Embeddings of timm's models are not measured. A layer in which position adds nothing has the

@@ -148,7 +148,7 @@ def explain(
         query: the index of one token or (row, column) of one patch; None: all.
         mask: broadcastable to [H, M, N], bool with True = attend, or additive.
         head: the index of one head; None: all.
-        tokens: names of the N tokens in the text.
+        tokens: names of the N tokens in the text; None: (row, column), and "prefix 0" and so on.
         options: of the encoding that `position` names.
 
     Raises:

@@ -99,9 +99,9 @@ def absolute_to_relative(
             will see. Their grid becomes the training grid of the new encoding.
         position: as in `relativize`. An encoding without parameters stays as it is, and only the rest is fitted.
         position_args: as in `relativize`.
-        absolute: "drop" removes the embedding. "fade" scales it to 0 over the first `fade_steps` steps of fine-tuning:
-            encodings are fitted as for "drop" and act beside the full embedding at first; nothing else is fitted. A Swin keeps
-            its own.
+        absolute: "drop" removes the embedding, also that of a Swin. "fade", of a ViT alone, scales it to 0 over the first
+            `fade_steps` steps of fine-tuning: encodings are fitted as for "drop" and act beside the full embedding at first;
+            nothing else is fitted.
         fade_steps: number of training steps, for "fade".
         refit: refit the last linear layers of attention and MLP, in pre-norm blocks.
         steps: updates at the end, of 32 images each, in which all weights learn to give the original's last features; 0 for
@@ -152,7 +152,10 @@ def absolute_to_relative(
 
 
 class Observed(NamedTuple):
-    """Tensors inside one block in one forward pass, each [B, N, C] or [B, h, w, C]."""
+    """Tensors inside one block in one forward pass, each [B, N, C] or [B, h, w, C].
+
+    They are the inputs of attention's last linear layer, of norm2 and of the MLP's last linear layer, and the output.
+    """
 
     attended: Tensor  # input of the attention's last linear layer
     between: Tensor  # input of norm2: in pre-norm blocks the tokens after attention
@@ -161,7 +164,7 @@ class Observed(NamedTuple):
 
 
 def observe(block: Block, x: Tensor, grid: Grid) -> Observed:
-    """Run a block once and return its intermediate tensors and its output."""
+    """Run a block once on tokens `x`, [B, N, C] or [B, h, w, C], and return its intermediate tensors and its output."""
     seen: dict[str, Tensor] = {}
     recorded = {"attended": block.attn.proj, "between": block.norm2, "hidden": block.mlp.fc2}
     hooks = [m.register_forward_pre_hook(lambda _, args, n=n: seen.update({n: args[0]})) for n, m in recorded.items()]
@@ -208,7 +211,8 @@ class _Fit(NamedTuple):
 def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, refit: bool) -> list[_Fit]:
     """Fit the blocks of a model in place, one after the other, to those of the original, and return what is reported of each.
 
-    `new_rotation` says whether the encodings hold a rotation that was not trained with these q and k.
+    `new_rotation` says whether the encodings hold a rotation that was not trained with these q and k; `refit` whether linear
+    layers are refitted too.
     """
     device = model.patch_embed.proj.weight.device
 
@@ -234,13 +238,13 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
 
 
 def _few(block: Block, grid: Grid, images: int) -> int:
-    """Return the number of images whose attention logits an encoding is fitted to; their number is limited for memory."""
+    """Return the number of images whose attention logits an encoding is fitted to: 1 to 16 of `images`, fewer for memory."""
     keys = grid.tokens if block.window is None else block.window.tokens
     return max(1, min(images, 16, _LOGITS // (block.attn.num_heads * grid.tokens * keys)))
 
 
 def _chunked(function: Callable, x: Tensor):
-    """Apply a function to x in chunks of images, and concatenate what it returns: a tensor, or a tuple of tensors."""
+    """Apply a function to 16 images of x at a time, and concatenate what it returns: a tensor or a tuple of tensors."""
     parts = [function(part) for part in x.split(_CHUNK)]
     return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
@@ -279,7 +283,7 @@ def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
     """Move the part of an embedding `added` [N, C] that does not depend on the patch to other parameters of a model, in place.
 
     The rows of prefix tokens are added to these tokens. The mean over patches is added to the bias of the patch embedding,
-    which is created if missing.
+    which is created if missing. The embedding itself is not changed (`_unfold` does that).
     """
     tokens = model.prefix_tokens
     for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
@@ -291,14 +295,17 @@ def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
 
 
 def _unfold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Subtract from the model's learned embedding, in place, what `_fold` has moved to prefix tokens and patch embedding."""
+    """Subtract from the model's learned embedding, in place, what `_fold` has moved to prefix tokens and patch embedding.
+
+    `added` [N, C] is the embedding on `grid`, as of `_fold`.
+    """
     rows = model.pos_embed.pos_embed  # [1, P + h*w, C]
     rows[:, : grid.prefix] = 0
     rows[:, grid.prefix :] -= added[grid.prefix :].mean(0)
 
 
 def _check(model: Backbone, images: Tensor) -> None:
-    """Raise ValueError unless images are [B, C, height, width], finite, and large enough for a patch of the model."""
+    """Raise ValueError unless images are [B, C, height, width], at least one, finite, and no smaller than a patch."""
     channels, patch = model.patch_embed.proj.in_channels, model.patch_embed.patch_size
     shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
     if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] != channels or not len(images):

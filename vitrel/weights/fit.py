@@ -38,7 +38,10 @@ _JUDGED = 64  # images by which it is decided whether `distil` has helped
 
 
 class Attended(NamedTuple):
-    """Queries and keys of a block before position acts. In windowed attention each window counts as an image of the batch."""
+    """Queries and keys [B, H, N, D] of a block before position acts, with the mask and the weight of each query in the fit.
+
+    In windowed attention each window counts as an image of the batch. The weights [B, N] sum to 1.
+    """
 
     q: Tensor  # [B, H, N, D]
     k: Tensor  # [B, H, N, D]
@@ -47,7 +50,7 @@ class Attended(NamedTuple):
     weight: Tensor  # of each query, [B, N], with sum 1
 
     def logits(self, terms: Terms) -> Tensor:
-        """Return the logits before the softmax, [B, H, N, N]."""
+        """Return the logits before the softmax, [B, H, N, N], with position's `terms` and the mask."""
         return masked_logits(self.q, self.k, terms, self.grid, self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -56,7 +59,10 @@ class Attended(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How closely some attention follows other attention."""
+    """How closely some attention follows other attention.
+
+    `explained` is the explained share of the variance of its weights within rows, 1 at best; `divergence` is in nats.
+    """
 
     explained: float  # share of the variance of its weights within rows that is explained; 1 is all
     divergence: float  # Kullback-Leibler divergence, in nats
@@ -94,7 +100,7 @@ def fit_attention(block: Block, x: Tensor, grid: Grid, target: Tensor, new_rotat
         grid: of its tokens.
         target: [B, H, N, N], as of `Attended.logits`.
         new_rotation: whether the encoding holds a rotation that was not trained with these q and k. Their weights then change
-            too (see the module), unless q and k are normalized.
+            too (see the module), and for DeBERTa in any case, unless q and k are normalized.
     """
     encoding, here = block.position, attended(block, x, grid)
     before = agreement(here, target, here.logits(encoding(here.grid)))
@@ -130,7 +136,7 @@ def fit_encoding(
     shift: Tensor | None = None,
     rotations: Iterable[RopeMixed] = (),
 ) -> None:
-    """Fit the parameters of an encoding, from their current values, so that attention follows given logits.
+    """Fit the parameters of an encoding, from their current values, so that attention follows that of given logits.
 
     Args:
         encoding: changed in place.
@@ -161,7 +167,10 @@ def fit_encoding(
 
 
 def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> None:
-    """Fit the parameters of an encoding that its bias depends on, in place, by least squares to the mean gap in logits."""
+    """Fit the parameters that an encoding's bias depends on, in place, by least squares to `target` less all other logits.
+
+    Both are means over images; queries count by their weights, and a constant for each query is ignored.
+    """
     with torch.no_grad():
         terms = encoding(here.grid)
         seen = torch.ones_like(target[:, :1]) if here.mask is None else (here.mask == 0).to(target.dtype)
@@ -179,7 +188,7 @@ def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> Non
 
 
 def minimize(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
-    """Minimize a loss in place by L-BFGS, and return the least value found; the parameters keep the values that gave it.
+    """Minimize a loss in place by `iterations` of L-BFGS at most, and return its least value, which the parameters then give.
 
     `loss` is computed from their current values; parameters that it does not depend on stay as they are.
     """
@@ -269,7 +278,7 @@ def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
 def agreement(here: Attended, target: Tensor, logits: Tensor) -> Agreement:
     """Return how closely attention with `logits` follows attention with the logits `target`, both [B, H, N, N].
 
-    `here` has the queries' weights and the mask.
+    `here` has the queries' weights and the mask. With nothing to explain, `explained` is 1 if both are equal, else 0.
     """
     log_p, log_q = target.log_softmax(-1), logits.log_softmax(-1)
     p = log_p.exp()
@@ -288,7 +297,8 @@ def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tenso
         layer: changed in place.
         batches: (input [..., I], target [..., O], weight [...] of each token, 0 or more), at least one. A target is an output
             of the layer, with its bias.
-        ridge: penalty on the change of the weights (not of the bias), in units of the mean weighted power of an input channel.
+        ridge: penalty on the squared change of the weights (not of the bias), in units of the mean over input channels of the
+            weighted sum of squares.
     """
     inputs, biased, device = layer.in_features, layer.bias is not None, layer.weight.device
     normal = torch.zeros(inputs + 1, inputs + 1, dtype=torch.float64, device=device)

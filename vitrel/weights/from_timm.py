@@ -171,7 +171,7 @@ def _converts(model: nn.Module) -> bool:
 
 
 def _trained_size(state: dict[str, Tensor], model: Any, wanted: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the image size (h, w) in pixels that the weights in a file were trained at; None if it is the model's or unknown.
+    """Return the image size (h, w) in pixels at which weights in a file were trained; None if it is that of `model` or unknown.
 
     It follows from the number of rows of the absolute embedding, or else of a relative table. A `wanted` size in pixels is
     preferred where that number allows it. `model` is the timm model at its own size.

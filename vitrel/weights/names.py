@@ -28,7 +28,10 @@ _IN_ATTENTION = re.compile(r"(?:(.*)attn|(shared_position))\.(relative_position_
 
 
 class Rotation(NamedTuple):
-    """Order of the channels of q and k in timm's weights. vitrel rotates pairs (p, p + D/2), with angles of rows first."""
+    """Order of the channels of q and k in timm's weights. vitrel rotates pairs (p, p + D/2), with angles of rows first.
+
+    `interleaved`: channels (2p, 2p + 1) form a pair; `x_first`: angles of columns come before those of rows.
+    """
 
     interleaved: bool  # channels (2p, 2p+1) form a pair
     x_first: bool  # angles of columns come before those of rows
@@ -93,7 +96,7 @@ def _join_qkv(state: dict[str, Tensor]) -> None:
 
 
 def _split_swiglu(state: dict[str, Tensor]) -> None:
-    """Split the packed first layer of every SwiGLU into gate and value, in place."""
+    """Split the first layer mlp.fc1 of every SwiGLU, which holds gate and value, into fc1_g and fc1_x, in place."""
     for name in [name for name in state if ".mlp.fc1." in name]:
         stem, kind = name.split("fc1.")
         out = state.get(f"{stem}fc2.weight")
@@ -102,7 +105,7 @@ def _split_swiglu(state: dict[str, Tensor]) -> None:
 
 
 def _permute(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | None) -> None:
-    """Bring q and k, and the norms of them, from timm's order of channels to vitrel's, in place."""
+    """Bring q and k, and the norms of them, from timm's order of channels to vitrel's, in place, if `rotation` is known."""
     if rotation is None or not any(rotation):
         return
     for name, value in state.items():

@@ -33,7 +33,8 @@ KNOWN = (
 class WeightPlan(NamedTuple):
     """The result of `plan_weights`: how tensors fit a model. Nothing is loaded yet.
 
-    `state` also holds tensors that are unused or of another shape; `apply_plan` leaves them out.
+    `state` are the tensors under the model's names. It also holds those that are `unused` (not in the model) or `differ` (in
+    shape), which `apply_plan` leaves out. `unset` are names that only the model has; `rows` lists what was resampled.
     """
 
     state: dict[str, Tensor]  # the tensors under the model's names
@@ -107,10 +108,10 @@ def apply_plan(
 
 
 def plan_weights(model: nn.Module, source: nn.Module | str | Path | dict[str, Tensor]) -> WeightPlan:
-    """Return how the tensors of a model, file or state dict would be renamed, rearranged and resampled for a model.
+    """Return how the tensors of a model, file or state dict would be renamed, rearranged and resampled for `model`.
 
     Nothing is loaded. `source` and errors are as in `load_pretrained`, but tensors that are unused, unset or of another shape
-    are listed in the plan.
+    are listed in the plan, and NaN is no error.
     """
     for given in (model, source):
         if isinstance(given, nn.Module) and not isinstance(given, Backbone | Segmenter):
@@ -215,7 +216,10 @@ def _but(names: Iterable[str], patterns: list[str]) -> list[str]:
 
 
 def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], allow_unset: list[str]) -> str:
-    """Return an error's text that names the tensors that do not fit a model, "" if all fit; `own` is the model's state dict."""
+    """Return an error's text that names the tensors that do not fit a model, "" if all fit; `own` is the model's state dict.
+
+    Names that match a pattern of `allow_unused` or `allow_unset` are no misfit.
+    """
     unset, unused, differ = _but(plan.unset, allow_unset), _but(plan.unused, allow_unused), _but(plan.differ, allow_unset)
     if not (unset or unused or differ):
         return ""

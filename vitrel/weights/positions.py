@@ -19,7 +19,7 @@ from vitrel.position.table import OffsetTable
 
 
 class Resampled(NamedTuple):
-    """A tensor that was trained on another grid than the model's, and was resampled to that."""
+    """The name in the model of a tensor of another grid, and how it was resampled to its grid: "14x14 -> 24x24, bicubic"."""
 
     target: str  # its name in the model
     resampled: str  # from which grid to which, and how: "14x14 -> 24x24, bicubic"
@@ -50,7 +50,7 @@ def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, 
 
 
 def _source(name: str, value: Tensor, owner: Any, recorded: list[int] | None) -> Grid:
-    """Return the grid that a file's tensor was trained on; see `fit_positions`."""
+    """Return the grid that a file's tensor was trained on, as in `fit_positions`; `recorded` is that of the file's record."""
     # numbers of rows for prefix tokens; of an embedding for all, for none (DeiT III), for the class token (DINOv2)
     extra = (owner.grid.prefix, 0, 1) if isinstance(owner, Absolute) else (0,) if isinstance(owner, Decomposed) else (3, 0)
     rows = value.shape[1] if isinstance(owner, Absolute) else len(value)

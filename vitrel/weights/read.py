@@ -95,7 +95,7 @@ def read_file(path: str | Path) -> Any:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise ValueError, as `read_file` does, if a folder that timm will read has torch files that are damaged or hold code.
+    """Raise ValueError, as `read_file` does, if a folder that timm will read has a *.bin file that is damaged or holds code.
 
     timm finds no damage, and its message for code tells how to run it.
     """
@@ -104,7 +104,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
-    """Return the state dict in nested dictionaries, without a prefix that all of its names share ("module.", "model.").
+    """Return the state dict found in nested dictionaries, without a prefix that all of its names share ("module.", "model.").
 
     If there are several, averaged weights ("state_dict_ema", "model_ema", "ema", "teacher", ...) are preferred.
 
@@ -113,7 +113,7 @@ def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
         origin: the name of the file in errors.
 
     Raises:
-        ValueError: there is no state dict, or averaged weights have no names.
+        ValueError: there is no state dict, or averaged weights are not in a dictionary by name.
     """
     state = _find(loaded, origin)
     if state is None:
@@ -195,7 +195,7 @@ def _crc_of_tensors(path: Path) -> int:
 
 
 def _check_records(path: Path) -> None:
-    """Raise `_Damaged` for a zip archive with a record that does not match its CRC-32.
+    """Raise `_Damaged` for a zip archive with a record that does not match its CRC-32; records without one are not checked.
 
     An archive that unpacks to more than its own size is refused before: torch does not compress.
     """

@@ -53,7 +53,10 @@ _INSIDE = re.compile(r"(rel_pos|cpb_mlp|global_pool)\.")  # in names of parts of
 
 
 class Recognized(NamedTuple):
-    """The result of `recognize`: the vitrel architecture and arguments that equal a timm model, and its weights."""
+    """The result of `recognize`: the vitrel architecture and constructor arguments that equal a timm model, and its weights.
+
+    The weights have timm's names and layout; `rotation` is the order of their rotary channels.
+    """
 
     architecture: str  # "vitrel_vit" or "vitrel_swin"
     arguments: dict[str, Any]  # of the trunk's constructor
@@ -263,7 +266,7 @@ def _shared(model: Any) -> nn.Module | None:
 
 
 def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
-    """Return {"mlp": kind} for `block_args`; {} if vitrel lacks the activation or the order of the gate."""
+    """Return {"mlp": kind} for a ViT's `block_args`; {} if vitrel lacks the activation or the order of the gate."""
     act = type(getattr(mlp, "act", None)).__name__
     if isinstance(mlp, Mlp):
         tanh = getattr(mlp.act, "approximate", "none") == "tanh"
@@ -273,7 +276,7 @@ def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
 
 
 def _pool_args(model: Any) -> dict[str, Any] | None:
-    """Return `pool_args` for attention pooling as in SigLIP, None for other pooling.
+    """Return the argument `pool_args` of a ViT for attention pooling as in SigLIP, None for other pooling.
 
     Raises:
         ValueError: it is attention pooling that differs from SigLIP's.
@@ -372,7 +375,7 @@ def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
 
 
 def _strange(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
-    """Yield what vitrel does not have: modules of classes beside `kinds` and _PARTS, hooks, overlapping patches."""
+    """Yield as texts what vitrel does not have: modules of classes beside `kinds` and _PARTS, hooks, overlapping patches."""
     for name, part in model.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
             yield f"{name or 'it'} has a hook, or a forward that is not its class's"
@@ -410,7 +413,7 @@ def _is_norm(module: nn.Module | None) -> bool:
 
 
 def _present(block: nn.Module, *names: str) -> bool:
-    """Return whether a block has one of these parts, and it is not an identity."""
+    """Return whether a block has a part of one of these names that is not an identity."""
     parts = (getattr(block, name, None) for name in names)
     return any(part is not None and not isinstance(part, nn.Identity) for part in parts)
 

@@ -53,7 +53,7 @@ def position_record(model: nn.Module, free: bool = False) -> dict[str, dict[str,
 
 
 def check_encodings(record: Any, path: Path) -> None:
-    """Raise ValueError, naming the module to import, if an encoding in the record of the file `path` is not registered."""
+    """Raise ValueError, naming `path` and the module to import, for a user's encoding in the record that is not registered."""
     for entry in record.values() if isinstance(record, dict) else ():
         module = entry.get("module") if isinstance(entry, dict) else None
         if module is not None and entry.get("key") not in POSITIONS:

@@ -31,11 +31,11 @@ def relativize(
 
     Args:
         model: a vitrel ViT without position in attention, or with a rotation; a vitrel Swin, whose encoding in the windows is
-            replaced (a rotation stays beside the new one if `rope` is "keep"); a timm model that `from_timm` takes; or a
-            Segmenter of one. It is not changed.
+            replaced (a rotation stays beside the new one if `rope` is "keep"); a timm model that `from_timm` converts to one;
+            or a Segmenter of one. It is not changed.
         position: a key of POSITIONS that acts in attention, or several joined by '+'.
         position_args: options of the encodings.
-        absolute: "keep" the embedding, "drop" it, or "fade" it out.
+        absolute: "keep" the embedding, "drop" it, or "fade" it out (of a ViT alone).
         fade_steps: for "fade": the number of training steps until the embedding is 0 (vitrel.layers.Fade).
         rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
         img_size: training size of the new encodings in pixels, an int or (h, w); None: the model's. The embedding is resampled
@@ -85,7 +85,7 @@ def relativize(
 
 
 def absolute_scale(model: ViT) -> float:
-    """Return the current factor of the absolute embedding of a ViT: 1 without a fade, 0 without an embedding."""
+    """Return the current factor of a ViT's absolute embedding: 1 without a fade, 0 without embedding; ValueError for no ViT."""
     if _checked(model).pos_embed is None:
         return 0.0
     return 1.0 if model.absolute_fade is None else model.absolute_fade.scale().item()
@@ -179,7 +179,7 @@ def _copy(model: Backbone, result: Backbone) -> None:
 
 @torch.no_grad()
 def _zero(result: Backbone, added: list[str]) -> None:
-    """Set to 0, in place, the learned rows of encodings whose key is in `added`, in all blocks."""
+    """Set to 0, in place, the learned rows of encodings whose key is in `added`, in all blocks; other encodings are skipped."""
     for block in (module for module in result.modules() if isinstance(module, Block)):
         for key, part in _encodings(block.position).items():
             if key in added and _learns_rows(type(part)):

@@ -90,8 +90,8 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
             timm.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: something in the file is missing or damaged; the message names it.
+        FileNotFoundError: there is no such file, or the folder holds no model.
+        ValueError: something in the file is missing or damaged, and the message names it; or bare weights come without `like`.
     """
     path = Path(path)
     if path.is_dir():
@@ -167,7 +167,7 @@ def not_finite(model: nn.Module) -> str:
 
 
 def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
-    """Return the model of a file of `save`, whose content is `loaded` with the metadata `about`."""
+    """Return the model of a file of `save`, in evaluation mode, by its content and metadata `about`; `changes` as in `load`."""
     check_encodings(about.get("position"), path)
     if about.get("format") != FORMAT or "model" not in about:
         raise ValueError(
@@ -196,7 +196,7 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
 
 
 def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
-    """Return the model in the folder of a run, or of one with timm's config.json, as a vitrel model in evaluation mode.
+    """Return the model in the folder of a run, as `load` does, or in one with timm's config.json, converted to a vitrel model.
 
     Args:
         folder: of the run, or written by timm.
@@ -219,7 +219,10 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
 
 
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> nn.Module:
-    """Return a model with weights that come without a configuration; `like` and `changes` are as in `load`."""
+    """Return a model in evaluation mode with weights that come without a configuration; `like` and `changes` are as in `load`.
+
+    ValueError if `like` is None; `path` names the file in errors.
+    """
     if like is None:
         first = ", ".join([*unwrap(loaded, str(path))][:5])
         raise ValueError(

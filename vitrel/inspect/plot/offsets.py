@@ -103,7 +103,7 @@ def offset_maps(
     the color bar says so. An outline encloses the offsets of a smaller training grid.
 
     Args:
-        heads: indices, by default all; a layer shows those that it has.
+        heads: indices, by default all; a layer shows those that it has. ValueError if no layer has any of them.
     """
     drawn = lattices(source, size)
     columns = [[h for h in range(len(d.values)) if heads is None or h in heads or len(d.values) == 1] for d in drawn]

@@ -36,7 +36,7 @@ def attention(
     """Draw the image and the attention weights of patch `query` with position, without position, and their difference.
 
     With windows, only the query's window has weights. The difference is gray where position's share of the layer's logits is
-    below NEGLIGIBLE.
+    below NEGLIGIBLE (0.01).
 
     Args:
         source: any model that `vitrel.inspect.attention.record` takes, or the layers it recorded with this image first.
