@@ -47,7 +47,9 @@ _numbers = itertools.count()  # of attributes, never reused, since a graph may s
 
 
 def cached_geometry(function: F) -> F:
-    """Cache the results of the decorated function, (*key, device) -> Tensor or a NamedTuple of tensors.
+    """Decorate a function (*key, device) -> Tensor or a NamedTuple of tensors so that its results are cached.
+
+    It is then called as (*key, device=...), the key by position; device None or left out is torch's default device.
 
     The results are shared: callers must not change them in place.
 
@@ -109,7 +111,7 @@ def is_known(*sizes: int) -> bool:
 
 
 def is_traced(device: torch.device | str | None) -> bool:
-    """Return whether tensors created now on `device` have no values or are recorded (see `_is_recorded`)."""
+    """Return whether tensors created now on `device` have no values (meta device) or are recorded, as `_is_recorded` tells."""
     return _device(device).type == "meta" or _is_recorded()
 
 
@@ -127,7 +129,11 @@ def _is_recorded() -> bool:
 
 
 def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[Tensor, ...]:
-    """Return the cached tensors of a function and key; compute them if they are not cached."""
+    """Return the cached tensors of a function (by name) and key; compute and cache them if they are not.
+
+    The least recently used are then dropped above `limit` bytes, but what a captured CUDA graph reads is kept for good.
+    Raises RuntimeError if they would be computed while a CUDA graph is captured.
+    """
     global _cached_bytes
     device = _device(device)
     entry = (name, key, device)
@@ -153,7 +159,10 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
 
 
 def _traced(function: Callable[..., Any], kinds: Sequence[type], key: tuple, device: torch.device | str | None) -> Any:
-    """Compute a result in a trace, which records its operators; torch.export records them once, for all layers."""
+    """Compute a function's result in a trace, which records its operators; torch.export records them once, for all layers.
+
+    Those of an export are stored in the trace's mode; `kinds` are the types of the parts of the key.
+    """
     mode = None
     if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is
         mode = get_proxy_mode()
@@ -169,9 +178,9 @@ def _traced(function: Callable[..., Any], kinds: Sequence[type], key: tuple, dev
 
 
 def _computed(name: str, key: tuple, device: torch.device) -> tuple[Tensor, ...]:
-    """Compute a result on the CPU and copy it to the device: one copy instead of a hundred small kernels.
+    """Compute the function `name` on the CPU and copy its tensors to the device: one copy instead of a hundred small kernels.
 
-    On the meta device it has no values and is computed there.
+    On the meta device they have no values and are computed there.
     """
     # The first caller may be in any of these modes, but all callers share the result.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -200,7 +209,7 @@ def _integers(key: tuple) -> list[int]:
 
 
 def _plain(part: Any) -> Any:
-    """Return a part of a key in which symbols that can have one value only are plain numbers.
+    """Return a part of a key in which symbols of torch.compile that can have one value only are plain numbers.
 
     Such symbols are a side of a window cut from any grid, and under dynamic=True every number that a module holds.
     """
@@ -213,7 +222,10 @@ def _plain(part: Any) -> Any:
 
 @torch._dynamo.assume_constant_result
 def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -> str:
-    """Return the names of the attributes of `_graphs` that hold a result, joined by spaces: torch.compile handles strings."""
+    """Return the names of the attributes of `_graphs` that hold a result, joined by spaces: torch.compile handles strings.
+
+    The first call for a key computes the result of the function `name` and sets them. They are constants in the compiled graph.
+    """
     device = _device(device)
     with _lock:
         entry = (name, key, device)

@@ -18,16 +18,16 @@ _EPS = 1e-12  # of F.normalize
 
 
 class Attention(nn.Module):
-    """Self-attention over tokens, global or in windows: (x, terms, grid) -> x.
+    """Self-attention over tokens, global or in windows: (x, terms, grid) -> x, with the `Terms` that an encoding returns.
 
     Global (`window` None): x [B, N, C], terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on Grid(*window).
-    Norms of options that are off are identities, as in timm.
+    `q_norm`, `k_norm` and `norm` are identities if their option is off, as in timm.
 
     Args:
         dim: width C of the tokens.
         num_heads: number of heads H; head width D = C / H.
         window: (h, w) in tokens; None: global attention.
-        shift: (h, w) in tokens by which windows are shifted.
+        shift: (h, w) in tokens by which windows are shifted; ignored without a window.
         qkv_bias: the projection to q, k and v has a bias.
         attn_drop: probability of dropping an attention weight in training.
         proj_drop: dropout of the output in training.
@@ -35,14 +35,15 @@ class Attention(nn.Module):
         cosine: attention of Swin V2 (arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head,
             at most 100, and keys have no bias. Rotation, query and key tables and query_bias then apply to k of unit length and
             q of length scale * sqrt(D).
-        qk_norm: `q_norm` and `k_norm` normalize q and k of every head before position acts on them (arXiv 2302.05442, sec. 2).
+        qk_norm: `q_norm` and `k_norm` normalize q and k of every head before the terms act on them (arXiv 2302.05442, sec. 2).
         attn_norm: `norm` normalizes the output of attention before `proj` (EVA-02's CLIP, BEiT-3).
         norm_eps: epsilon of the norms of qk_norm and attn_norm.
         device: of the parameters, as for torch's modules.
         dtype: of the parameters, as for torch's modules.
 
     Raises:
-        ValueError: num_heads does not divide dim, the window is impossible, or qk_norm is combined with cosine.
+        ValueError: num_heads does not divide dim, a side of the window is below 1 or not larger than the shift, or qk_norm is
+            combined with cosine.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the parameters of cosine attention, a scale of 10 per head and zero biases; not the linear layers."""
+        """Initialize the parameters of `cosine` in place: a scale of 10 per head, zero biases. Linear layers do not change."""
         if self.cosine:
             nn.init.constant_(self.logit_scale, math.log(10.0))
             for bias in (self.q_bias, self.v_bias):
@@ -102,7 +103,10 @@ class Attention(nn.Module):
             x: tokens; [B, N, C], or in windows also [B, h, w, C].
             terms: what an encoding returns for `grid`, or in windows for Grid(*window).
             grid: of the tokens.
-            mask: for global attention only: broadcastable to [B, H, N, N]; bool with True = attend, or additive.
+            mask: for global attention only: broadcastable to [B, H, N, N]; bool with True = attend, or added to the logits.
+
+        Raises:
+            ValueError: a windowed layer gets a mask.
         """
         if mask is not None and self.window is not None:
             raise ValueError("a windowed layer computes its own mask; pass mask=None, or build it with window=None")
@@ -124,14 +128,15 @@ class Attention(nn.Module):
         return out.flatten(1, 2) if qkv.dim() == 3 else out
 
     def project(self, x: Tensor) -> Tensor:
-        """Return q, k and v of all heads before position acts on them, [..., C] -> [..., 3C].
-
-        q and k are normalized if the layer has qk_norm or cosine.
-        """
+        """Return q, k and v of all heads before the terms act on them, [..., C] -> [..., 3C]: `qkv`, then `normalized`."""
         return self.normalized(self.qkv(x))
 
     def normalized(self, qkv: Tensor) -> Tensor:
-        """Return the linear layer's output `qkv` [..., 3C] with q and k normalized, if the layer has qk_norm or cosine."""
+        """Return the output of the linear layer, `qkv` [..., 3C], with q and k normalized by the option qk_norm.
+
+        With cosine, the biases of q and v are added, k gets length 1 and q length scale * sqrt(D). Without both options the
+        result is `qkv` itself.
+        """
         if self.cosine:
             return self._cosine(qkv)
         if isinstance(self.q_norm, nn.Identity):
@@ -153,9 +158,9 @@ class Attention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
     def _cosine(self, qkv: Tensor) -> Tensor:
-        """Add the biases of q and v to `qkv` [..., 3C], and bring k to length 1 and q to length scale * sqrt(D).
+        """Return `qkv` [..., 3C] with the biases of q and v added, k of length 1 and q of length scale * sqrt(D).
 
-        The factor sqrt(D) cancels the D**-0.5 of the logits.
+        The scale is learned per head, at most 100. The factor sqrt(D) cancels the D**-0.5 of the logits.
         """
         x = upcast(qkv).unflatten(-1, (3, self.num_heads, -1))  # lengths and scales up to 100 need float32
         if self.q_bias is not None:
@@ -195,6 +200,7 @@ class RelativeAttention(nn.Module):
     Raises:
         ValueError: the position is unknown or adds to tokens (add its rows to x instead), num_heads does not divide dim, the
             window is impossible, or there is a shift without a window.
+        TypeError: the encoding has no such option.
     """
 
     def __init__(

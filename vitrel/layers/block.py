@@ -106,7 +106,7 @@ class Block(nn.Module):
 
         Args:
             x: tokens, as for `forward`.
-            attend: takes tokens, which norm1 has normalized unless the block has post_norm, and returns as many.
+            attend: takes tokens of this shape, normalized by norm1 unless the block has post_norm, and returns the same shape.
         """
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(attend(x)))
@@ -158,14 +158,17 @@ class PatchMerging(nn.Module):
 
 
 def join_neighbors(x: Tensor) -> Tensor:
-    """Join the channels of each 2x2 neighborhood, [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), 4C]; odd sides get zeros."""
+    """Join the channels of each 2x2 neighborhood, [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), 4C].
+
+    Their order is top left, bottom left, top right, bottom right. An odd side is padded with zeros at the bottom or right.
+    """
     x = pad_to_even(pad_to_even(x, 1), 2)
     x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
     return x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighborhood column by column, as in Swin's weights
 
 
 def pad_to_even(x: Tensor, dim: int) -> Tensor:
-    """Append a zero slice to x along `dim` if its length is odd."""
+    """Return x with a zero slice appended along `dim` if its length is odd."""
     n = x.shape[dim]
     if is_known(n):
         return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, n % 2)) if n % 2 else x

@@ -20,7 +20,7 @@ class Fade(nn.Module):
         steps: integer buffer in the state dict, so a resumed run continues where it stopped.
 
     Raises:
-        ValueError: fade_steps is anything else.
+        ValueError: fade_steps is not a whole number of 1 or more.
     """
 
     steps: Tensor
@@ -36,15 +36,15 @@ class Fade(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long, device=device))
 
     def reset_parameters(self) -> None:
-        """Reset the count, so that the scale is 1."""
+        """Set `steps` to 0, so that the scale is 1."""
         self.steps.zero_()
 
     def scale(self) -> Tensor:
-        """Return the current scale, 0-d float."""
+        """Return the current scale, max(0, 1 - steps / fade_steps), 0-d float."""
         return (1 - self.steps / self.fade_steps).clamp(min=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x of any shape times the current scale, and count the pass if it is one of training."""
+        """Return x of any shape times the current scale; then, in training mode with gradients enabled, add 1 to `steps`."""
         x = x * self.scale()
         if self.training and torch.is_grad_enabled():
             self.steps += 1

@@ -41,7 +41,7 @@ def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class Backbone(nn.Module, abc.ABC):
-    """Abstract base class of ViT and Swin, with what both do alike: input size, position, initialization, parameter groups.
+    """Abstract base class of ViT and Swin, with what both share: input size, position, initialization, parameter groups.
 
     A subclass embeds an image as patches on a grid (`embed_patches`) and calls every encoding on that grid, or on the window's.
 
@@ -50,8 +50,8 @@ class Backbone(nn.Module, abc.ABC):
         pos_embed: the encoding added to the tokens, or None.
         num_prefix_tokens: number of class and register tokens.
         arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
-        task: what it was trained to predict, of `vitrel.tasks`, where it comes from a run; "" where unknown.
-        train_sizes: image sizes of its training, "224x224" or a budget of patch tokens as "196t", where it comes from a run.
+        task: name of the task of `vitrel.tasks` in which a run of vitrel.train trained it; "" if unknown.
+        train_sizes: image sizes of that run, each "224x224" or, for a budget of 196 patch tokens, "196t"; empty if unknown.
     """
 
     arguments: dict[str, Any]
@@ -66,12 +66,16 @@ class Backbone(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
-        """Yield every position encoding with the grid that it is called on for an image of `size` (h, w) pixels."""
+        """Yield every position encoding with the grid that it is called on for an image of `size` (h, w) pixels.
+
+        In windowed attention that is the grid of one window.
+        """
 
     def forward(self, image: Tensor) -> Tensor:
         """Return the logits [B, num_classes] of images [B, in_chans, height, width] of any size of at least one patch.
 
-        Without a head (num_classes 0) they are the pooled features [B, C], without pooling the features as they are.
+        Without a head (num_classes 0) they are the pooled features [B, C]. With global_pool "" nothing is pooled: there are
+        logits or features of every token.
         """
         return self.forward_head(self.forward_features(image))
 
@@ -86,7 +90,10 @@ class Backbone(nn.Module, abc.ABC):
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """Arguments that timm's save_for_hf stores with a model; timm alone would store those that its builder was given."""
+        """Those of `current_arguments()` that are not None, which timm's save_for_hf stores.
+
+        timm alone would store those that its builder was given.
+        """
         return {name: value for name, value in self.current_arguments().items() if value is not None}
 
     @_model_args.setter
@@ -104,7 +111,7 @@ class Backbone(nn.Module, abc.ABC):
         patch_size: int | tuple[int, int] | None = None,
         window_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Record the input size. It changes no parameter and no output: forward takes any size without this call.
+        """Record the input size as `img_size`. It changes no parameter and no output: forward takes any size without this call.
 
         Args:
             img_size: an int or (h, w) in pixels; None: as it is.
@@ -125,7 +132,10 @@ class Backbone(nn.Module, abc.ABC):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the policies that encodings of this model use at other image sizes, the default first; may be empty."""
+        """Names of the policies that the encodings of this model offer for other image sizes, the default first.
+
+        It is empty if there are none. Encodings in windows do not count, since their grid is the same at every size.
+        """
         parts = (part for part, grid in parts_with_policies(self, LARGE) if part.grid[:2] != grid[:2])
         return tuple(dict.fromkeys(policy for part in parts for policy in part.policies))
 
@@ -140,7 +150,7 @@ class Backbone(nn.Module, abc.ABC):
                 position_args.
 
         Raises:
-            ValueError: no encoding of this model has an option; nothing is changed then.
+            ValueError: no encoding of this model has an option or policy, or a value is impossible; nothing is changed then.
         """
         for policy in options["policy"].split("+") if "policy" in options else ():
             if policy not in self.policies:
@@ -165,17 +175,24 @@ class Backbone(nn.Module, abc.ABC):
     def resampled(self, size: tuple[int, int]) -> dict[str, int]:
         """Return {"key policy": number of trained values that are interpolated} for images of `size` (h, w) pixels.
 
-        It is empty if every value is read as trained. The number is 0 for a policy that interpolates no parameter, for example
-        "table clip".
+        The key is that of an encoding in POSITIONS, as in "table geometric". It is empty if every value is read as trained. The
+        number is 0 for a policy that interpolates no parameter, as "table clip".
         """
         return sum_counts(encoding.resampled(grid) for encoding, grid in self.encodings(size))
 
     def unseen(self, size: tuple[int, int]) -> float:
-        """Return the largest share `unseen` of all encodings, for images of `size` (h, w) pixels, 0 to 1."""
+        """Return the largest `PositionEncoding.unseen` of all encodings for images of `size` (h, w) pixels.
+
+        That is the share, 0 to 1, of an encoding's offsets that no pair of tokens had in training.
+        """
         return max((encoding.unseen(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def saturated(self, size: tuple[int, int]) -> float:
-        """Return the largest share `saturated` of all encodings, for images of `size` (h, w) pixels, 0 to 1."""
+        """Return the largest `PositionEncoding.saturated` of all encodings for images of `size` (h, w) pixels.
+
+        That is the share, 0 to 1, of an encoding's offsets that no pair of tokens had in training, but that read a trained edge
+        row or far bucket.
+        """
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def position_parameters(self) -> set[str]:
@@ -194,8 +211,8 @@ class Backbone(nn.Module, abc.ABC):
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters without weight decay.
 
-        They are those of position, class and register tokens, and scales of cosine attention. Norms and biases are not listed,
-        since timm and vitrel.train exclude them in any model.
+        They are all parameters of position encodings, the class, distillation and register tokens, and the scales of cosine
+        attention. Norms and biases are not listed, since timm and vitrel.train exclude them in any model.
         """
         others = ("cls_token", "dist_token", "reg_token", "logit_scale")
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}
@@ -227,7 +244,7 @@ class Backbone(nn.Module, abc.ABC):
         Images are padded on the right and below to whole patches.
 
         Raises:
-            ValueError: the image has another shape, or is smaller than one patch.
+            ValueError: the image has another shape, or is smaller than one patch; compiled graphs do not check it.
         """
         if not torch.compiler.is_compiling():
             check_image(image, self.in_chans, self.patch_embed.patch_size)
@@ -247,7 +264,7 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
 
 
 def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False) -> None:
-    """Raise ValueError unless a backbone can have this `global_pool`: "token" needs a class token, "map" attention pooling."""
+    """Raise ValueError unless `global_pool` is avg, max, avgmax or "", token with a class token, or map with attention_pool."""
     known = (*(["token"] if class_token else []), "avg", "max", "avgmax", *(["map"] if attention_pool else []), "")
     if global_pool not in known:
         hint = "needs class_token=True" if global_pool == "token" else "is unknown"

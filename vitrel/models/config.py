@@ -35,17 +35,18 @@ class Config(NamedTuple):
     segmenter: tuple[int, str] | None = None  # number of classes and head of a Segmenter with the model as its backbone
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Any:
-        """Build the model, a Backbone or Segmenter, with random weights; torch's random state is left as it was.
+        """Build the model, a Backbone or Segmenter, with random weights; torch's random state on the CPU is left as it was.
 
         Args:
             device: of the parameters.
             dtype: of the parameters.
             changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
-                `preparation`. Names of classes are dropped if there are not as many as num_classes.
+                `preparation`. Names of classes are dropped if there are not as many as num_classes, and train_sizes if
+                img_size is among the changes.
 
         Raises:
-            TypeError: the model's constructor does not have an argument, or `preparation` has another entry than those on
-                preparation, such as a source of weights, which a file may not name.
+            TypeError: the model's constructor does not have an argument, or `preparation` has an entry that is none of
+                `preparation_of`, such as a source of weights, which a file may not name.
         """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
         classes, head = self.segmenter or (changes.get("num_classes", self.arguments.get("num_classes")), "")
@@ -78,7 +79,10 @@ class Config(NamedTuple):
 
 
 def config_of(model: Backbone | Segmenter) -> Config:
-    """Return the configuration of a model in its current state: with a new head, pruned, at another input size."""
+    """Return the configuration of a model in its current state: with a new head, pruned, at another input size.
+
+    The architecture is "vitrel_vit" or "vitrel_swin" if the model's own name is not in timm's registry.
+    """
     if isinstance(model, Segmenter):
         return config_of(model.backbone)._replace(segmenter=(model.num_classes, model.head_name))  # type: ignore[arg-type]
     cfg = getattr(model, "pretrained_cfg", None) or {}
@@ -89,14 +93,18 @@ def config_of(model: Backbone | Segmenter) -> Config:
 
 
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a timm pretrained_cfg about image preparation (size, crop, mean, std) and class names."""
+    """Return the entries of a timm pretrained_cfg about image preparation and class names, without those that are None.
+
+    They are input_size, mean, std, crop_pct, crop_mode, interpolation, label_names and label_descriptions.
+    """
     return {name: cfg[name] for name in _PREPARATION if cfg.get(name) is not None}
 
 
 def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of timm.create_model that describe a model, without those that name a source of weights.
 
-    They are the arguments of the model's constructor, and the entries `_CFG` of a pretrained_cfg, or its tag.
+    They are the arguments of the model's constructor, and pretrained_cfg and pretrained_cfg_overlay: a tag as it is, of a
+    dictionary the entries about image preparation, class names, pooling and whether the input size is fixed.
 
     Args:
         arguments: {name: value}, of the model of a run, or read from a checkpoint.
@@ -112,7 +120,7 @@ def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def preprocessing_of(model: nn.Module) -> dict[str, Any]:
-    """Return mean, std, crop and interpolation (PREPROCESSING) of a model's pretrained_cfg; timm's defaults where missing."""
+    """Return {name: value} of mean, std, crop_pct, crop_mode, interpolation of a model's pretrained_cfg, or timm's defaults."""
     known = resolve_model_data_config(model)
     numbers = {name: tuple(map(float, known[name])) for name in ("mean", "std")} | {"crop_pct": float(known["crop_pct"])}
     return {name: known[name] for name in PREPROCESSING} | numbers

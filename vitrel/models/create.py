@@ -29,6 +29,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
         ValueError: the name is unknown (the message gives the nearest known names), or the pretrained weights do not exist.
         ConnectionError: the pretrained weights are neither in timm's cache nor can be downloaded.
         FileNotFoundError: the folder of "local-dir:" does not exist, or holds no model of timm's.
+        TypeError: the model has no such argument.
     """
     check_model_name(name, allow_sources=True)
     overlay = kwargs.get("pretrained_cfg_overlay") or {}
@@ -56,7 +57,8 @@ def on_meta() -> Iterator[None]:
 class Uninitialized(TorchFunctionMode):
     """Context in which parameters keep what `torch.empty` gave them, for models whose weights are loaded at once.
 
-    Functions that fill a parameter, or any tensor on the meta device, in place do nothing.
+    The in-place functions `_FILLS` (normal_, zero_, mul_ and the like) leave a parameter, or any tensor on the meta device, as
+    it is.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

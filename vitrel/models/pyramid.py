@@ -23,7 +23,7 @@ def pyramid(model: nn.Module, strides: Sequence[int] = (4, 8, 16, 32), channels:
             None: every map has its own width, for an FPN or a decoder that projects them.
 
     Raises:
-        ValueError: the model has no features, or the strides cannot be reached from its own.
+        ValueError: the model has no features, the strides are not in ascending order, or one cannot be reached from its own.
     """
     return Pyramid(model, strides, channels)
 
@@ -79,7 +79,10 @@ class Pyramid(nn.Module):
 
 
 def _rescale(width: int, step: int) -> nn.Module:
-    """Return layers that double the sides of a map and halve its channels `step` times, or halve the sides if step < 0."""
+    """Return layers that double the sides of a map and halve its `width` channels, `step` times; an identity for 0.
+
+    If step is negative they halve the sides -step times by max pooling, and keep the channels.
+    """
     if step <= 0:
         return nn.MaxPool2d(2**-step, ceil_mode=True) if step else nn.Identity()
     layers: list[nn.Module] = []
@@ -90,7 +93,7 @@ def _rescale(width: int, step: int) -> nn.Module:
 
 
 def _project(width: int, channels: int) -> nn.Module:
-    """Return convolutions from `width` to `channels` channels, which keep the sides of a map."""
+    """Return a 1x1 and a 3x3 convolution with norms, from `width` to `channels` channels, which keep the sides of a map."""
     return nn.Sequential(
         nn.Conv2d(width, channels, kernel_size=1, bias=False),
         LayerNorm2d(channels),

@@ -38,7 +38,7 @@ def base_cfg(**changes) -> dict:
 def register_family(
     trunk: type[nn.Module], rows: Rows, weights: dict[str, str], namespace: dict, rows_of: Callable[[Sequence[str]], Rows]
 ) -> None:
-    """Register models with timm, one entry point for each row.
+    """Register models with timm, one entry point for each row, and their arguments in ARGUMENTS.
 
     Args:
         trunk: class of the backbone.
@@ -46,7 +46,7 @@ def register_family(
         weights: {name: hub repository} of public weights.
         namespace: globals() of the backbone's module, to which the entry points and default_cfgs are added, since timm looks
             for them there.
-        rows_of: returns the rows of the models with given positions, for those that `register_position` adds.
+        rows_of: returns the rows of the models with given keys of POSITIONS, for those that `register_position` adds later.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
@@ -98,7 +98,10 @@ def _path(encoding: type) -> str:
 
 
 def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str) -> Callable[..., nn.Module]:
-    """Return the function that timm.create_model calls for the model `name`."""
+    """Return the function that timm.create_model calls for the model `name`, with `module` as its __module__.
+
+    It builds `trunk` from `arguments`, which its keyword arguments override, and raises TypeError for an unknown one.
+    """
 
     def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
         kwargs = arguments | kwargs

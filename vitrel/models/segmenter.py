@@ -38,7 +38,7 @@ class Segmenter(nn.Module):
             defaults, on maps with strides of 4, 8, 16 and 32 pixels.
 
     Raises:
-        ValueError: an unknown head, or a model that gives no feature maps.
+        ValueError: an unknown head, fewer than 1 class, or a model that gives no feature maps.
         MissingExtra: "fpn" or "upernet" without segmentation_models_pytorch.
     """
 
@@ -75,7 +75,10 @@ class Segmenter(nn.Module):
         return self.features.body
 
     def with_backbone(self, backbone: nn.Module) -> "Segmenter":
-        """Return a new segmenter with the weights of this one's head on another backbone, which has the same widths."""
+        """Return a new segmenter with the weights of this one's head on another backbone, which has the same widths.
+
+        The backbone becomes a part of it and loses its classifier, in place. Device and training mode are those of this one.
+        """
         model = Segmenter(backbone, self.num_classes, self.head_name)
         head = {name: value for name, value in self.state_dict().items() if not name.startswith(BODY)}
         model.load_state_dict(head | {BODY + name: value for name, value in backbone.state_dict().items()})
@@ -112,15 +115,18 @@ class Segmenter(nn.Module):
         return {name: renamed(pattern) for name, pattern in self.backbone.group_matcher(coarse).items()}  # type: ignore[operator]
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters without weight decay."""
+        """Return the names, in this model, of the backbone's parameters without weight decay; empty if it lists none."""
         return {f"{BODY}{name}" for name in self._of_backbone("no_weight_decay", set())}
 
     def position_parameters(self) -> set[str]:
-        """Return the names of the parameters of position encodings."""
+        """Return the names, in this model, of the parameters of position encodings; empty without a vitrel backbone."""
         return {f"{BODY}{name}" for name in self._of_backbone("position_parameters", set())}
 
     def position_lr_scales(self) -> dict[str, float]:
-        """Return {name: factor on the learning rate in fine-tuning} of the parameters of encodings in attention."""
+        """Return {name, in this model, of a parameter of an encoding in attention: factor on its learning rate in fine-tuning}.
+
+        It is empty without a vitrel backbone.
+        """
         return {f"{BODY}{name}": scale for name, scale in self._of_backbone("position_lr_scales", {}).items()}
 
     def _of_backbone(self, method: str, default: Any) -> Any:
@@ -129,14 +135,16 @@ class Segmenter(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Model of the tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w] at the finest stage.
+    """Model of the tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w].
+
+    They are those of the last block or, if strides differ, of all stages, enlarged to the finest and joined.
 
     Args:
         body: a model with `forward_intermediates`.
 
     Attributes:
         stride: of the finest stage, in pixels.
-        width: channels of all stages together, or of the last block where all have one stride.
+        width: number of channels of the result.
     """
 
     def __init__(self, body: nn.Module) -> None:
@@ -157,10 +165,12 @@ class Tokens(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder of segmentation_models_pytorch with a classifier: maps of STRIDES by name -> logits of the size of the first map.
+    """Decoder of segmentation_models_pytorch with a classifier: maps by name -> logits of the size of the first map.
+
+    The maps [B, C_i, h_i, w_i] have the strides STRIDES. Raises MissingExtra if segmentation_models_pytorch is not installed.
 
     Args:
-        widths: channels of the maps.
+        widths: channels C_i of the maps.
         num_classes: number of classes.
         head: "fpn" or "upernet".
     """

@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the stage, [B, h, w, C] -> [B, h', w', C']."""
+        """Apply the stage, [B, h, w, C] -> [B, h', w', C'], the shape after its patch merging."""
         x = self.downsample(x)
         grid = Grid(x.shape[1], x.shape[2])
         for block in self.blocks:
@@ -172,7 +172,10 @@ class Swin(Backbone):
         return x, grid
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits [B, num_classes] of features [B, h, w, C]; with pre_logits the pooled features."""
+        """Return logits [B, num_classes] of features [B, h, w, C]; with pre_logits the pooled features [B, C].
+
+        With global_pool "" nothing is pooled: [B, h, w, num_classes] or [B, h, w, C].
+        """
         return self.head(x, pre_logits=pre_logits)
 
     def forward_intermediates(
@@ -193,6 +196,9 @@ class Swin(Backbone):
             stop_early: do not run the stages after the last chosen one; the first value is then the output of that stage.
             output_fmt: "NCHW" or "NHWC", of the list; the first value is NHWC.
             intermediates_only: return the list alone.
+
+        Raises:
+            ValueError: output_fmt is unknown.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
@@ -211,7 +217,7 @@ class Swin(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of `indices`, in place, and return the indices kept.
+        """Remove the stages after the last of `indices`, in place, and return the indices as a list of numbers from 0.
 
         Final norm, head and pooling are all removed if a stage is, since their width is that of the last stage.
 
@@ -280,8 +286,8 @@ class Swin(Backbone):
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
     """Return position_args for each stage, with the pretrained_window of that stage.
 
-    A sequence with a value per stage gives each its own; a number or a pair (h, w) is for all stages. Without the option it is
-    the window, or the stage's grid where that is smaller, as in Swin V2.
+    A sequence with a value per stage gives each its own; a number or a pair (h, w) is for all stages, also in a model of two
+    stages. Without the option it is the window, or the stage's grid where that is smaller, as in Swin V2.
 
     Args:
         position_args: of the model.

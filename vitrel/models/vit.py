@@ -207,7 +207,7 @@ class ViT(Backbone):
         return self.norm(self._run(x, grid, self.blocks)[0])
 
     def embed(self, image: Tensor) -> tuple[Tensor, Grid]:
-        """Return the prefix and patch tokens [B, N, C] of an image, with the absolute embedding added, and their grid."""
+        """Return the input of the first block (`add_tokens`), prefix and patch tokens [B, N, C] of images, and their grid."""
         x = self.embed_patches(image)  # [B, h, w, C]
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         return self.add_tokens(x, None if self.pos_embed is None else self.pos_embed(grid).tokens), grid
@@ -238,7 +238,8 @@ class ViT(Backbone):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits [B, num_classes] of tokens [B, N, C]; with pre_logits the pooled features [B, C].
 
-        After `set_distilled_training` the result in training is a pair of logits.
+        With global_pool "" nothing is pooled: [B, N, num_classes] or [B, N, C]. With a distillation token they are the means of
+        what both tokens give; after `set_distilled_training` the result in training is a pair of logits.
         """
         if self.head_dist is not None and self.global_pool:
             pooled = self.head_drop(self.fc_norm(x[:, :2]))  # class and distillation token
@@ -271,13 +272,16 @@ class ViT(Backbone):
         Args:
             x: images [B, in_chans, height, width].
             indices: blocks, or the number of last blocks; None: all.
-            return_prefix_tokens: the list has pairs of patch tokens and prefix tokens [B, prefix, C].
+            return_prefix_tokens: the list has pairs of patch tokens and prefix tokens [B, prefix, C], if the model has these.
             norm: apply the final norm to all features.
             stop_early: do not run the blocks after the last chosen one; the first value is then the norm of its output.
-            output_fmt: "NCHW" or "NLC", of patch tokens only.
+            output_fmt: "NCHW" for [B, C, h, w] or "NLC" for [B, h*w, C], of patch tokens only.
             intermediates_only: return the list alone.
-            attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool with True = attend, or
-                additive.
+            attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool with True = attend, or added
+                to the logits.
+
+        Raises:
+            ValueError: output_fmt is unknown.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
@@ -308,7 +312,7 @@ class ViT(Backbone):
             x: images [B, in_chans, height, width].
             n: number of last blocks, or indices of blocks.
             reshape: features are [B, C, h, w] instead of [B, h * w, C].
-            return_prefix_tokens: the list has pairs of patch features and prefix tokens [B, prefix, C].
+            return_prefix_tokens: the list has pairs of patch features and prefix tokens [B, prefix, C], if the model has any.
             norm: apply the final norm to all features.
             attn_mask: as in `forward_intermediates`.
         """
@@ -318,7 +322,7 @@ class ViT(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of `indices`, in place, and return the indices kept.
+        """Remove the blocks after the last of `indices`, in place, and return the indices as a list of numbers from 0.
 
         Args:
             indices: blocks, or the number of last blocks.
@@ -335,11 +339,19 @@ class ViT(Backbone):
         return take
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
-        """Return the last linear layer; with a distillation token those of both heads, as in timm."""
+        """Return the last linear layer, or an identity without classes; with a distillation token those of both heads."""
         return self.head if self.head_dist is None else (self.head, self.head_dist)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` (0: none); `global_pool` None keeps the pooling."""
+        """Replace the head (with a distillation token both heads) by a newly initialized one.
+
+        Args:
+            num_classes: number of classes; 0 for no classifier.
+            global_pool: as in the constructor, "map" only for a model built with it; None keeps the pooling.
+
+        Raises:
+            ValueError: the model cannot have this global_pool.
+        """
         if global_pool is not None:
             check_pool(global_pool, self.cls_token is not None, self.attn_pool is not None)
             if self.head_dist is not None and global_pool not in ("token", ""):
@@ -392,7 +404,10 @@ class ViT(Backbone):
     def _run(
         self, x: Tensor, grid: Grid, blocks: nn.Sequential, mask: Tensor | None = None, take: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run `blocks` on tokens x [B, N, C]; return the last output, and those of the blocks whose index is in `take`."""
+        """Run `blocks` on tokens x [B, N, C]; return the last output, and those of the blocks whose index is in `take`.
+
+        `mask` is the `attn_mask` of forward_intermediates.
+        """
         shared = None if self.shared_position is None else self.shared_position(grid)
         features = []
         for i, block in enumerate(blocks):
@@ -403,7 +418,12 @@ class ViT(Backbone):
 
 
 def _block_args(block_args: dict, depth: int) -> tuple[dict, dict, tuple[int, int] | None, tuple[int, ...]]:
-    """Split block_args into options of `Block`, options of `Attention`, the window or None, and the global blocks' indices."""
+    """Split block_args into options of `Block`, options of `Attention`, the window or None, and the global blocks' indices.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: global_blocks are given without a window, or contain an index that is not in 0..depth-1.
+    """
     known = ("init_values", "mlp", "mlp_norm", "post_norm", "norm_eps", "qk_norm", "attn_norm", "window", "global_blocks")
     if unknown := [name for name in block_args if name not in known]:
         raise TypeError(f"block_args has no option {unknown[0]!r}; it has {', '.join(known)}")

@@ -90,7 +90,7 @@ def split_position(position: str) -> tuple[str, str]:
     ('absolute', 'rope_mixed+table')
 
     Raises:
-        ValueError: a key is unknown (the message suggests the nearest) or given twice.
+        ValueError: a key is unknown (the message suggests the nearest) or given twice, or two of them rotate.
     """
     keys = _keys(position)
     tokens, attention = ("+".join(k for k in keys if POSITIONS[k].site == site) for site in ("tokens", "attention"))
@@ -154,17 +154,17 @@ def key_of(encoding: PositionEncoding) -> str:
 
 
 def select_options(position: str, options: dict) -> dict:
-    """Return those of `options` that some encoding in `position` has; an empty dict if `position` is ""."""
+    """Return those of `options` that some encoding in `position` has, and `temperature`; {} if `position` is ""."""
     taken = _options(position) | _UNIVERSAL if position else ()
     return {name: value for name, value in options.items() if name in taken}
 
 
 def check_options(position: str, options: dict) -> None:
-    """Check that some part of `position` has each option, and that its value is possible.
+    """Check that some encoding in `position` has each option (all have `temperature`), and that some values are possible.
 
     Raises:
-        TypeError: no part of `position` has the option.
-        ValueError: a value is impossible, or a policy unknown.
+        TypeError: no encoding in `position` has the option.
+        ValueError: a key, or a policy, is unknown, an option that must be positive is not, or a perturbation is too small.
     """
     taken, parts = _options(position) | _UNIVERSAL, [POSITIONS[key] for key in _keys(position)]
     policies = [policy for part in parts for policy in part.policies]
@@ -196,7 +196,10 @@ def _keys(position: str) -> list[str]:
 
 
 def _options(position: str) -> set[str]:
-    """Return the names of the options that some encoding in `position` has, without `temperature`, which all have."""
+    """Return the names of the options that some encoding in `position` has, without `temperature`, which all have.
+
+    `policy` is among them if an encoding has more than one policy.
+    """
     keys = _keys(position)
     common = {"policy"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
     return common.union(*(_keywords(POSITIONS[key]) for key in keys))
@@ -204,6 +207,6 @@ def _options(position: str) -> set[str]:
 
 @cache
 def _keywords(encoding: type[PositionEncoding]) -> set[str]:
-    """Return the names of the keyword-only parameters of an encoding's constructor, which are its options."""
+    """Return the names of the keyword-only parameters of an encoding's constructor but device and dtype: its options."""
     parameters = inspect.signature(encoding).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

@@ -52,5 +52,5 @@ class AbsoluteFactorized(PositionEncoding):
 
 
 def _resampled(part: Tensor, length: int) -> Tensor:
-    """Resample an embedding along its only axis, [n, C] -> [length, C], in at least float32."""
+    """Resample an embedding along its only axis, [n, C] -> [length, C], bicubically; half precision becomes float32."""
     return resample_embedding(upcast(part)[:, None], Grid(length, 1))

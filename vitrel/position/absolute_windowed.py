@@ -73,6 +73,6 @@ class AbsoluteWindowed(PositionEncoding):
 
 @cached_geometry
 def _place_in_window(h: int, w: int, period: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the row of `pos_embed_win` that every patch reads, [h*w] int64."""
+    """Return the row of `pos_embed_win` that every patch reads, (y mod m) m' + x mod m', (m, m') the period: [h*w] int64."""
     y, x = Grid(h, w).coordinates(device).unbind(-1)
     return (y % period[0]) * period[1] + x % period[1]

@@ -18,12 +18,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Alibi(PositionEncoding):
-    """Bias that falls linearly with the distance between query and key. Without options it has no parameters.
+    """Bias that falls linearly with the distance between query and key: -slope * distance, 0 with prefix tokens.
+
+    Without options it has no parameters, and the slope of head n = 1..H is 2^(-8n/H).
 
     Args:
         distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.
-        learnable: learn one slope per head.
-        directional: learn four factors per head, one for each direction.
+        learnable: learn one slope per head, starting at these.
+        directional: learn four factors per head on the offset's components, one for each direction, starting at 1.
 
     Attributes:
         slopes: learned slopes [H], if learnable.

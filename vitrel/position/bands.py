@@ -37,7 +37,7 @@ def band_frequencies(bands: int, base: float, dtype: str, device: torch.device) 
 
 
 def of_axes(axes: str, values: Tensor, dim: int) -> Tensor:
-    """Return the values of the axes that `split_axes` chose.
+    """Return a view of the values of the axes that `split_axes` chose: `dim` keeps length 2 for "hw", and has length 1 else.
 
     Args:
         axes: "hw", "h" or "w".

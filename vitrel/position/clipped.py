@@ -19,7 +19,7 @@ class Clipped(PositionEncoding):
     """Learned bias per head and offset, where all offsets beyond a radius share the bias at the radius.
 
     Args:
-        radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.
+        radius: in patches, one number or (R_h, R_w) of rows and columns; None: half of each training side, rounded down.
         per_head: False for one bias for all heads, a table of one column.
         init_std: standard deviation of the initial values.
 

@@ -20,12 +20,12 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class CPB(PositionEncoding):
-    """Bias that a small MLP computes from the offset on a logarithmic scale.
+    """Bias 16 sigmoid(MLP(..)) that a small MLP computes from the offset (dy, dx) on a logarithmic scale.
 
     Args:
         hidden: width of the MLP.
-        pretrained_window: M0 in patches, one side or (h, w), for weights trained in a window that is not `grid`; None: the
-            sides of `grid`.
+        pretrained_window: M0, the side in patches by which offsets are divided, or (h, w) of both, for weights trained in a
+            window that is not `grid`; None: the sides of `grid`. The policy "renormalize" takes the current grid instead.
 
     Attributes:
         cpb_mlp: Linear(2, hidden), ReLU, Linear(hidden, H) without bias, as in Swin V2.
@@ -78,7 +78,10 @@ class CPB(PositionEncoding):
 
 @cached_geometry
 def _log_spaced_offsets(h: int, w: int, side: tuple[int, int], device: torch.device) -> Tensor:
-    """Return (g(dy), g(dx)) of every offset of an h x w grid, [R, 2], where M0 is `side`."""
+    """Return (g(dy), g(dx)) of every offset of an h x w grid, in patches, query minus key, [(2h-1)(2w-1), 2] float32.
+
+    g(d) = sign(d) log2(1 + 8 |d| / max(M0 - 1, 1)) / 3, where M0 is `side` along the axis.
+    """
     y, x = Grid(h, w).offsets(device=device).float().unbind(-1)
     return torch.stack((_log_spaced(y, side[0]), _log_spaced(x, side[1])), -1)
 

@@ -24,7 +24,7 @@ class DeBERTa(PositionEncoding):
     `query_*` (Q). The content term and these terms are divided by sqrt(3 D).
 
     Args:
-        radius: R in patches, one number or (rows, columns); None: half of the training grid.
+        radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.
         init_std: standard deviation of the initial values.
 
     Attributes:

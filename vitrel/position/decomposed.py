@@ -27,7 +27,7 @@ class Decomposed(PositionEncoding):
         init_std: standard deviation of the initial values.
 
     Attributes:
-        rel_pos_h: learned rows [2h-1, D] by row offset.
+        rel_pos_h: learned rows [2h-1, D] by row offset, D the width of a head.
         rel_pos_w: learned rows [2w-1, D] by column offset.
     """
 

@@ -21,7 +21,7 @@ def scaled_distances(
     axis: str = "hw",
     direction: Tensor | None = None,
 ) -> Tensor:
-    """Return the lengths of all R offsets between patches, [R] float32, or [H, R] with `direction`.
+    """Return the lengths of all R offsets between patches, [R] float32, or [H, R] with `direction`, in the order of classes.
 
     Without direction the result is cached and shared: do not change it in place.
 
@@ -29,7 +29,7 @@ def scaled_distances(
         trained: the training grid.
         grid: the grid whose offsets are measured.
         policy: "keep", offsets in patches, or "renormalize", offsets multiplied by trained side / current side.
-        kind: "euclidean", "l1" or "squared".
+        kind: "euclidean", "l1" or "squared" (the square of "euclidean").
         device: of the result.
         axis: "hw" for all pairs of a row and a column offset, "h" or "w" for the offsets along that axis alone.
         direction: as in `distances`.
@@ -42,7 +42,11 @@ def scaled_distances(
 
 @cached_geometry
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], policy: str, axis: str, device: torch.device) -> Tensor:
-    """Return all offsets (dy, dx) between patches, [R, 2], scaled by the policy; of an axis "h" or "w" the other one is 0."""
+    """Return all offsets (dy, dx) between patches, [R, 2] float32; those along "h" or "w" alone have 0 as the other one.
+
+    They are in patches with the policy "keep", else multiplied by trained side / side, `trained` being (h, w) of the training
+    grid.
+    """
     offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":
         offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))
@@ -63,7 +67,7 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
 
     Args:
         offsets: (dy, dx), query minus key, [R, 2].
-        kind: "euclidean", "l1" or "squared".
+        kind: "euclidean", "l1" or "squared" (the square of "euclidean").
         direction: [4, H], logarithms of factors by which each head multiplies a component of the offset before its length is
             taken: dy > 0 (key above), dy < 0 (below), dx > 0 (left), dx < 0 (right).
     """

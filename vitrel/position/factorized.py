@@ -24,7 +24,7 @@ class Factorized(PositionEncoding):
         init_std: standard deviation of the initial values.
 
     Attributes:
-        table_h: learned biases [2h-1 (+3 with prefix tokens), H] by row offset.
+        table_h: learned biases [2h-1 (+3 with prefix tokens), H] by row offset, H the number of heads.
         table_w: learned biases [2w-1, H] by column offset.
     """
 

@@ -18,14 +18,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class FIRE(PositionEncoding):
-    """Bias that an MLP computes from the distance between query and key relative to the longer side of the grid.
+    """Bias that an MLP computes from psi(distance of query and key) / psi(longer side of the grid), psi(d) = log(1 + |c| d).
 
     Args:
         hidden: width of the MLP.
 
     Attributes:
-        c: learned [1]: |c| multiplies distances in psi.
-        L: learned [1]: |L| times the longer training side is the least side by which distances are normalized.
+        c: learned [1], in psi.
+        L: learned [1]: |L| times the longer training side replaces the longer side of a grid that is smaller than that.
         mlp: Linear(1, hidden), ReLU, Linear(hidden, H).
         prefix_bias: learned biases [3, H] of the prefix classes, if there are prefix tokens.
     """

@@ -23,7 +23,7 @@ class Fourier(PositionEncoding):
 
     Args:
         bands: numbers per axis, half of them sines; an even number.
-        base: of the frequencies.
+        base: of the frequencies base^(-2t / bands); the angles run up to 2 pi on every grid.
 
     Attributes:
         token_projection: Linear(2 * bands, C), C = num_heads * head_dim.
@@ -66,7 +66,10 @@ class Fourier(PositionEncoding):
 
 @cached_geometry
 def fourier_waves(h: int, w: int, bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
-    """Return waves(a) of every patch, [h*w, 2 * bands]: first those of the angle of its row, then those of its column."""
+    """Return sines and cosines of every patch, [h*w, 2 * bands]: first those of its row's angle a, then of its column's.
+
+    They are sin(a f_0), cos(a f_0), sin(a f_1), ... with f_t = base^(-2t / bands); a = 2 pi (y + 1) / h or 2 pi (x + 1) / w.
+    """
     kind = getattr(torch, dtype)
     period = base ** (2 * (torch.arange(bands, device=device) // 2).to(kind) / bands)
     axes = []

@@ -51,7 +51,7 @@ class LeViT(PositionEncoding):
 
 
 def signed_offsets(biases: Tensor, grid: Grid) -> Tensor:
-    """Return LeViT's biases with a row for every signed offset, as in `table`: [H, h*w (+3)] -> [R, H].
+    """Return LeViT's biases with a row for each of the R offset classes of `grid`: [H, h*w (+3)] -> [R, H].
 
     Args:
         biases: as `attention_biases` of LeViT.
@@ -62,7 +62,10 @@ def signed_offsets(biases: Tensor, grid: Grid) -> Tensor:
 
 @cached_geometry
 def absolute_offsets(h: int, w: int, prefix: bool, device: torch.device) -> Tensor:
-    """Return the column of `attention_biases` that each offset class reads, [R] int64: |dy| * w + |dx|; prefix classes last."""
+    """Return the column of `attention_biases` that each offset class reads, [R] int64: |dy| * w + |dx|.
+
+    With `prefix`, the three prefix classes follow, which read the last three columns.
+    """
     dy, dx = Grid(h, w).offsets(device=device).abs().unbind(-1)
     index = dy * w + dx
     return torch.cat((index, torch.arange(3, device=device) + h * w)) if prefix else index

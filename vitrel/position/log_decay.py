@@ -17,18 +17,21 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class LogDecay(PositionEncoding):
-    """Bias that falls with the logarithm of the distance between query and key.
+    """Bias that falls with the logarithm of the distance between query and key: -a log(1 + b distance), a and b per head.
 
     Args:
-        decay: a fixed lambda of 0 or more for all heads; None: a and b are learned.
+        decay: a fixed value of a, 0 or more, for all heads, with b = 1; None: a and b are learned.
         distance: "euclidean" or "l1", in patches.
-        directional: learn four factors per head, one for each direction.
+        directional: learn four factors per head on the offset's components, one for each direction, starting at 1.
 
     Attributes:
         log_a: learned logarithms of a, [H], unless `decay` is fixed.
         log_b: learned logarithms of b, [H], unless `decay` is fixed.
         direction: learned logarithms [4, H] of the factors on the offset component of keys above, below, to the left and to the
             right, if directional.
+
+    Raises:
+        ValueError: `decay` is negative, or `distance` unknown.
     """
 
     at_larger_grid = "nothing changes"
@@ -59,7 +62,10 @@ class LogDecay(PositionEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw a from (0.02, 2) and b from (0.01, 1) uniformly (KERPLE's ranges, without values near 0); factors are 1."""
+        """Draw a from (0.02, 2) and b from (0.01, 1) uniformly (KERPLE's ranges, without values near 0), unless `decay` is set.
+
+        The factors of `directional` become 1.
+        """
         if self.decay is None:
             self.log_a.uniform_(0.02, 2).log_()
             self.log_b.uniform_(0.01, 1).log_()

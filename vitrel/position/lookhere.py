@@ -33,7 +33,7 @@ class LookHere(PositionEncoding):
 
     Args:
         fov: field of view of the directed heads in degrees, 180, 90 or 45.
-        slope: factor of the penalties of all heads.
+        slope: factor on the slopes of all heads, by which their biases fall per patch.
 
     Raises:
         ValueError: fov is another number.
@@ -58,7 +58,10 @@ class LookHere(PositionEncoding):
 
 @cached_geometry
 def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, device: torch.device) -> Tensor:
-    """Return the bias of every head and offset class, [H, R]; it is -inf outside the field of view, 0 for prefix classes."""
+    """Return the bias of every head and offset class, [H, R]; it is -inf outside the field of view, 0 for prefix classes.
+
+    Elsewhere it is -`slope` times the slope of the head times the distance; `fov` is in degrees.
+    """
     grid, head = Grid(h, w, prefix), torch.arange(num_heads, device=device)
     directed = num_heads - max(1, min(4, num_heads // 3))
     offsets = grid.offsets(device=device).float()
@@ -72,9 +75,9 @@ def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, d
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:
-    """Return for each view whether it sees each offset (y, x), query minus key: [R, 2] -> [V, R] bool.
+    """Return for each of V fields of view whether it contains the key at each offset (y, x): [R, 2] -> [V, R] bool.
 
-    `fov` is in degrees; V is 4 for 180, otherwise 8.
+    Offsets are query minus key; `fov` is the angle of a field of view in degrees. V is 4 for 180, otherwise 8.
     """
     y, x = offsets.unbind(-1)
     halves = up, down, left, right = y >= 0, y <= 0, x >= 0, x <= 0  # "up": keys above the query

@@ -27,13 +27,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 class PaPE(PositionEncoding):
     """Query-dependent bias that is a sum of M parabolas per head, each of the offset along a learned direction.
 
+    With t = w . (dy, dx), query minus key in patches, a parabola is -softplus(a . q) t^2 + (b . q) t; the sum is multiplied by
+    D^-1/2.
+
     Args:
         parabolas: number M of parabolas per head.
 
     Attributes:
         position: learned directions w [H, M, 2], per patch of y and x.
-        a: learned [H, M, D]; with the query it gives the curvature of each parabola.
-        b: learned [H, M, D]; with the query it gives the slope of each parabola.
+        a: learned [H, M, D], for the curvature of each parabola.
+        b: learned [H, M, D], for the slope of each parabola.
     """
 
     lr_scale = 2.0  # the logits grow with the square of the offset: faster than that, far ones jump
@@ -48,7 +51,7 @@ class PaPE(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize as torch's linear layers, which the published code uses: uniform in +-1/sqrt(inputs)."""
+        """Initialize as torch's linear layers, which the published code uses: uniform in +-1/sqrt(length of the last axis)."""
         for parameter in (self.position, self.a, self.b):
             reach = 1 / math.sqrt(parameter.shape[-1])
             nn.init.uniform_(parameter, -reach, reach)

@@ -23,12 +23,12 @@ def perturb(
     jitter_coords: float | None = None,
     rescale_coords: float | None = None,
 ) -> Tensor:
-    """Return the coordinates shifted, stretched along each axis, then rescaled, by random numbers that all n share.
+    """Return the coordinates shifted, stretched along each axis, then rescaled, by numbers drawn in this call for all n.
 
     Args:
         coordinates: (y, x) [n, 2].
-        shift_coords: both axes move by a uniform value in +-shift_coords; None: skip this step.
-        jitter_coords: a number s; each axis is multiplied by a log-uniform factor in 1/s..s; None: skip this step.
+        shift_coords: each axis moves by its own uniform value in +-shift_coords; None: skip this step.
+        jitter_coords: a number s; each axis is multiplied by its own log-uniform factor in 1/s..s; None: skip this step.
         rescale_coords: a number s; both axes are multiplied by one log-uniform factor in 1/s..s; None: skip this step.
     """
 

@@ -29,9 +29,9 @@ class Taps(NamedTuple):
 
 
 def resample_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
-    """Resample a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
+    """Resample a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X], X numbers per row.
 
-    With target <= source each remaining offset keeps its row, whatever the policy.
+    With target <= source each remaining offset keeps its row, whatever the policy; with equal lengths `rows` is returned.
 
     Args:
         rows: the table, [2*source-1, X].
@@ -52,7 +52,7 @@ def resample_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor
 def resample_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
     """Resample a table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resample_axis` along both axes.
 
-    All rows after those of the source's offsets belong to prefix tokens and are kept unchanged.
+    Further rows, of prefix tokens, follow unchanged in the result. On an equal grid `table` itself is returned.
 
     Args:
         table: [(2h-1)(2w-1) (+3), H].
@@ -70,7 +70,7 @@ def resample_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Te
 
 @cached_geometry
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """Return the taps by which `resample_axis` computes its 2*target-1 rows, for any of its policies but "clip"."""
+    """Return the taps, source rows and weights, by which `resample_axis` computes its rows, for its policies but "clip"."""
     return _padded(_line_taps(source, target, policy, device))
 
 
@@ -85,7 +85,7 @@ def _line_taps(source: int, target: int, policy: str, device: torch.device) -> T
 
 @cached_geometry
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
-    """Return the taps by which `resample_table` computes its rows: every product of a tap along y and a tap along x.
+    """Return the taps by which `resample_table` computes its rows: rows and weights of all products of taps along y and x.
 
     Args:
         source: (h, w) of the table in patches.
@@ -106,7 +106,7 @@ def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, po
 
 
 def _padded(taps: Taps) -> Taps:
-    """Add taps of weight 0 until there are at least 9.
+    """Return the taps with others of weight 0 added, until each target row has at least 9.
 
     torch.compile unrolls sums of up to 8 terms and repeats them for every pair of tokens that reads a row; the result of a
     longer sum is stored. In eager mode the added taps cost nothing measurable.
@@ -116,14 +116,14 @@ def _padded(taps: Taps) -> Taps:
 
 
 def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool = False) -> Tensor:
-    """Return the rows of a table for every offset class of `grid` along one axis, [H|1, R, D]; zero for prefix classes.
+    """Return the rows of a table for all R offset classes of `grid` along one axis, [H, R, D]; zero for prefix classes.
 
     Args:
-        table: [2*radius+1, D], or [H, 2*radius+1, D].
-        radius: R in patches, to which offsets are clipped.
+        table: [2*radius+1, D] for all heads (the result then has H = 1), or [H, 2*radius+1, D].
+        radius: in patches, to which offsets are clipped.
         axis: "h" or "w".
         grid: the grid whose offset classes are read.
-        mirrored: read the row of the opposite offset.
+        mirrored: an offset, query minus key, reads the row of the opposite offset.
     """
     index = clipped_rows(getattr(grid, axis), radius, device=table.device)
     rows = pad_prefix(table.index_select(-2, index.flip(0) if mirrored else index), grid, -2)
@@ -132,20 +132,23 @@ def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool
 
 @cached_geometry
 def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
-    """Return the row of a table of 2*radius+1 rows that every offset of `length` patches reads, [2*length-1] int64."""
+    """Return the row, clip(offset) + radius, that every offset along `length` patches reads in a table, [2*length-1] int64."""
     return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
 
 
 @cached_geometry
 def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
-    """Return the row of a table of `source` that every offset of `target` reads if clipped, then the prefix rows, int64."""
+    """Return the row of a table over the offsets of `source` that every offset of `target` reads if clipped to them.
+
+    Both are (h, w) in patches. The numbers of the `prefix` rows that follow in the table come last.
+    """
     y, x = (clipped_rows(m, n - 1, device=device) for n, m in zip(source, target, strict=True))
     index = (y[:, None] * (2 * source[1] - 1) + x).flatten()
     return torch.cat((index, torch.arange(prefix, device=device) + (2 * source[0] - 1) * (2 * source[1] - 1)))
 
 
 def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
-    """Return the weighted sums of rows that the taps name, [S, X] -> [T, X], computed in at least float32 and rounded once."""
+    """Return the sums of rows by the taps of T target rows, [S, X] -> [T, X], computed in at least float32, rounded once."""
     exact = upcast(rows)
     weight = taps.weight.to(exact.dtype)
     if torch.compiler.is_compiling() or is_traced(rows.device):
@@ -197,13 +200,19 @@ def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
 
 
 def _linear(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return source rows and weights, [2, 2*target-1] each, that stretch a table of 2*source-1 rows linearly."""
+    """Return the two source rows of each of 2*target-1 rows and their weights, [2, 2*target-1] each.
+
+    They stretch a table of 2*source-1 rows linearly, without aligned corners.
+    """
     at = (torch.arange(2 * target - 1, device=device) + 0.5) * ((2 * source - 1) / (2 * target - 1)) - 0.5
     return _between(at, 2 * source - 1)
 
 
 def _between(at: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return the two rows of `length` next to each position `at` [T], and their linear weights, [2, T] each."""
+    """Return the two rows next to each position `at` [T] on an axis of `length` rows, and their linear weights, [2, T] each.
+
+    Positions are in rows, from 0; those outside read the nearest row.
+    """
     at = at.clamp(0, length - 1)
     below = at.floor()
     taps = torch.stack((below, below + 1)).long().clamp(max=length - 1)
@@ -211,7 +220,10 @@ def _between(at: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _bicubic(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return source rows and weights, [4, 2*target-1] each, that stretch a table as torch's bicubic interpolation does."""
+    """Return the four source rows of each of 2*target-1 rows and their weights, [4, 2*target-1] each.
+
+    They stretch a table of 2*source-1 rows as torch's bicubic interpolation does without aligned corners.
+    """
     last = 2 * source - 2
     at = (torch.arange(2 * target - 1, device=device) + 0.5) * ((2 * source - 1) / (2 * target - 1)) - 0.5
     below = at.floor()
@@ -224,7 +236,10 @@ def _bicubic(source: int, target: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def _geometric(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return source rows and weights, [2, 2*target-1] each, of BEiT's interpolation between geometrically spaced offsets."""
+    """Return the two source rows of each of 2*target-1 rows and their weights, [2, 2*target-1] each; [1, ..] if source is 1.
+
+    They are those of BEiT's linear interpolation between trained rows placed at geometrically growing distances.
+    """
     n, reach = source - 1, target - 1  # largest trained and target distance
     offset = torch.arange(1 - target, target, device=device)
     if n == 0:  # a single trained row: nothing to spread

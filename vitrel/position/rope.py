@@ -35,7 +35,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
     Args:
         grid: the training grid.
-        policy_strength: power of the policy's factor s (vitrel.position.rope_policies).
+        policy_strength: exponent of s = side / training side, which policies use (vitrel.position.rope_policies).
         yarn_turns: numbers of turns over the training grid between which yarn changes bands gradually.
         perturbation: shift_coords, jitter_coords and rescale_coords of PositionEncoding.
 
@@ -43,7 +43,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         key: of the class: name of the encoding.
 
     Raises:
-        ValueError: a number is impossible.
+        ValueError: policy_strength is not finite and above 0, or yarn_turns are not above 0 and ascending.
     """
 
     key: ClassVar[str]
@@ -62,7 +62,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
     @property
     def rotary_policy(self) -> RotaryPolicy:
-        """The policy in use, with the encoding's training grid and numbers."""
+        """The policy in use, with the encoding's training grid, yarn_turns and policy_strength."""
         return RotaryPolicy(self.policy, self.grid, self.yarn_turns, self.policy_strength)
 
     @property
@@ -70,10 +70,12 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         return self.policy != "keep" or super().refers_to_grid
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """Change `policy`, `policy_strength` and `yarn_turns`, and return the names of those applied; others are ignored.
+        """Change `policy`, `policy_strength` and `yarn_turns`, and return the names of those applied.
+
+        Others are ignored; with a reference grid, which excludes policies, all are.
 
         Raises:
-            ValueError: a number is impossible.
+            ValueError: policy_strength is not finite and above 0, or yarn_turns not above 0 and ascending; they stay set.
         """
         applied = super().switch(options)
         for name in self.switchable[1:]:
@@ -84,7 +86,10 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         return applied
 
     def resampled(self, grid: Grid) -> dict[str, int]:
-        """Return {"key policy": 0} if a policy changes the frequencies on `grid`, else {}: no parameter is interpolated."""
+        """Return {"key policy": 0} if a policy changes the frequencies on `grid`, else {}: no parameter is interpolated.
+
+        A policy_strength other than 1 follows the policy's name, as in "rope_axial ntk 0.5".
+        """
         strength = "" if self.policy_strength == 1 else f" {self.policy_strength:g}"
         return {f"{self.key} {self.policy}{strength}": 0} if self.rotary_policy.acts_on(grid) else {}
 
@@ -96,11 +101,11 @@ class RopeAxial(RotaryEncoding):
     """Rotation by fixed frequencies, of half the channel pairs by the row, of the others by the column; without parameters.
 
     Args:
-        base: of the fixed frequencies.
-        policy_strength: power of the policy's factor s (vitrel.position.rope_policies).
+        base: of the fixed frequencies base^(-4t/D), in radians per patch.
+        policy_strength: exponent of s = side / training side, which policies use (vitrel.position.rope_policies).
         yarn_turns: numbers of turns over the training grid between which the policy yarn changes bands gradually.
-        reference: side or (h, w) in patches of a fixed grid on which positions are counted; it excludes policies. None:
-            positions are counted on the grid itself.
+        reference: side or (h, w) in patches of a fixed grid to which positions are scaled, y h_ref / h instead of y; it
+            excludes policies. None: positions are counted on the grid itself.
         shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
         jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
         rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
@@ -155,7 +160,7 @@ class RopeAxial(RotaryEncoding):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of the angles of all tokens."""
+    """Cosines and sines of the angles of all tokens, for H heads or for all heads alike (1)."""
 
     cos: Tensor  # [H|1, N, D/2]; 1 on prefix rows
     sin: Tensor  # [H|1, N, D/2]; 0 on prefix rows
@@ -166,7 +171,10 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], dtype: str, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the radians per patch along y and x on an h x w grid, [2, bands], by policy and reference grid ((0, 0): none)."""
+    """Return the radians per patch along y and x on an h x w grid, [2, bands], by policy and reference grid ((0, 0): none).
+
+    The arguments from `policy` to `strength` are those of RotaryPolicy; `trained` is (h, w), (slow, fast) are its turns.
+    """
     lowered = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
     theta = lowered.frequencies(band_frequencies(bands, base, dtype, device).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
@@ -180,7 +188,7 @@ def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], dtype: str, axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
-    """Return the rotation of every token of rope_axial without perturbation; most arguments are those of `_frequencies`."""
+    """Return the rotation of every token of rope_axial without perturbation: `rotary_terms` of angles by `_frequencies`."""
     theta = _frequencies(h, w, bands, base, policy, trained, slow, fast, strength, reference, dtype, device=device)
     return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
@@ -195,8 +203,8 @@ class RopeMixed(RotaryEncoding):
     """Rotation by an angle f_y y + f_x x, whose frequencies are learned per head and channel pair.
 
     Args:
-        base: of the magnitudes at which the learned frequencies start (`reset_parameters`).
-        policy_strength: power of the policy's factor s (vitrel.position.rope_policies).
+        base: of the magnitudes base^(-4t/D) at which the learned frequencies start (`reset_parameters`).
+        policy_strength: exponent of s = side / training side, which policies use (vitrel.position.rope_policies).
         yarn_turns: numbers of turns over the training grid between which the policy yarn changes bands gradually.
         shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
         jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
@@ -235,9 +243,9 @@ class RopeMixed(RotaryEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the frequencies of each head with magnitudes base^(-4t/D).
+        """Initialize the frequencies (f_y, f_x) of each head with magnitudes base^(-4t/D), t = 0..D/4-1, in both halves.
 
-        The first half of them lies along a random direction, the second half at right angles.
+        The first half of them lies along a direction drawn at random for the head, the second half at right angles.
         """
         _, heads, pairs = self.freqs.shape
         n = math.ceil(pairs / 2)
@@ -259,10 +267,10 @@ class RopeMixed(RotaryEncoding):
 
 
 def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
-    """Return cosines and sines of the tokens of `grid`, [1, N, D/2] each, from the angles of its patches; prefix tokens have 0.
+    """Return cosines and sines of the tokens of `grid`, [1, N, D/2] each; the angle of prefix tokens is 0.
 
     Args:
-        angle: [h*w, 2, T], angles along y and x.
+        angle: [h*w, 2, T] in radians, of the patches along y and x in T bands.
         axes: "hw", "h" or "w", the axes that have channels (`split_axes`).
         grid: of the tokens.
     """

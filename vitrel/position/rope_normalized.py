@@ -24,7 +24,7 @@ class RopeNormalized(PositionEncoding):
     """Rotation by angles proportional to row and column from -1 to 1; it has no parameters and is the same for all heads.
 
     Args:
-        base: of the periods.
+        base: of the periods base^(4t/D), in units of half a side of the grid.
         shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
         jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
         rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
@@ -71,12 +71,15 @@ def _rotation(
 
 @cached_geometry
 def _coordinates(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
-    """Return row and column of every patch, from -1 to 1, [h*w, 2]."""
+    """Return row and column (y, x) of every patch's center, [h*w, 2], where the grid reaches from -1 to 1."""
     y, x = Grid(h, w).coordinates(device).to(getattr(torch, dtype)).unbind(-1)
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)
 
 
 def _rotation_at(coordinates: Tensor, grid: Grid, axes: str, bands: int, base: float) -> Rotary:
-    """Return the rotation of the tokens of `grid`, whose patches have these coordinates [h*w, 2] from -1 to 1."""
+    """Return the rotation of the tokens of `grid`, whose patches have these coordinates [h*w, 2], -1 to 1 unless perturbed.
+
+    `axes` and `bands` are those of `split_axes`, `base` is that of the periods.
+    """
     frequency = band_frequencies(bands, base, dtype_name(coordinates.dtype), coordinates.device)
     return rotary_terms(2 * math.pi * coordinates[..., None] * frequency, axes, grid)

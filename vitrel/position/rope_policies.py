@@ -28,13 +28,13 @@ POLICIES = ("keep", "linear", "ntk", "yarn")
 
 
 class RotaryPolicy(NamedTuple):
-    """A policy that changes rotary frequencies on larger grids, with its numbers.
+    """A policy that changes rotary frequencies on grids larger than the training grid, with its numbers.
 
     Args:
         name: one of POLICIES.
         trained: the training grid.
-        turns: yarn divides bands below the first number of turns, and keeps those above the second.
-        strength: the power of s, the growth of a side.
+        turns: yarn divides bands that make fewer turns over the training grid than the first, and keeps those above the second.
+        strength: exponent of s = side / training side, at least 1.
     """
 
     name: str
@@ -43,7 +43,10 @@ class RotaryPolicy(NamedTuple):
     strength: float = 1.0
 
     def check(self, key: str) -> None:
-        """Raise ValueError for an impossible number; `key` is the encoding's name, for errors."""
+        """Raise ValueError unless strength is finite and above 0, and turns two ascending numbers above 0.
+
+        `key` is the encoding's name, for errors.
+        """
         if len(self.turns) != 2 or not 0 < self.turns[0] < self.turns[1]:
             raise ValueError(f"{key} needs yarn_turns=(slow, fast) with 0 < slow < fast, not {self.turns}")
         if not 0 < self.strength < math.inf:
@@ -76,11 +79,11 @@ class RotaryPolicy(NamedTuple):
         return freqs * (1 - divided * (1 - 1 / growth))
 
     def temperature(self, grid: Grid, device: torch.device) -> Tensor | None:
-        """Return Terms.temperature on `grid`, 0-d: a factor of all logits but biases; None unless the policy is yarn."""
+        """Return yarn's factor on `grid` for all logits but biases, 0-d (Terms.temperature); None for other policies."""
         return _temperature(*grid[:2], self.trained[:2], float(self.strength), device=device) if self.name == "yarn" else None
 
     def acts_on(self, grid: Grid) -> bool:
-        """Return whether frequencies on `grid` differ from the trained ones."""
+        """Return whether the policy changes frequencies on `grid`: it is not "keep", and a side is longer than in training."""
         return self.name != "keep" and (grid.h > self.trained.h or grid.w > self.trained.w)
 
 
@@ -93,5 +96,5 @@ def _growth(h: int, w: int, trained: tuple[int, int], strength: float, device: t
 
 @cached_geometry
 def _temperature(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
-    """Return yarn's factor of content logits, 0-d."""
+    """Return yarn's factor of content logits, (0.1 mean(log s) + 1)^2 over the two numbers s of `_growth`, 0-d."""
     return (0.1 * _growth(h, w, trained, strength, device=device).log().mean() + 1).square()

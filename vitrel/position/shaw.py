@@ -22,12 +22,12 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_
 class Shaw(PositionEncoding):
     """Learned vectors for every clipped offset along each axis, which are added to keys and to values.
 
-    The vector of an offset is row clip(offset) + R of a table [2R+1, D], or [H, 2R+1, D] with per_head.
+    The vector of an offset, query minus key, is row clip(offset) + R of a table [2R+1, D], or [H, 2R+1, D] with per_head.
 
     Args:
         radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.
         per_head: separate vectors for each head.
-        values: add the value vectors a^V.
+        values: also add vectors to values; False: to keys alone, without value_h and value_w.
         init_std: standard deviation of the initial values.
 
     Attributes:

@@ -43,7 +43,7 @@ class SinCos(PositionEncoding):
 
 @cached_geometry
 def _rows(h: int, w: int, prefix: int, axes: str, bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
-    """Return the embedding of every token, [N, C]."""
+    """Return the embedding of every token, [N, C]; 0 for prefix tokens. `axes` and `bands` are those of `split_axes`."""
     frequency = band_frequencies(bands, base, dtype, device)  # [T]
     angle = of_axes(axes, Grid(h, w).coordinates(device), 1)[..., None] * frequency  # [h*w, 1|2, T]
     rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]

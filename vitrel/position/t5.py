@@ -35,6 +35,9 @@ class T5(PositionEncoding):
         relative_attention_bias: learned biases [n_h n_w (+3), H] with mode="product"; +3 with prefix tokens.
         table_h: learned biases [n_h (+3), H] with mode="sum"; +3 with prefix tokens.
         table_w: learned biases [n_w, H] with mode="sum".
+
+    Raises:
+        ValueError: num_buckets is odd with bidirectional, max_distance too small for it, or an option has an impossible value.
     """
 
     at_larger_grid = "nothing changes"
@@ -136,7 +139,7 @@ def _pairs(
 ) -> Tensor:  # fmt: skip
     """Return the row of `relative_attention_bias` that every offset of an h x w grid reads, [(2h-1)(2w-1)] int64.
 
-    The other arguments are the rules of both axes.
+    The other arguments are the parts of the `Rule` of each axis.
     """
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
@@ -145,6 +148,12 @@ def _pairs(
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> tuple[int, ...]:
     """Return the first distance of every bucket of one sign, for a training axis of `length` patches.
+
+    Args:
+        length: of the axis.
+        num_buckets: of both signs together; None: about half of `length` per sign, at most 16, such that none is empty.
+        max_distance: the last bucket holds it and all larger ones; None: length - 1.
+        bidirectional: False: num_buckets are those of offsets of 0 and more.
 
     Raises:
         ValueError: an odd number of buckets in two directions, or a max_distance below the exact buckets.
@@ -167,7 +176,7 @@ def _first(length: int, num_buckets: int | None, max_distance: int | None, bidir
 
 
 def _boundaries(count: int, max_distance: int) -> tuple[int, ...]:
-    """Return the first distance of each of `count` buckets of one sign: half of them hold one distance, the others grow.
+    """Return the first distance of each of `count` buckets of one sign: count // 2 hold one distance, the others grow.
 
     The last one holds `max_distance` and all larger distances.
     """

@@ -17,14 +17,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class OffsetTable(PositionEncoding):
-    """Learned bias per head and offset.
+    """Learned bias per head and offset, one for every pair of a row offset and a column offset.
 
     Args:
         per_head: False for one bias for all heads, a table [R, 1].
         init_std: standard deviation of the initial values.
 
     Attributes:
-        relative_position_bias_table: learned biases [R, H] of the R offset classes of the training grid.
+        relative_position_bias_table: learned biases [R, H], R = (2h-1)(2w-1) on the training grid, +3 with prefix tokens.
     """
 
     at_larger_grid = "resampled"

@@ -41,8 +41,8 @@ class Table(NamedTuple):
         query: [H or 1, R, D]: logit[i, j] += scale * q[i] . query[r].
         key: [H or 1, R, D]: logit[i, j] += scale * k[j] . key[r].
         value: [H or 1, R, D]: out[i] += sum_j p[i, j] * value[r], p the attention weights.
-        gated: (a [H or 1, G, D], rows [H or 1, R, G]), rows weighted by the query's content (pape alone, where a softplus
-            stands between query and row): logit[i, j] += scale * sum_g softplus(q[i] . a[g]) * rows[r, g].
+        gated: (a [H or 1, G, D], rows [H or 1, R, G]), G numbers per row, weighted by the query's content (pape alone, where a
+            softplus stands between query and row): logit[i, j] += scale * sum_g softplus(q[i] . a[g]) * rows[r, g].
     """
 
     axis: str = "hw"
@@ -89,7 +89,7 @@ class Terms(NamedTuple):
 
     @property
     def in_attention(self) -> list[Tensor | None]:
-        """List of all tensors but `tokens`, which attention does not read; None for those that are absent."""
+        """List of all tensors but `tokens`, which attention does not read; some that are absent stand as None."""
         parts = [*(self.rotary or ()), *(self.key_rotary or ()), self.query_bias, self.temperature]
         for table in self.tables:
             parts += [table.bias, table.query, table.key, table.value, *(table.gated or ())]
@@ -162,7 +162,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def perturbs(self) -> bool:
-        """Whether forward draws random numbers: in training mode with a strength of perturbation set."""
+        """Whether forward draws random numbers: in training mode with shift_, jitter_ or rescale_coords set (of parts: no)."""
         strengths = self.shift_coords, self.jitter_coords, self.rescale_coords
         return self.training and strengths != (None, None, None)
 
@@ -207,8 +207,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         A Composition has none: switch its parts (`parts_of`).
 
         Args:
-            options: {name: value} of `policy` and the numbers that belong to it. Options and policies that this encoding does
-                not have are ignored.
+            options: {name: value} of `policy`, one name or several joined by "+", and in subclasses of the numbers that belong
+                to it. Options and policies that this encoding does not have are ignored.
         """
         applied = set()
         for policy in options.get("policy", "").split("+"):
@@ -220,7 +220,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     def resampled(self, grid: Grid) -> dict[str, int]:
         """Return how forward(grid) departs from the trained values: {"key policy": number of values interpolated}.
 
-        It is empty if every value is read as trained. The number is 0 for a policy that interpolates no parameter (clip, yarn).
+        The name is the encoding's key in POSITIONS and its policy, as in "table geometric". It is empty if every value is read
+        as trained. The number is 0 for a policy that interpolates no parameter (clip, yarn, renormalize).
         """
         key = type(self).__module__.rpartition(".")[2]
         return {f"{key} renormalize": 0} if self.policy == "renormalize" and grid[:2] != self.grid[:2] else {}
@@ -253,7 +254,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return self.unseen(grid) if self.policy == "clip" else 0.0
 
     def reset_parameters(self) -> None:
-        """Initialize the parameters; the default is truncated normal with standard deviation `init_std`."""
+        """Initialize the encoding's parameters in place; by default truncated normal with standard deviation `init_std`."""
         for parameter in self.parameters(recurse=False):
             nn.init.trunc_normal_(parameter, std=self.init_std)
 
@@ -268,12 +269,15 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def precision(self) -> str:
-        """Name of the type in which constants are computed: "float64" in a model of that type, else "float32"."""
+        """Name of the type in which constants are computed: "float64" after `mark_device` with that type, else "float32"."""
         return "float64" if self.device_marker.dtype == torch.float64 else "float32"
 
 
 class Composition(PositionEncoding):
-    """Several encodings whose terms are combined; `create_position("a+b", ...)` builds it."""
+    """Several encodings whose terms are combined by `combine`; `create_position("a+b", ...)` builds it.
+
+    `unseen` and `saturated` are the largest of its parts, `resampled` joins theirs.
+    """
 
     def __init__(self, parts: dict[str, PositionEncoding]):
         super().__init__()
@@ -359,7 +363,10 @@ def check_pair(key: str, name: str, value: int | tuple[int, int], least: int = 1
 def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> tuple[int, int]:
     """Return the option `radius` of the encoding `key` as (rows, columns) in patches.
 
-    None is half of the training grid, so that many training pairs train the edge row.
+    None is half of each side of the training grid, rounded down, so that many training pairs train the edge row.
+
+    Raises:
+        ValueError: it is anything but one or two whole numbers of 0 or more.
     """
     return (grid.h // 2, grid.w // 2) if radius is None else check_pair(key, "radius", radius, least=0)
 
@@ -378,7 +385,7 @@ def check_prefix(key: str, trained: Grid, grid: Grid, row_each: bool = False) ->
 
 
 def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:
-    """Append zero rows for the three prefix classes, if `grid` has prefix tokens.
+    """Return `rows` with zero rows appended for the three prefix classes, if `grid` has prefix tokens.
 
     Args:
         rows: a tensor with one row per offset, for example [H, R - 3].

@@ -69,6 +69,9 @@ class TransformerXL(PositionEncoding):
 
 @cached_geometry
 def _sinusoid(h: int, w: int, axis: str, bands: int, base: float, device: torch.device) -> Tensor:
-    """Return sines, then cosines, of every offset along "h" or "w" times the frequencies of all bands, [R, 2 * bands]."""
+    """Return sines, then cosines, of every offset along the axis "h" or "w" times the frequencies base^(-t / bands).
+
+    They are [R, 2 * bands] float32, for offsets query minus key in patches.
+    """
     angle = Grid(h, w).offsets(axis, device).float()[:, None] * band_frequencies(bands, base, "float32", device)
     return torch.cat((angle.sin(), angle.cos()), -1)

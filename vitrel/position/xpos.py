@@ -24,10 +24,13 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_p
 
 
 class XPos(PositionEncoding):
-    """Rotation with decay, without parameters. A bias of 0 and -inf masks the keys that a head does not see.
+    """Rotation with decay, without parameters. Heads 0, 1, ... see only keys above, below, left, right, above, and so on.
+
+    They also see the query's own row or column and prefix tokens; a bias of -inf masks other keys. Band t of T is multiplied by
+    zeta_t^(distance / scale_base), zeta_t = (t/T + gamma) / (1 + gamma), for the distance in patches along that direction.
 
     Args:
-        base: of the frequencies, as in rope_axial.
+        base: of the frequencies base^(-t/T), as in rope_axial.
         scale_base: patches over which band t decays by zeta_t; None: half of the longer training side.
         gamma: the larger, the slower the decay.
 
@@ -69,7 +72,7 @@ class XPos(PositionEncoding):
 
 
 class _Rotations(NamedTuple):
-    """Cosines and sines of the angles, multiplied by the scales of queries and of keys."""
+    """Cosines and sines of the angles of all tokens, multiplied by the decay's factors of queries and of keys."""
 
     query_cos: Tensor  # [H, N, D/2]
     query_sin: Tensor  # [H, N, D/2]
@@ -82,7 +85,10 @@ def _rotations(
     h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
     gamma: float, scale_base: float, dtype: str, device: torch.device,
 ) -> _Rotations:  # fmt: skip
-    """Return the rotations of all tokens, with the factors of the decay; `trained` is (h, w) of the training grid."""
+    """Return the rotations of all tokens, with the factors of the decay.
+
+    `trained` is (h, w) of the training grid, `axes` and `bands` are those of `split_axes`, base, gamma and scale_base of XPos.
+    """
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
     at = grid.coordinates(device).to(getattr(torch, dtype))  # [h*w, 2]
     cos, sin = rotary_terms(at[..., None] * band_frequencies(bands, base, dtype, device), axes, grid)  # [1, N, D/2]
@@ -97,7 +103,7 @@ def _rotations(
 
 @cached_geometry
 def _one_sided(h: int, w: int, prefix: int, num_heads: int, dtype: str, device: torch.device) -> Tensor:
-    """Return a bias for every head and offset class, [H, R]: 0 where the head sees the key, -inf elsewhere."""
+    """Return a bias for every head and offset class, [H, R]: 0 where the head sees the key and for prefix tokens, else -inf."""
     hidden = _along(Grid(h, w).offsets(device=device).float(), num_heads) < 0  # [H, R]
     bias = torch.zeros((), dtype=getattr(torch, dtype), device=device).masked_fill(hidden, float("-inf"))
     return pad_prefix(bias, Grid(h, w, prefix))
