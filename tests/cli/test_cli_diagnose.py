@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vitrel
-from helpers import command, each
+from helpers import ROOT, command, each
 
 tool = command("diagnose")
 SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
@@ -45,6 +45,7 @@ def test_the_names_on_the_command_line(capsys):
     ("arguments", "message"),
     [
         (["test_vitt", "--size", "96"], "unknown model 'test_vitt'; nearest: test_vit"),
+        ([str(ROOT / "configs")], "configs is a file or folder, and a model's name is expected"),
         (["test_vit", "--size", "96", "--model-args", "{dynamic: true}"], "--model-args: VisionTransformer"),
         (["test_vit", "--size", "96", "--json", "no/such/folder.json"], "no folder no/such for folder.json"),
         (["test_vit", "--size", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
@@ -96,8 +97,13 @@ def check_model_name(name: str, allow_sources: bool = False) -> None:
         allow_sources: accept sources such as local-dir:folder and hf-hub:repository, without looking into them.
 
     Raises:
-        ValueError: it is not; the message gives the nearest names.
+        ValueError: it is not, and the message gives the nearest names; or it is a path, as of a run.
     """
+    if ":" not in name and Path(name).exists() and not timm.is_model(name):
+        raise ValueError(
+            f"{name} is a file or folder, and a model's name is expected: give the name that it was trained under (model.model in "
+            "the run's config.yaml), or in Python the model itself"
+        )
     if not (timm.is_model(name) or (allow_sources and (":" in name or "/" in name))):
         near = nearest(name, timm.list_models(), cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
