@@ -101,8 +101,8 @@ def check_model_name(name: str, allow_sources: bool = False) -> None:
     """
     if ":" not in name and Path(name).exists() and not timm.is_model(name):
         raise ValueError(
-            f"{name} is a file or folder, and a model's name is expected: give the one that it was trained under (model.model in "
-            "the run's config.yaml), or in Python the model itself"
+            f"{name} is a file or folder, and a model's name is expected: give the one that it was trained under (model.model "
+            "in the run's config.yaml), or in Python the model itself"
         )
     if not (timm.is_model(name) or (allow_sources and (":" in name or "/" in name))):
         near = nearest(name, timm.list_models(), cutoff=0.5)
