@@ -70,6 +70,8 @@ def test_refusals_write_nothing(timms_swin, tmp_path, capsys):
     assert "vitrel_swin_t has no weights: give a file" in error("vitrel_swin_t", "--out", out)
     assert "--data needs an encoding to add" in error("vitrel_swin_t", "--weights", path, "--data", tmp_path, "--out", out)
     assert "no checkpoint at" in error("vitrel_swin_t", "--weights", tmp_path / "none.pth", "--out", out)
+    gone = error("vitrel_swin_t", "--weights", path, "--position", "table", "--data", tmp_path / "gone", "--out", out)
+    assert f"no folder {tmp_path / 'gone'}" in gone
     assert "not in the file: layers.0.blocks.0.position" in error(
         "vitrel_swin_t_rope_mixed", "--weights", path, "--model-args", ARGS, "--out", out
     )

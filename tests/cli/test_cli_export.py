@@ -10,6 +10,7 @@ import vitrel
 from helpers import command
 from vitrel.common.extras import EXTRAS
 from vitrel.export import export_model, write
+from vitrel.models.vit import ViT
 from vitrel.weights.read import read_file
 
 tool = command("export")
@@ -190,6 +191,7 @@ def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     for given, words in [
         (torch.nn.Linear(2, 2), "only models of vitrel and of vitrel.from_timm can be exported, not Linear"),
         (around, "only models of vitrel and of vitrel.from_timm can be exported, not Module"),
+        (ViT(depth=1), "this ViT has no configuration: build it by timm.create_model"),
         (small().train(), r"call model.eval\(\) first"),
         (small().double(), r"export needs float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:

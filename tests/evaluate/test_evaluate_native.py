@@ -168,6 +168,9 @@ def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder,
         ("native", 16), ("native", 20), ("scale", False), ("native", 17),
     ]  # fmt: skip
     assert {row["img_size"] for row in rows} == {"32x32"}
+    # native: whole images, which no mode crops; and a model without position has nothing that sizes change
+    assert {(row["protocol"], row["crop_mode"]) for row in rows} == {("native", ""), ("scale", model.crop_mode)}
+    assert {row["resampled"] for row in rows} == {"nothing"}
 
 
 def test_images_that_cannot_be_read_are_left_out(trained, folder):
