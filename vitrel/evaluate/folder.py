@@ -198,7 +198,7 @@ class Folder:
 
     @property
     def by_class(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{key of the row: `Task.by_class`, what of each class there is and is right}."""
+        """{key of the row: (whole, right), arrays by class as of `Task.by_class`}."""
         count = len(self.settings["classes"])
         return {row["key"]: task_named(row["task"]).by_class(self.kept[row["key"]], count) for row in self.rows}
 

@@ -105,9 +105,9 @@ def canvas(trained: TrainedModel, size: Size | Budget) -> View:
 
 
 def native(trained: TrainedModel, size: Size | Budget) -> View:
-    """Return the view of the protocol native: the whole image at its own aspect ratio.
+    """Return the view of the protocol native: the whole image at its own aspect ratio, with at most the patch tokens of `size`.
 
-    It has at most as many patch tokens as `size`. ValueError for a model without patches.
+    ValueError for a model without patches.
     """
     whole = scale(trained, size)._replace(mode="native", crop_pct=1.0, crop_mode="center")
     return whole._replace(budget=trained.budget_of(size), patch=trained.patch)
@@ -259,10 +259,7 @@ class Images:
         return [item.index if isinstance(item, Draw) else item for group in groups for item in group]
 
     def shapes(self, view: View) -> Counter[Size]:
-        """Return {size (h, w) in pixels that the model gets: number of images}, of all images.
-
-        Files with unreadable headers count as square.
-        """
+        """Return {size (h, w) in pixels that the model gets: number of images}; unreadable files count as square."""
         return Counter({view.size: len(self)} if view.budget is None else map(view.shape_of, self._sizes(view)))
 
     def _sizes(self, view: View) -> list[Size]:

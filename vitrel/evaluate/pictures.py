@@ -202,7 +202,7 @@ def _color(index: int) -> tuple[int, int, int]:
 
 
 def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) -> Picture:
-    """Return uint8 [h, w, 3] as a WebP picture whose longer side has `side` pixels; up to 256 colors, as of a mask, stay."""
+    """Return uint8 [h, w, 3] as a WebP picture whose longer side is `side` pixels, lossless for at most 256 colors (a mask)."""
     picture = Image.fromarray(pixels)
     drawn = len(picture.getcolors(256) or ()) > 0
     factor = side / max(picture.size)

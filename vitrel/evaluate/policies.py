@@ -138,7 +138,7 @@ def with_policy(model: nn.Module, size: tuple[int, int], policy: str) -> nn.Modu
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
-    """Return "fixed" and those of "divisor" and "rescale" that give other windows at `size` (h, w) pixels; () without."""
+    """Return "fixed" and which of "divisor" and "rescale" give other windows at `size` (h, w) pixels; () if neither does."""
     layers = list(_windowed(model, size))
     divided = any(
         min(m, n) != d
@@ -262,17 +262,16 @@ def _native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch:
 
 
 def sample_shapes(shapes: Counter[Size]) -> list[Size]:
-    """Return the MOST_SHAPES most frequent image sizes (h, w), and those with the smallest and the largest h / w.
-
-    Args:
-        shapes: number of images of each size.
-    """
+    """Return the MOST_SHAPES most frequent image sizes of {(h, w): images}, and those with the smallest and largest h / w."""
     extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
     return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
 
 
 def gflops(model: nn.Module, size: Size) -> float:
-    """Return 10^9 multiply-adds of one image's forward pass, counting matrix products and convolutions (timm's GMACs)."""
+    """Return the multiply-adds, in 10^9, of one forward pass on an image of `size` (h, w) pixels, without computing it.
+
+    Only matrix products and convolutions count (timm's GMACs).
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     shapes = {name: torch.empty_like(tensor, device="meta", requires_grad=False) for name, tensor in named}
     pixels = torch.empty(1, getattr(model, "in_chans", 3), *size, device="meta", dtype=next(model.parameters()).dtype)
@@ -312,7 +311,9 @@ def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
 
 
 def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
-    """Return whether some policy of an encoding acts on `grid`: it resamples parameters, or reads one for unseen offsets."""
+    """Return whether some policy of an encoding acts on `grid`: it resamples parameters, or reads edge values for offsets that
+    did not occur in training.
+    """
     trial = copy.copy(part)  # shares the parameters; the model keeps its policy
     resampled = []
     for policy in part.policies:
@@ -322,7 +323,10 @@ def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
 
 
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
-    """Return the window (h, w) in tokens of a layer with `grid` tokens under the policy "divisor" or "rescale"."""
+    """Return the window (h, w) in tokens of a layer with `grid` (h, w) tokens, under the policy "divisor" or "rescale".
+
+    "rescale" multiplies the trained window by `size`, the image's (h, w) in pixels, over the training size, and rounds down.
+    """
     if policy == "divisor":
         h, w = (max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
     else:

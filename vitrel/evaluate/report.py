@@ -180,7 +180,7 @@ def other_grids(judged: Judged) -> dict[str, Grid]:
 
 
 def _grid(series: Mapping[str, Mapping[str, Row]]) -> Grid:
-    """Return the table of {name of a series: {size: row}}, the names as lines, or where there are more sizes, columns."""
+    """Return the table of {name: {size: row}}: names as lines and sizes as columns, or with more sizes the other way."""
     first = {size: row for rows in series.values() for size, row in rows.items()}
     sizes = {size: f"{size_name(first[size])} {unit(first[size])}" for size in sorted(first, key=by_area)}
     if len(sizes) > len(series):

@@ -283,8 +283,8 @@ def _measured(
 ) -> Iterator[tuple[Row, Kept, list[str]]]:
     """Yield the row, the results of all images and the names of unreadable ones, of one trial after another, size by size.
 
-    Every process runs this on its share of the images, and gets the whole. Before the trials of a size, the first process
-    measures the speed of their models side by side.
+    Every process runs this on its share of the images, and yields the results of all. Before the trials of a size, the first
+    process measures the speed of their models side by side.
 
     Args:
         left: the trials to measure, in the order of `trials`.
@@ -358,7 +358,7 @@ def _interval(task: Task, kept: Kept) -> Row:
 
 
 def _speeds(group: Sequence[Trial], settings: Settings, device: torch.device) -> dict[tuple, float]:
-    """Return the images per second of the models of trials at one size, by `_about_cost`."""
+    """Return {`_about_cost`: images per second} for trials at one size, NaN where memory does not suffice."""
     ready: dict[tuple, Callable[[torch.Tensor], torch.Tensor]] = {}
     size, most = group[0].size, settings.batch_size if device.type == "cuda" else CPU_BATCH
     with ExitStack() as stack:
@@ -398,7 +398,7 @@ def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: P
 def _tell(
     folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Images, settings: Settings, device: torch.device
 ) -> None:
-    """Write the tables, plots and the report of a folder, and print its first screen."""
+    """Write tables, plots and the report into a folder, and print the main table, the verdicts and what was left out."""
     about, path = folder.settings, folder.path or Path()
     pictures = collect(plan, images, device, settings.photographs) if settings.report else ()
     judged = judge(rows, folder.scores, settings.margin, about["unused"])

@@ -33,10 +33,7 @@ def sentences(judged: Judged) -> dict[str, str]:
 
 
 def notes(judged: Judged) -> list[str]:
-    """Return the notes below all sentences: that there is only one seed, and that unused images could decide what is open.
-
-    Each only where it is so, [] without any.
-    """
+    """Return the notes below all sentences, where they apply: there is one seed; unused images could decide what is open."""
     rows = [row for model in judged.models.values() for row in model.used.values()]
     found = []
     if all(row["seeds"] == 1 for row in rows):
@@ -142,7 +139,10 @@ def _comparison(model: Model) -> list[str]:
 
 
 def _sizes(model: Model, judged: Judged) -> list[str]:
-    """Return what changes from the training size to other sizes, as a list of one sentence, or [] without others."""
+    """Return what changes from the training size to other sizes, or that there is no row at it, as a list of one sentence.
+
+    [] where a model that is compared with others has no other size.
+    """
     used, name = model.used, "it" if model.ahead or model.behind else model.label
     trained, others = ([size for size, row in used.items() if is_training(row) == is_trained] for is_trained in (True, False))
     if not trained:

@@ -145,9 +145,7 @@ def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarra
 
 
 def estimate_of_means(plus: Sequence[Sequence[float]], minus: Sequence[Sequence[float]], images: int) -> Estimate:
-    """Return the estimate of `estimate` from means alone: of each array the means over images, one per seed, in percent.
-
-    `images` is the number of images of each mean.
+    """Return the estimate of `estimate` from means over `images` images alone: of each array one per seed, in percent.
 
     The covariance of the images' scores is then unknown: the variance that seeds have in common is taken as that of independent
     samples of images, one for every mean, which is an upper bound where scores are not negatively correlated.
@@ -179,7 +177,7 @@ def wilson(share: float, n: float, critical: float = Z95) -> tuple[float, float]
 def holm(p: Number) -> np.ndarray:
     """Return the level at which Holm's (1979) procedure tests each hypothesis of a family, which it rejects if p <= level.
 
-    The probability of any false rejection in the family is at most TAIL.
+    The probability of any false rejection in the family is at most TAIL, 0.025.
 
     Args:
         p: p-values [..., hypotheses].

@@ -30,7 +30,7 @@ class Settings:
 
     Args:
         sizes: (height, width) in pixels, or budgets of patch tokens, each evaluated at the largest square of whole patches
-            within it. The training sizes are evaluated too. (): TIMES the training size of the first model.
+            within it. The training sizes are evaluated too. (): 0.5, 1, 1.5 and 2 times that of the first model.
         protocols: names of `vitrel.evaluate.images.PROTOCOLS`; (): scale, native for models trained at native shape.
         policies: of windows and encodings, each evaluated where it makes a difference; (): the model's own; ("all",): all.
         log_n: evaluate every policy with an attention temperature of log N too (`vitrel.position.log_n`).
@@ -40,7 +40,7 @@ class Settings:
     On what their numbers depend:
 
     Args:
-        n: number of images, drawn with the seed `data_seed`; None: all.
+        n: number of images, sampled with the seed `data_seed`; None: all.
         data_seed: seed of generated or sampled images.
         val_fraction: share of the images to evaluate where the data has no evaluation split, as in `vitrel.data.Reading`.
         follow_links: also search folders that are linked inside class folders.

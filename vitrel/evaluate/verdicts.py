@@ -63,7 +63,7 @@ def main_metric(row: Row) -> float:
 
 
 def sample_of(rows: Sequence[Row], scores: Scores | None = None, metric: str = "") -> Sample:
-    """Return the sample of rows of one model, size and policy, one row per seed.
+    """Return the `Sample` of rows of one model, size and policy, one row per seed.
 
     Args:
         scores: {key of a row: scores of its images for the metric}.

@@ -38,10 +38,7 @@ class Kept(NamedTuple):
 
 
 class Losses(Protocol):
-    """The settings of the training loss that a task reads, those of `vitrel.train.Objective`, which explains them.
-
-    It is a protocol, since tasks do not import the training.
-    """
+    """The settings of the training loss that a task reads, a protocol for `vitrel.train.Objective`, which explains them."""
 
     loss: str
     bce_target_thresh: float | None
@@ -53,10 +50,7 @@ class Losses(Protocol):
 
 
 class ImageMean(Metric):
-    """Metric: mean over images of one value of each, NaN without any.
-
-    Images that do not count get weight 0, since to select them would wait for a GPU.
-    """
+    """Mean over images of a value of each, NaN without any; images that do not count get weight 0, so no GPU is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,17 +144,11 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, kept: Kept) -> Row:
-        """Return {column: value} of `columns` over all images, and of "majority", the metric of `chance` in percent.
-
-        ValueError where no label or pixel can be scored.
-        """
+        """Return {column: value} of `columns` over all images, and of "majority", the metric of `chance` in percent."""
 
     @abstractmethod
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """Return a score of each image, [n]: the mean over images that were read, times 100, is the column `metric`.
-
-        It is NaN for images that could not be read.
-        """
+        """Return a score of each image, [n], NaN where it could not be read: 100 times their mean is the column `metric`."""
 
     @abstractmethod
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:
