@@ -206,7 +206,7 @@ class Images:
         return PreparedImages(data, Prepare(view.size, **how), self.n, self.seed)
 
     def check(self, views: Iterable[View]) -> None:
-        """Raise ValueError if the data are generated images that cannot be made in one of the views; others always can."""
+        """Open generated images in each view, ValueError where they cannot be made in one; for other data nothing is done."""
         for view in views if self.source in SHAPES else ():
             try:
                 self.dataset(view)

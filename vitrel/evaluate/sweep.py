@@ -55,7 +55,7 @@ class Settings:
     Args:
         batch_size: number of images in a batch, halved when memory runs out.
         workers: processes that decode images.
-        margin: loss of the metric, in percentage points, that does not matter: within it a size is called safe.
+        margin: loss of the metric, in percentage points, that does not matter: a size is safe where it is shown to lose less.
         report: whether report.html has pictures.
         photographs: whether the report may contain images of the data.
 
