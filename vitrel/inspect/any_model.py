@@ -60,7 +60,9 @@ class Call(NamedTuple):
     """One attention layer in a forward pass at one image size: where its tokens lie, and what position adds to its logits.
 
     It attends in W windows of N slots; a slot holds a token or padding: `tokens` [W, N] is the token's index, -1 for padding.
-    Global attention is one window, and `window` is None. `grid` is None if the tokens are no grid of the image.
+    Global attention is one window, and `window` is None. `grid` is None if the tokens are no grid of the image. `visible` [W, H
+    or 1, N, N] are the pairs that no mask hides, None: all; `bias` [2h-1, 2w-1, H] is added to logits by offset, query minus
+    key; `rotation` are the cosines and sines of queries and keys.
     """
 
     name: str  # path of the module
@@ -398,7 +400,10 @@ def _window(tokens: Tensor, grid: Grid) -> Size | None:
 
 
 def _shift_and_stride(tokens: Tensor, grid: Grid, window: Size) -> tuple[Size, bool]:
-    """Return the shift (rows, columns) of windows, and whether most neighbors in them are apart in the image (strided)."""
+    """Return the shift (rows, columns) of windows, and whether they are strided: most neighbors in them are apart in the image.
+
+    Strided windows have the shift (0, 0). The first window of `tokens` [W, N] tells.
+    """
     slots = tokens[0].view(window)
     shift, strided = [], False
     for axis in (0, 1):
@@ -520,7 +525,7 @@ def one_block(grid: Size, window: Size | None, shift: Size = (0, 0), strided: bo
 
 
 def stage_windows(blocks: Iterable[StageWindows]) -> tuple[StageWindows, ...]:
-    """Merge blocks that have the same grid, window and kind (strided or not), in the order of their first block.
+    """Merge and count blocks that have the same grid, window and kind (strided or not), in the order of their first block.
 
     The `shift` of the result is the largest of the blocks.
     """

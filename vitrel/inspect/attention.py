@@ -201,12 +201,12 @@ def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:
 
 
 def _logits(weights: Tensor) -> Tensor:
-    """Return the logits that give these weights, which are known up to a constant for each query."""
+    """Return logits that give these weights: their logarithms, of 0 that of the smallest float32."""
     return weights.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 def _spread(layer: Layer, logits: Tensor) -> Tensor:
-    """Return the root mean square (0-d) of logits [B, W, H, N, N] over visible pairs, after subtracting each query's mean."""
+    """Return the root mean square (0-d) of logits [B, W, H, N, N] over the layer's visible pairs, without each query's mean."""
     real = layer.tokens >= 0
     pairs = (real[:, :, None] & real[:, None])[None, :, None]  # [1, W, 1, N, N]
     visible = (pairs if layer.visible is None else pairs & layer.visible).expand(logits.shape)

@@ -76,7 +76,10 @@ class StageDiagnosis(NamedTuple):
         return 0.0 if self.leaks is None else float(self.leaks.across.float().mean())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and properties as plain values; of `leaks` rows, columns and "examined" (not None)."""
+        """Return the fields and properties as plain values.
+
+        Of `leaks` these are "rows" and "columns", () where it is None, and "examined", False where it is None.
+        """
         windows = self.windows._asdict() | {"padded_share": self.windows.padded_share}
         rows, columns = ((), ()) if self.leaks is None else (self.leaks.rows, self.leaks.columns)
         return {
@@ -233,8 +236,8 @@ def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDi
 def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tuple[BiasChange, ...]:
     """Return how vitrel's encodings change between their training grid and the grid that each is paired with.
 
-    There is at most one change per kind, with the number of layers and the largest change. What encodings add to tokens, and
-    temperatures, are not compared.
+    There is at most one change per kind ("bias", "rotation"), with the number of layers and the largest change. What encodings
+    add to tokens, and temperatures, are not compared.
     """
     return _summed(
         change
@@ -348,7 +351,7 @@ def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
 
 
 def _different(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls without those whose slots and masks equal an earlier call's."""
+    """Return the calls without those whose slots and masks equal an earlier call's, so that each is examined once."""
     kinds: list[Call] = []
     for call in calls:
         for other in kinds:
@@ -362,7 +365,7 @@ def _different(calls: Sequence[Call]) -> list[Call]:
 
 
 def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
-    """Return the lines of the table that `print` shows, one for each size."""
+    """Return the lines of the table that `print` shows: the titles, and one line for each size, also for those refused."""
     lines = [["size", "replaced", "bias", "tokens", "windows", "shift", "see across", "attend to padding"]]
     for line in sizes:
         if line.refusal:
@@ -378,7 +381,7 @@ def _table(sizes: Sequence[SizeDiagnosis]) -> list[str]:
 
 
 def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str, str]:
-    """Return a stage's cells as text: tokens, window, shift, shares that see across a border, that attend to padding."""
+    """Return a stage's cells as text: tokens, window, shift, share seeing across a border, share attending to padding."""
     windows = stage.windows
     if windows.window is None:
         return short_size(windows.grid), "global", "-", "-", "-"

@@ -298,7 +298,7 @@ def _checked_mask(mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int) -> list[int]:
-    """Return the indices of the chosen queries in the grid, whose last `count` tokens are queries; ValueError for others."""
+    """Return the chosen queries' indices in the grid, all for None; ValueError if not among its last `count` tokens."""
     first = grid.tokens - count
     if query is None:
         return list(range(first, grid.tokens))

@@ -111,7 +111,8 @@ def measure_features(
         batch_size: of a forward pass.
 
     Raises:
-        ValueError: too few images, a size or layer that the model does not have, or features that are no map of tokens.
+        ValueError: too few images, a size or layer that the model does not have, shifts that do not fit, or features that are
+            no map of tokens.
     """
     size = trained_size(model) if size is None else checked_size(size)
     if images.dim() != 4 or len(images) < 4:

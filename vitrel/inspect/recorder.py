@@ -60,7 +60,12 @@ class _Product(NamedTuple):
 
 @dataclass(slots=True)
 class _Trail:
-    """What the recorder knows of a tensor that depends on the image: what it is made of, and the token of each value."""
+    """What the recorder knows of a tensor that depends on the image: what it is made of, and the token of each value.
+
+    `linears` are numbers of linear layers, `entered` names of parameters, `rotation` the cosines and sines in it. `plain` is
+    the tensor without position, `bias` what was added to a product of queries and keys, `place` the pixel at which each value's
+    patch begins, -1 for none. `mixed`: a value is made of several tokens, as by a convolution.
+    """
 
     linears: frozenset[int] = frozenset()  # numbers of the linear layers that it is made of
     products: tuple[_Product, ...] = ()  # that it is made of
@@ -77,7 +82,8 @@ class Attention:
     """One attention, recorded at its softmax: logits [B*L, Q, K] of B images, L windows times heads; images are the slowest.
 
     `plain` and `unrotated` are without position, `bias` is what was added to the product of `query` and `key`, and `places` are
-    the pixels at which the patches of queries and keys begin.
+    the pixels at which the patches of queries and keys begin. `linears` are the numbers of the linear layers that make queries
+    and keys, `entered` the parameters that enter after these.
     """
 
     where: str  # path of the module that calls it
@@ -97,7 +103,11 @@ class Attention:
 
 @dataclass
 class Added:
-    """A tensor `position` that does not depend on the image and is added to tokens before the first attention: an embedding."""
+    """A tensor `position` that does not depend on the image and is added to tokens before the first attention: an embedding.
+
+    `place` [N] is the pixel at which each token's patch begins, `parameter` the name of what the tensor is made of, "" for
+    none.
+    """
 
     where: str
     shape: torch.Size  # of what it is added to, [B, ..., C]
@@ -108,7 +118,10 @@ class Added:
 
 @dataclass
 class Pass:
-    """The result of `run`: attentions and added tensors of one pass in its order, and {name and policy: values resampled}."""
+    """The result of `run`: attentions and added tensors of one pass in its order, and {name and policy: values resampled}.
+
+    `softmaxes` counts those of what depends on the image, recognized as attention or not.
+    """
 
     attentions: list[Attention] = field(default_factory=list)
     added: list[Added] = field(default_factory=list)

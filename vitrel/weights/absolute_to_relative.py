@@ -73,7 +73,7 @@ class ConversionReport:
         return "\n".join(lines)
 
     def head(self) -> str:
-        """Return the report in one line."""
+        """Return encoding, images, grid and seconds of the fit in one line."""
         what = f"{self.position} fitted" if self.fitted else f"{self.position} has no parameters, linear layers fitted"
         return f"{what} to {self.images} images of {self.grid[0]}x{self.grid[1]} patches in {self.seconds:.0f} s"
 
@@ -250,7 +250,7 @@ def _chunked(function: Callable, x: Tensor):
 
 
 def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid) -> None:
-    """Refit the last linear layers of a block's attention and MLP, in place, so that its tokens become the original's.
+    """Refit the last linear layers of a block's attention and MLP, in place, so that its tokens come close to the original's.
 
     `x` is the block's input on `grid`; `between` and `out` are the original's tokens after attention and after the MLP.
     """

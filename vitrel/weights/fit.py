@@ -69,7 +69,10 @@ class Agreement(NamedTuple):
 
 
 def attended(block: Block, x: Tensor, grid: Grid) -> Attended:
-    """Return the queries and keys of a block for its input x, [B, N, C] or [B, h, w, C] on `grid`, in float32."""
+    """Return the queries and keys of a block for its input x, [B, N, C] or [B, h, w, C] on `grid`, in float32.
+
+    In windowed attention B, N and `grid` of the result are of windows.
+    """
     attn = block.attn
     qkv = attn.project(x if block.post_norm else block.norm1(x)).float()
     share = torch.full((grid.tokens,), (1 - PREFIX_SHARE if grid.prefix else 1) / (grid.h * grid.w), device=x.device)
@@ -136,7 +139,7 @@ def fit_encoding(
     shift: Tensor | None = None,
     rotations: Iterable[RopeMixed] = (),
 ) -> None:
-    """Fit the parameters of an encoding, from their current values, so that attention follows that of given logits.
+    """Fit an encoding's parameters, from their current values, so that attention follows that of given logits closely.
 
     Args:
         encoding: changed in place.

@@ -157,7 +157,7 @@ def fitted(
 
 
 def rebuilt(model: Backbone, **changes: Any) -> Backbone:
-    """Return a new model with the weights of `model` and other constructor arguments; `model` is not changed.
+    """Return a new model with the weights of `model` and other constructor arguments `changes`; `model` is not changed.
 
     With another `img_size` tables and embeddings are resampled to it; with another `num_classes` the head is new.
     """

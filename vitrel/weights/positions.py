@@ -26,10 +26,10 @@ class Resampled(NamedTuple):
 
 
 def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, dict[str, Any]]) -> list[Resampled]:
-    """Fit the tables and embeddings in a state dict to the model's grid, in place, and return those that were resampled.
+    """Resample the tables and embeddings in a state dict to the model's grid, in place, and return those that were resampled.
 
-    The training grid of each is the first of these that has as many rows as the tensor, with or without rows for prefix tokens:
-    that in `record`, the model's, a square one.
+    Rows of prefix tokens are added as zeros or left out as the model needs. The training grid of each is the first of these
+    that has as many rows as the tensor, with or without rows for prefix tokens: that in `record`, the model's, a square one.
 
     Args:
         state: tensors with the model's names.
@@ -37,7 +37,7 @@ def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, 
         record: of the file's encodings (vitrel.weights.record).
 
     Raises:
-        ValueError: no such grid has the number of rows.
+        ValueError: no such grid has the number of rows, or a table has rows for prefix tokens and the model has no such tokens.
     """
     done = []
     for part, owner in model.named_modules():
@@ -76,7 +76,7 @@ def _source(name: str, value: Tensor, owner: Any, recorded: list[int] | None) ->
 
 
 def _fitted(name: str, value: Tensor, owner: PositionEncoding, source: Grid) -> tuple[Tensor, str]:
-    """Return a tensor fitted to the grid of its encoding `owner`, and from which grid and how, "" if it was not resampled."""
+    """Return a tensor resampled to the grid of its encoding `owner`, and how ("14x14 -> 24x24, bicubic"; "": not)."""
     own: Any = owner.grid
     same = source[:2] == own[:2]
     if isinstance(owner, Decomposed):

@@ -164,7 +164,7 @@ def _vit(model: Any) -> Recognized:
 
 
 def _unlike(model: Any) -> Iterator[str]:
-    """Yield the reasons why a plain ViT of timm has no counterpart in vitrel.
+    """Yield the reasons why a ViT of timm has no counterpart in vitrel; none if it has.
 
     Attention pooling is checked by `_pool_args`, and tensors by their names and shapes when they are loaded.
     """
@@ -353,7 +353,7 @@ def _swin(model: Any) -> Recognized:
 
 
 def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
-    """Yield the reasons why a Swin of timm has no counterpart in vitrel."""
+    """Yield the reasons why a Swin of timm has no counterpart in vitrel; none if it has."""
     yield from _strange(model, _SWIN_PARTS)
     if not _is_norm(model.patch_embed.norm):
         yield "its patches are not normalized"

@@ -27,7 +27,7 @@ SEQUENTIAL = matplotlib.colormaps["viridis"].with_extremes(bad=HIDDEN)
 
 
 def check_numbers(name: str, values: Tensor) -> Tensor:
-    """Return the values; ValueError if one is NaN, which a figure would show as hidden."""
+    """Return the values; ValueError, with `name` in the message, if one is NaN, which a figure would show as hidden."""
     if bool(values.isnan().any()):
         raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
     return values
@@ -95,10 +95,10 @@ def whole_numbers(panel: Axes) -> None:
 
 
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
-    """Return the height in inches of panels for arrays [.., rows, columns] of all `shapes`: 2 `width` at most, plus a title."""
+    """Return the height in inches of panels with square cells for arrays [.., rows, columns]: 2 `width` at most, + title."""
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
 
 
 def _path(name: str) -> str:
-    """Return the layer in the name of an encoding's module; "all blocks" for a shared one, "layer" if no name is left."""
+    """Return "blocks.0" for the encoding "blocks.0.position", "all blocks" for "shared_position", "layer" for ""."""
     return "all blocks" if name == "shared_position" else name.removesuffix(".position") or "layer"

@@ -98,7 +98,7 @@ def offset_maps(
     """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
 
     Arguments and errors as for `lattices`; the module lists the quantities. Red is positive, blue negative, white 0, on one
-    scale per row, of ±1 logit at least. Recorded layers whose share of the logits is below NEGLIGIBLE are gray. If a head's
+    scale per row, of ±1 logit at least. Recorded layers whose share of the logits is below 0.01 are gray. If a head's
     logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax does not depend on it), and
     the color bar says so. An outline encloses the offsets of a smaller training grid.
 
