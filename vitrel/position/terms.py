@@ -162,7 +162,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def perturbs(self) -> bool:
-        """Whether forward draws random numbers: in training mode with shift_, jitter_ or rescale_coords set (of parts: no)."""
+        """Whether forward itself, not its parts, draws random numbers: in training with shift_, jitter_, rescale_coords set."""
         strengths = self.shift_coords, self.jitter_coords, self.rescale_coords
         return self.training and strengths != (None, None, None)
 
