@@ -53,14 +53,16 @@ POLICIES: dict[str, Callable[..., Any]] = {  # by the first part of a config str
 
 
 class Augmenter:
-    """Makes random views of training images, and of their masks: all of `Augmentation` but random erasing.
+    """Augments training images, and their masks, by all steps of `Augmentation` but random erasing.
+
+    The random numbers depend on (seed, epoch, index, repeat) alone.
 
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: color of what a view shows beyond its image, 0 to 1 per channel.
+        mean: color, 0 to 1 per channel, of pixels of the result that lie outside the image.
         seed: seed of the run.
-        crop_pct, crop_mode: of the "center" crop, as in `Prepare`.
+        crop_pct, crop_mode: of the crop "center", as in `Prepare`; other crops ignore them.
     """
 
     def __init__(
@@ -80,12 +82,12 @@ class Augmenter:
         self.pipelines = {self.size: pipeline(self.settings, self.size, mean)}
 
     def __call__(self, image: Picture, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
-        """Return the augmented image, uint8 [3, H, W].
+        """Return the augmented image, uint8 [3, H, W]; it raises the errors of `joint`.
 
         Args:
             image: a Pillow image of mode RGB, or uint8 [3, h, w].
             epoch, index: epoch of training, and index of the image, which seed the random numbers.
-            repeat: number of this view of the image within the epoch.
+            repeat: number of this view of the image within the epoch, from 0, which seeds them too.
             size: (H, W) of the result; by default the augmenter's size.
         """
         return self.joint(image, None, epoch, index, repeat, size)[0]
@@ -99,11 +101,12 @@ class Augmenter:
         repeat: int = 0,
         size: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the augmented image, uint8 [3, H, W], and its mask of classes, uint8 [H, W] (None without).
+        """Return the augmented image, uint8 [3, H, W], and its mask of classes, uint8 [H, W] (None if `mask` is None).
 
         Args:
             image, epoch, index, repeat, size: as of `__call__`.
-            mask: uint8 [h, w], taken at the same places as the image by nearest pixel; `IGNORED` where the view leaves it.
+            mask: uint8 [h, w], cropped and flipped as the image, with the nearest pixel's value; the result is 255 (`IGNORED`)
+                outside the image. It needs settings of `Augmentation.for_masks`.
 
         Raises:
             AugmentationError: an operation failed.
@@ -131,7 +134,10 @@ class Augmenter:
         return torch.from_numpy(found["image"]).permute(2, 0, 1), None if mask is None else torch.from_numpy(found["mask"])
 
     def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
-        """Return the image resized and cropped to `size` by the crop "simple" or "center", with the global generators."""
+        """Return the image resized and cropped to `size` (H, W) by the crop "simple" or "center".
+
+        The random numbers are those of the global generators of Python and torch.
+        """
         interpolation = self.settings.interpolation
         if interpolation == "random":
             interpolation = random.choice(list(INTERPOLATIONS))
@@ -142,7 +148,7 @@ class Augmenter:
 
 
 def _operation(error: Exception) -> str:
-    """Return the name, and magnitude if it has one, of the library's operation in which an error was raised."""
+    """Return the name, with the magnitude if known, of the augmentation operation that raised; "augmentation" if unknown."""
     operation = "augmentation"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals
@@ -158,7 +164,8 @@ def _operation(error: Exception) -> str:
 def seeded(state: np.random.SeedSequence) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch (CPU) from `state` within the block, and restore them after it.
 
-    In a loader process, which uses them for nothing else, they are not restored: that takes as long as to decode a small image.
+    In a DataLoader worker, which uses them for nothing else, they are not restored: that takes as long as to decode a small
+    image.
     """
     alone = get_worker_info() is not None
     before = None if alone else (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002
@@ -178,7 +185,8 @@ def seeded(state: np.random.SeedSequence) -> Iterator[None]:
 def pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> A.Compose:
     """Return the transform of albumentations for uint8 images [h, w, 3] and masks [h, w]: crop, flips, policy, color jitter.
 
-    The crops "simple" and "center" are left to `Augmenter`; images must then have the size (H, W).
+    The crops "simple" and "center" are not in it: `Augmenter` applies them before, so images then have `size` (H, W). `mean` is
+    the color outside the image, 0 to 1 per channel. ValueError for an unknown policy.
     """
     fill = tuple(round(255 * m) for m in mean)
     flags = FLAGS[settings.interpolation]
@@ -215,12 +223,15 @@ def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A
 
 
 def _one_of(steps: list[A.BasicTransform]) -> A.BasicTransform | A.OneOf:
-    """Return a transform that applies one of `steps` at random."""
+    """Return a transform that applies one of `steps`, chosen at random for every image; a single step is returned itself."""
     return steps[0] if len(steps) == 1 else A.OneOf(steps, p=1.0)
 
 
 class _RandomScale(A.DualTransform):
-    """Resizes an image to a random multiple of the size at which it just covers (H, W), which albumentations cannot."""
+    """Resizes image and mask by a random multiple, within `factor`, of the scale at which they just cover `size` (H, W).
+
+    `flag` is OpenCV's interpolation of enlarged images. albumentations has no such transform.
+    """
 
     _targets = (A.core.type_definitions.Targets.IMAGE, A.core.type_definitions.Targets.MASK)
 
@@ -248,7 +259,7 @@ GEOMETRIC = (
 
 
 class Warp:
-    """Stands for a Pillow image in timm's geometric operations: it has what they use of it, and OpenCV transforms it."""
+    """Wraps a Pillow image for timm's geometric operations: it has the attributes they use, and transforms by OpenCV."""
 
     rotate = Image.Image.rotate  # computes the matrix for `transform`
 
@@ -261,7 +272,8 @@ class Warp:
     ) -> Image.Image:
         """Return the affinely transformed image, as `PIL.Image.Image.transform` with the method AFFINE does.
 
-        `data` has the six numbers of the matrix that maps pixels of the result to pixels of the image.
+        `method` is ignored; `size` is (width, height); `data` has the six numbers of the matrix that maps pixels of the result
+        to pixels of the image. A `resample` other than BICUBIC is bilinear.
         """
         matrix = np.array(data, np.float64).reshape(2, 3)
         matrix[:, 2] += matrix[:, :2] @ (0.5, 0.5) - 0.5  # from Pillow's origin, a corner, to OpenCV's, the center of a pixel
@@ -272,7 +284,7 @@ class Warp:
 
 
 def _warping(policy: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Image], Image.Image]:
-    """Let the geometric operations of timm's policies use OpenCV (`Warp`), in place; a policy of torchvision stays."""
+    """Make the geometric operations of a timm policy use OpenCV (`Warp`), in place; return it. torchvision's stay unchanged."""
     for operation in [] if isinstance(policy, v2.Transform) else operations_of(policy):
         if operation.aug_fn in GEOMETRIC:
             operation.aug_fn = partial(_warp, operation.aug_fn)
@@ -280,7 +292,7 @@ def _warping(policy: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Im
 
 
 def _warp(operation: Callable[..., Image.Image], image: Image.Image, *args: Any, **how: Any) -> Image.Image:
-    """Apply a geometric operation of timm to an image, by OpenCV."""
+    """Return the image after a geometric operation of timm with these arguments, computed by OpenCV (`Warp`)."""
     return operation(Warp(image), *args, **how)
 
 
@@ -301,11 +313,11 @@ class _Policy(A.ImageOnlyTransform):
 def policy_transform(
     text: str, interpolation: Interpolation = "bicubic", fill: tuple[int, ...] = (128, 128, 128)
 ) -> Callable[[Image.Image], Image.Image]:
-    """Return the policy of a config string as a function of a Pillow image; it uses the global generators.
+    """Return the policy of a config string as a function of a Pillow image, which uses the global random generators.
 
     Args:
-        text: as `Augmentation.policy`.
-        interpolation: interpolation of geometric operations.
+        text: a policy as in `Augmentation.policy`, such as "rand-m9-mstd0.5-inc1".
+        interpolation: interpolation of geometric operations; "random" chooses one for every image or operation.
         fill: color, 0 to 255 per channel, of pixels that geometric operations leave without content.
 
     Raises:
@@ -331,10 +343,10 @@ def policy_transform(
 
 
 def operations_of(policy: Any) -> list[auto_augment.AugmentOp]:
-    """Return the operations of one of timm's policies."""
+    """Return the operations of a policy of timm, those of all its sub-policies in one list."""
     return policy.ops if hasattr(policy, "ops") else [operation for group in policy.policy for operation in group]
 
 
 def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """Posterize as timm does; 0 bits give a black image, as Pillow made it before version 13, which raises ValueError."""
+    """Posterize as timm does, but return a black image for 0 bits, for which Pillow raises ValueError since version 13."""
     return auto_augment.posterize(image, bits, **options) if bits > 0 else Image.new(image.mode, image.size)

@@ -13,8 +13,8 @@ EraseMode = Literal["const", "rand", "pixel"]
 class Augmentation:
     """Augmentation of training images, applied in this order: crop, flips, policy, color jitter, erasing.
 
-    In segmentation, crop and flips move image and mask alike. It takes the crops "random_scale" and "random_resized", no
-    erasing, and of the policies "3a", which moves nothing.
+    In segmentation, the mask is cropped and flipped as its image. Only the crops "random_scale" and "random_resized", no
+    erasing, and no policy but "3a", which moves nothing, are then allowed.
 
     Args:
         scale: [minimum, maximum] area of the random-resized crop, as a share of the image's area.
@@ -103,10 +103,10 @@ class Augmentation:
         return brightness, contrast, saturation, hue
 
     def crop_ratio(self, size: tuple[int, int]) -> tuple[float, float]:
-        """Return the range of the crop's width / height for a target size (H, W)."""
+        """Return (minimum, maximum) of the random-resized crop's width / height for a target size (H, W)."""
         aspect = size[1] / size[0]
         return self.ratio[0] * aspect, self.ratio[1] * aspect
 
 
 class AugmentationError(ValueError):
-    """An operation of the augmentation failed; the text names the operation and the seed."""
+    """An operation of the augmentation failed; the text names the operation, and the seed, epoch, image and view."""

@@ -64,7 +64,7 @@ def create_dataset(
 ) -> Dataset:
     """Build a data set of (normalized float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
 
-    With `std` None, images are uint8 instead, for `normalize` where the model runs; `shapes` are never.
+    With `std` None, images are uint8 instead, for `normalize` where the model runs; `shapes` need a `std`.
     With task "segmentation", the second of a pair is the mask instead (`vitrel.data.readers.masks`): classes uint8 [H, W] with
     `augment`, otherwise at the mask's own resolution; pixels of the value 255 have no class. With task "multilabel" it is
     float32 [classes], 1 for each class of the image and 0 for the others.
@@ -130,7 +130,10 @@ def create_dataset(
 
 
 def _kind_of(data: str) -> tuple[str, str]:
-    """Return (key of `READERS`, path or name of the data); ValueError for data that cannot be read by index."""
+    """Return (kind of data, a key of READERS[task]; its path or name), "folder" for a path of no other kind.
+
+    ValueError for data that cannot be read by index, such as a compressed archive or a URL.
+    """
     prefix, _, rest = data.partition("/")
     named = not Path(data).exists()
     if named and ((prefix == "torch" and ":" in rest) or prefix == "hfds"):
@@ -157,9 +160,9 @@ def _read(data: str, task: Task, split: Split, reading: Reading) -> Reader:
 
 
 def class_names(data: str, task: Task = "classification") -> list[str]:
-    """Return the class names of a data set (`data` and `task` as in `create_dataset`), by label.
+    """Return the class names of a data set (`data` and `task` as in `create_dataset`), in the order of the labels.
 
-    Of a folder only the names of its class folders, or classes.txt, are read.
+    Of a folder only the names of its class folders, or classes.txt, are read; other data are opened as for evaluation.
 
     Raises:
         ValueError: data that `create_dataset` does not know.
@@ -176,10 +179,10 @@ def class_names(data: str, task: Task = "classification") -> list[str]:
 def create_shapes(
     split: Split, n: int | None = None, seed: int = 0, task: Task = "classification", **options: Any
 ) -> Shapes | DenseShapes:
-    """Return `Shapes(n, **options)` for a split, or `DenseShapes` for "segmentation".
+    """Return the synthetic images of a split: `Shapes(n, **options)`, or `DenseShapes(...)` for "segmentation".
 
-    n is 10,000 for "train" and 1,000 for "val" by default.
-    Its seed is 2 · `seed` + 1 for "train" and 2 · `seed` for "val", so that the two splits never share scenes.
+    n is 10,000 for "train" and 1,000 for "val" by default. The seed of the data set is 2 · `seed` + 1 for "train" and
+    2 · `seed` for "val", so that the two splits never share scenes.
     """
     if n is None:
         n = SHAPES_TRAIN if split == "train" else SHAPES_VAL
@@ -187,7 +190,7 @@ def create_shapes(
 
 
 def _check_shapes(data: str, task: Task) -> None:
-    """Raise ValueError where drawn scenes have targets of another task."""
+    """Raise ValueError if the synthetic data set `data` (a key of SHAPES) has no targets for `task`."""
     own = "segmentation" if data == "shapes-dense" else "classification"
     if task != own:
         raise ValueError(

@@ -32,11 +32,11 @@ _DRAWS = 15  # random numbers of a pair
 
 
 class DenseScene(NamedTuple):
-    """The objects of a batch of scenes [B, M] that the image shows at least in part; others have radius 0.
+    """The objects of B scenes, those that the image shows at least in part; rows are filled up to M by objects of radius 0.
 
-    center [B, M, 2] (y, x) and radius [B, M] are in units from the image's upper left corner; kind and color as in
-    `vitrel.data.shapes.Scene`; value is the class of the object's pixels, IGNORED for a warm object whose partner is cut.
-    background is the gray [B] of the field, 0 to 1.
+    center [B, M, 2] (y, x) and radius [B, M] are in units (of one pixel at 64 px) from the image's upper left corner; kind and
+    color are as in `vitrel.data.shapes.Scene`; value [B, M] is the class of the object's pixels, IGNORED for a warm object
+    whose cool partner has its center outside the image. background [B] is the gray of the ground, 0 to 1.
     """
 
     background: np.ndarray
@@ -48,16 +48,16 @@ class DenseScene(NamedTuple):
 
 
 class DenseShapes(Drawn):
-    """The data set of n drawn scenes, each a function of (seed, index) and the size; items are (image, mask).
+    """The data set of n synthetic scenes, each a function of (seed, index) and the size; items are (image, mask).
 
-    The image is normalized float32 [3, H, W], the mask uint8 [H, W] with the classes of CLASSES, or IGNORED.
+    The image is normalized float32 [3, H, W], the mask uint8 [H, W] of indices into CLASSES, or 255 (IGNORED).
 
     Args:
         n: number of images.
         size: side or (H, W) of the images, pixels.
         seed: seed of the scenes; different seeds give different scenes.
-        protocol: "canvas" keeps the objects' size in pixels at `base`, so a larger image shows more of the field; "scale"
-            stretches the field, so that the shorter side is 64 units at every size.
+        protocol: "canvas" keeps the objects' size in pixels at `base`, so a larger image shows more of the scene; "scale"
+            stretches the scene, so that the shorter side is 64 units at every size.
         base: side or (H, W) in pixels for `canvas`; its shorter side is 64 units.
         mean, std: per-channel normalization of values from 0 to 1.
 
@@ -83,7 +83,7 @@ class DenseShapes(Drawn):
         self.tries = int(np.ceil(TRIES * (self.field + 2 * MARGIN).prod() / FIELD**2))
 
     def scenes(self, indices: Sequence[int]) -> DenseScene:
-        """Return the scenes of these images."""
+        """Return the scenes of the images with these indices, as a batch; IndexError for an index out of range."""
         u = np.stack([uniform(self.seed, self._check(i), 1 + _DRAWS * self.tries) for i in indices])
         v = u[:, 1:].reshape(len(u), self.tries, _DRAWS)  # [B, T, draws]
         direction = (4 * v[..., 0]).astype(np.int64)
@@ -120,7 +120,9 @@ class DenseShapes(Drawn):
 
 
 def _with_room(center: np.ndarray) -> np.ndarray:
-    """Return which of T candidate pairs are placed, bool [B, T]: in order, those farther than CLEARANCE from all placed before.
+    """Return which of T candidate pairs are placed, bool [B, T].
+
+    In order, a pair is placed if its objects are farther than CLEARANCE, along y or x, from those of all pairs placed before.
 
     Args:
         center: centers (y, x) of the two objects of every pair, units, [B, T, 2, 2].

@@ -19,12 +19,12 @@ CROP_MODES = ("center", "squash", "border")
 
 
 def as_tensor(image: Picture) -> Tensor:
-    """Return an image as uint8 [3, h, w]."""
+    """Return a Pillow image of mode RGB as a uint8 tensor [3, h, w]; a tensor is returned itself."""
     return image if isinstance(image, Tensor) else torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def as_array(image: Picture) -> np.ndarray:
-    """Return an image as uint8 [h, w, 3]."""
+    """Return a Pillow image of mode RGB, or a uint8 tensor [3, h, w], as a uint8 array [h, w, 3]."""
     return image.permute(1, 2, 0).contiguous().numpy() if isinstance(image, Tensor) else np.array(image)
 
 
@@ -105,7 +105,7 @@ class Prepare:
         self.view = view[0], view[1]
 
     def at(self, size: tuple[int, int]) -> "Prepare":
-        """Return the same preprocessing for another (H, W)."""
+        """Return a `Prepare` of the same settings for another size (H, W) of the result."""
         resizing = self.crop_pct, self.interpolation, self.protocol, self.base_size, self.crop_mode
         return Prepare(size, self.mean, self.std, *resizing)
 
@@ -119,16 +119,16 @@ class Prepare:
         return image if image.shape[1:] == self.size else center_crop(image, list(self.size))
 
     def resized(self, image: Picture) -> Image.Image:
-        """Return an image as resized for the view, before any crop."""
+        """Return the image after the resize alone, before any padding or crop; with protocol "native" it has H×W pixels."""
         how = ("squash", 1.0) if self.protocol == "native" else (self.crop_mode, self.crop_pct)
         picture = Image.fromarray(as_array(image)) if isinstance(image, Tensor) else image
         return _resize(self.view, *how, self.interpolation)(picture)
 
     def cropped(self, image: Picture) -> Image.Image:
-        """Return an image resized, padded to the view and cropped to H×W, as a Pillow image.
+        """Return an image resized, padded to at least the view and center-cropped to H×W, as a Pillow image.
 
-        The padding is black, or the mean color with crop_mode "border". With the protocol "canvas" the result is smaller than
-        H×W where the padded image is smaller.
+        The view is `base_size` with the protocol "canvas", otherwise H×W. The padding is black, or the mean color with
+        crop_mode "border". With "canvas" the result is smaller than H×W where the padded image is smaller.
         """
         resized = self.resized(image)
         if resized.width < self.view[1] or resized.height < self.view[0]:
@@ -139,10 +139,10 @@ class Prepare:
 
 @lru_cache(1024)  # at native shape every image has a view of its own
 def _resize(view: tuple[int, int], crop_mode: str, crop_pct: float, interpolation: str) -> Callable[[Image.Image], Image.Image]:
-    """Return the resize of timm's evaluation transform for a view (h, w) in pixels, without its crop."""
+    """Return the resize step alone of timm's evaluation transform for images of `view` (h, w) pixels; cached."""
     return create_transform(view, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation).transforms[0]
 
 
 def _sides(choose: Callable[..., int], one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
-    """Return (height, width), each the smaller or larger one (`choose`: min or max) of two sizes."""
+    """Return [height, width], each the smaller or larger one (`choose`: min or max) of two sizes (h, w)."""
     return [choose(pair) for pair in zip(one, other, strict=True)]

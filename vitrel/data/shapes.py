@@ -40,9 +40,9 @@ _DRAWS = 16 + 5 * SPECKS
 
 
 class Scene(NamedTuple):
-    """Geometry and colors of a batch of scenes: M objects in drawing order, the cool and the warm one last.
+    """Geometry and colors of B scenes of M objects, in drawing order: gray specks, then a cool-colored and a warm-colored one.
 
-    Objects of radius 0 are not drawn: specks that would be too close to the pair.
+    Specks that would be too close to these two have radius 0, and are not drawn.
     """
 
     label: np.ndarray  # [B]        index into CLASSES or PLACES
@@ -54,7 +54,7 @@ class Scene(NamedTuple):
 
 
 class Drawn(Dataset, ABC):
-    """Abstract data set of n drawn images, each a function of (seed, index) and the size.
+    """Abstract data set of n synthetic images, each a function of (seed, index) and the size.
 
     An item is (image, target): a normalized float32 image [3, H, W], and what the subclass defines.
 
@@ -95,7 +95,7 @@ class Drawn(Dataset, ABC):
 
     @abstractmethod
     def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
-        """The items of these images, which are drawn at once."""
+        """Return the items (image, target) of the images with these indices, drawn as one batch."""
 
     def __len__(self) -> int:
         return self.n
@@ -125,7 +125,7 @@ class Drawn(Dataset, ABC):
         return f"{self.kind} (seed {self.seed}): {self._check(index)}"
 
     def _of_size(self, size: tuple[int, int] | None) -> "Drawn":
-        """Return the same set drawn at another (H, W), or itself for None."""
+        """Return the same data set drawn at another (H, W), which is cached; this set itself for None or its own size."""
         if size is None or tuple(size) == self.size:
             return self
         if size not in self._sizes:
@@ -133,13 +133,13 @@ class Drawn(Dataset, ABC):
         return self._sizes[size]
 
     def _check(self, index: int) -> int:
-        """Return the index; IndexError if it is out of range."""
+        """Return the index as an int; IndexError if it is not within 0..n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} of {self.n} images")
         return int(index)
 
     def _ground(self, gray: np.ndarray) -> np.ndarray:
-        """Return normalized images [B, H, W, 3], each of one gray [B], 0 to 1."""
+        """Return normalized float32 images [B, H, W, 3], each filled with one level of `gray` [B], 0 to 1."""
         images = np.empty((len(gray), *self.size, 3), np.float32)
         images[:] = ((gray.astype(np.float32)[:, None] - self.mean) / self.std)[:, None, None]
         return images
@@ -147,10 +147,10 @@ class Drawn(Dataset, ABC):
     def _draw(
         self, images: np.ndarray, center: np.ndarray, radius: np.ndarray, kind: np.ndarray, color: np.ndarray
     ) -> Iterator[tuple[int, tuple, np.ndarray]]:
-        """Draw M objects onto images [B, H, W, 3], antialiased; yield (m, window, coverage) of each after it is drawn.
+        """Draw M objects onto normalized images [B, H, W, 3] in place, antialiased; yield (m, window, coverage) after each.
 
-        center [B, M, 2] and radius [B, M] are in pixels, kind [B, M] and color [B, M, 3] as in `Scene`. The coverage of a pixel
-        is 1/2 - signed distance, clipped to 0..1.
+        center [B, M, 2] (y, x) and radius [B, M] are in pixels, kind [B, M] and color [B, M, 3] as in `Scene`. The window
+        indexes the pixels [B, K_y, K_x] around object m of every image; their coverage is 1/2 - signed distance, within 0..1.
         """
         h, w = self.size
         center, radius = center.astype(np.float32), radius.astype(np.float32)
@@ -167,7 +167,9 @@ class Drawn(Dataset, ABC):
 
 
 class Shapes(Drawn):
-    """The data set of n synthetic images, each a function of (seed, index) only; items are (float32 [3, H, W], class index).
+    """Data set of n synthetic images, each a function of (seed, index) and size; items are (float32 [3, H, W], class index).
+
+    With the protocol "scale" the scene, but not the image, is the same at every size.
 
     Args:
         n: number of images.
@@ -217,7 +219,7 @@ class Shapes(Drawn):
         return list(zip(planes.unbind(), scenes.label.tolist(), strict=True))
 
     def scenes(self, indices: Sequence[int]) -> Scene:
-        """Return the scenes of these images; with the `scale` protocol they are the same at every size."""
+        """Return the scenes of the images with these indices; with the `scale` protocol they are the same at every size."""
         u = np.stack([uniform(self.seed, self._check(i), _DRAWS) for i in indices])  # [B, number of draws]
         v = u[:, 16:].reshape(len(u), SPECKS, 5)
         label, center, radius = _pairs(u[:, :7], self.low, self.high, self.label_is_place)
@@ -237,7 +239,7 @@ class Shapes(Drawn):
 
 
 def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
-    """Return (H, W) of a side or (H, W); ValueError with `name` below 8 pixels."""
+    """Return (H, W) of a side or (H, W), in pixels; ValueError, which calls it `name`, if a side is below 8."""
     h, w = (size, size) if isinstance(size, int) else size
     if min(h, w) < 8:
         raise ValueError(f"{name} must be a side or (H, W) in pixels, at least 8, not {size}")
@@ -245,7 +247,11 @@ def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def _limits(region: tuple[float, float, float, float], field: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corners (low, high) of the region, each (y, x) in units; ValueError for an invalid or too small one."""
+    """Return the upper left and lower right corner of the region, each (y, x) in units.
+
+    `region` is as in `Shapes`, `field` its [height, width] in units, `where` the text that names both in errors. ValueError for
+    shares out of range, or a region too small for a pair of objects.
+    """
     share = np.asarray(region, np.float64).reshape(2, 2)
     if not ((share[0] >= 0) & (share[0] < share[1]) & (share[1] <= 1)).all():
         raise ValueError(f"region must be shares (top, left, bottom, right), 0 <= top < bottom <= 1, not {tuple(region)}")
@@ -260,7 +266,7 @@ def _limits(region: tuple[float, float, float, float], field: np.ndarray, where:
 
 
 def uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Return `count` uniform random numbers of one image; counter-based, so images can be drawn in any order."""
+    """Return `count` uniform random numbers, 0 <= u < 1, which depend on (seed, index) alone: images need no order."""
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, index, 0, 0])).random(count)
 
 
@@ -280,7 +286,8 @@ def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: boo
         u: uniform random numbers [B, 7].
         low: upper left corner (y, x) of the region that holds both objects.
         high: its lower right corner (y, x).
-        label_is_place: the label is the pair's quarter.
+        label_is_place: the label is the quarter of the region in which the pair's center lies (PLACES), not the direction from
+            the cool to the warm object (CLASSES).
     """
     label = (len(CLASSES) * u[:, 0]).astype(np.int64)
     radius = OBJECT_RADIUS[0] + (OBJECT_RADIUS[1] - OBJECT_RADIUS[0]) * u[:, 1:3]
@@ -304,7 +311,8 @@ def _specks(
     """Return centers (y, x) [B, S, 2] and radii [B, S] of specks, in units; the radius is 0 for specks near the pair.
 
     Args:
-        u: uniform random numbers [B, S, 5]; the others are those of `_pairs`.
+        u: uniform random numbers [B, S, 5].
+        center, radius: of the pair, as `_pairs` returns them; low, high: corners of the region, as there.
     """
     edge = SPECK_RADIUS[1] + 0.5
     place = low + edge + (high - low - 2 * edge) * u[..., :2]
@@ -332,7 +340,7 @@ def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
 
 
 def _coverage(y: np.ndarray, x: np.ndarray, center: np.ndarray, radius: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Return the share, 0 to 1, of every window pixel that the object covers, [B, K_y, K_x]; a kind extends to ±radius.
+    """Return the share, 0 to 1, of every window pixel that the object covers, [B, K_y, K_x]; 0 for a radius of 0.
 
     y [B, K_y], x [B, K_x]: pixel indices (`_window`); center [B, 2] (y, x) and radius [B] in pixels; kind [B] as in `Scene`.
     """

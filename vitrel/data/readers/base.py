@@ -42,13 +42,13 @@ class Draw(NamedTuple):
 def collate(items: Sequence[tuple[Tensor, Any]], as_list: bool = False) -> tuple[Tensor, Any]:
     """Return (images [B, 3, H, W], labels [B] or masks [B, H, W]) of items of a data set, for a DataLoader.
 
-    uint8 images have the channels of a pixel side by side, as Pillow and OpenCV have them, and so has their batch: to copy them
-    into planes takes ten times as long here, and a GPU does it in the first operation on them.
+    A batch of uint8 images has the memory format channels_last, as the images themselves: to copy them into planes takes ten
+    times as long here, and a GPU does it in the first operation on them.
 
-    Without items, both are empty.
+    Without items, both are empty tensors.
 
     Args:
-        as_list: return the targets as a list, in which masks have resolutions of their own, and -1 may stand for one.
+        as_list: return the targets as a list, since masks may differ in size, and an image that only pads the batch has -1.
     """
     if not items:
         return torch.empty(0, 3, 0, 0), torch.empty(0)
@@ -70,7 +70,7 @@ class Reader(ABC):
         classes: class names, by label.
         samples: (source, label) of each image; with masks (source of the image, source of the mask).
         where: name of the data and split, for messages.
-        root: file or folder in which the images lie; "" where `datasets` has a copy of them.
+        root: file or folder in which the images lie; "" where Hugging Face `datasets` has a copy of them.
     """
 
     classes: list[str]
@@ -91,7 +91,7 @@ class Reader(ABC):
         return f"{self.where}: {self.name(source)}"
 
     def states(self, sources: Sequence[Any]) -> list[str]:
-        """Return "SIZE TIME" of each image: bytes, and time of modification of its file in ns; both may be empty."""
+        """Return "SIZE TIME" of each source: bytes, and time of modification of its file in ns, or less if unknown; here ""."""
         return [""] * len(sources)
 
 
@@ -100,15 +100,15 @@ class ImageSet(Dataset):
 
     Images are normalized float32, or uint8 with `augment`, and where `prepare` does not normalize.
 
-    `bad`, uint8 [n], is 1 for images found unreadable; it is shared with loader processes, as the epoch is. `total` is the
-    number of images of which `n` chose.
+    `bad`, uint8 [n], is 1 for images found unreadable; its memory is shared with loader processes, as that of the epoch.
+    `total` is the number of images in the split, before the choice of `n`.
 
     Args:
         reader: the images of a split.
         prepare: maps a Pillow image of mode RGB to the item's image, without augmentation.
         augment: maps (image, epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
-        n, seed: number of randomly chosen images, by default all, and seed of this choice.
-        reading: limits, and handling of unreadable images.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice; ValueError if there are fewer.
+        reading: limits, and whether an unreadable image raises `BadImage` or gives `left_out`.
     """
 
     upright = False  # whether images are turned by their EXIF orientation
@@ -145,7 +145,7 @@ class ImageSet(Dataset):
         return self._of_source(decode, index), self.samples[index][1]
 
     def _of_source(self, function: Callable[..., Any], index: int) -> Any:
-        """Return what `function`, `decode` or `image_size`, returns for an image."""
+        """Return `function`(source, name, upright) of the image number `index`; it is `decode` or `image_size`."""
         source = self.samples[index][0]
         return function(self.reader.encoded(source), self.name(index), self.upright)
 
@@ -180,13 +180,13 @@ class ImageSet(Dataset):
             raise AugmentationError(f"{place}: {error}") from error.__cause__
 
     def _check_root(self) -> None:
-        """Raise FileNotFoundError if the file or folder of all images is gone, instead of calling each image unreadable."""
+        """Raise FileNotFoundError if the file or folder that holds all images (`Reader.root`) no longer exists."""
         if (root := self.reader.root) and not os.path.exists(root):
             text = "is gone, with the images in it: was it moved, or is its disk no longer mounted?"
             raise FileNotFoundError(f"{shown(root)} {text}")
 
     def finish(self, picture: Picture, target: Any, draw: Draw) -> tuple[Tensor, Any]:
-        """Return the item of a decoded image: it is augmented, or prepared where there is no `augment`, to [3, H, W].
+        """Return the item (image [3, H, W], target) of a decoded image, by `augment`, or else by `prepare`.
 
         H and W are the size of `draw`, or else that of the set. The epoch, and index and repeat of `draw`, seed the
         augmentation.
@@ -196,22 +196,25 @@ class ImageSet(Dataset):
         return (self.prepare if draw.size is None else self.prepare.at(draw.size))(picture), target
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Any]:
-        """Return the item that stands for an unreadable image, and that metrics leave out: zeros [3, H, W] and label -1."""
+        """Return the item of an unreadable image, which metrics leave out: zeros [3, H, W] for `size` (H, W), and label -1."""
         return torch.zeros(3, *size, dtype=torch.float32 if self.prepare.std else torch.uint8), -1
 
     def labels(self) -> list[int]:
-        """Return the label of each image, in order, without decoding it: one index, or a list of them for several labels.
+        """Return the label of each image, in order, without decoding it: one index, or a tuple of them for several labels.
 
-        [] with masks.
+        Images with masks (`MaskSet`) have none: [].
         """
         return [label for _, label in self.samples]
 
     def sources(self) -> list[Any]:
-        """Return the sources of all files that are read: of each image, and where there are masks of its mask after it."""
+        """Return the sources (see `Reader`) of all files that are read: of each image, and of its mask, if any, after it."""
         return [source for source, _ in self.samples]
 
     def digest(self) -> str:
-        """Return a SHA-256 of the classes, and of the names, labels and bytes of all images, which it reads."""
+        """Return a SHA-256 of the classes, and of the names, labels and bytes of all images (and masks), which it reads.
+
+        An unreadable file counts as an empty text.
+        """
 
         def content(source: Any) -> str:
             try:
@@ -239,7 +242,7 @@ class ImageSet(Dataset):
         return hashlib.sha256(json.dumps([self.classes, names, self.labels(), values]).encode()).hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of every image file in pixels, read from the headers once.
+        """Return (height, width) of every image file in pixels, read from the headers at the first call and then kept.
 
         An unreadable header gives (1, 1), or raises `BadImage` if `reading.on_bad` is "raise".
         """
@@ -265,7 +268,7 @@ class ImageSet(Dataset):
 def subset(total: int, n: int | None, seed: int, where: str) -> list[int]:
     """Return n random indices of `total` in increasing order, all if n is None; ValueError if n is not within 1..total.
 
-    `where` names the data in the error.
+    `where` is the name of the data in the error.
     """
     if n is None:
         return list(range(total))

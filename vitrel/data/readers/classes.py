@@ -15,9 +15,10 @@ def class_order(names: Iterable[str]) -> list[str]:
 
 
 def order_note(classes: Sequence[str]) -> str:
-    """Return a sentence on the order of sorted class names, if timm's readers would sort them otherwise; "" if not.
+    """Return a sentence that tells the order of `classes`, as text or as timm's readers sort, if these two orders differ.
 
-    torchvision's `ImageFolder` sorts as text. timm's readers take numbers within names as numbers, and ignore case.
+    It is "" if they are equal, or if `classes` has neither. torchvision's `ImageFolder` sorts as text; timm's readers take
+    numbers within names as numbers, and ignore case.
     """
     orders = {"as text": sorted(classes), "as timm's readers do, by numbers and without case": sorted(classes, key=natural_key)}
     taken = next((how for how, order in orders.items() if order == list(classes)), None)

@@ -80,7 +80,7 @@ def decode(source: str | Path | bytes | Image.Image, name: str = "", upright: bo
     """Decode an image file, or its bytes, to a Pillow image of mode RGB.
 
     Args:
-        source: path, or encoded bytes; an image that another library decoded is converted alone.
+        source: path, or encoded bytes; a Pillow image, decoded elsewhere, is only converted to RGB.
         name: name of the image in errors; by default the path.
         upright: turn the image by its EXIF orientation.
 
@@ -97,7 +97,8 @@ def decode(source: str | Path | bytes | Image.Image, name: str = "", upright: bo
 def decode_mask(source: str | Path | bytes, name: str = "the mask") -> np.ndarray:
     """Return the values of a mask, [h, w] of an unsigned integer type: gray levels or indices into a palette, never its colors.
 
-    Gray levels are as stored, also of less than 8 bits, and the mask is turned by its EXIF orientation if it has one.
+    Gray levels are as stored, also of less than 8 bits, and the mask is turned by its EXIF orientation if it has one. The type
+    is uint8, or uint16 for 16 bits.
 
     Args:
         source: path, or encoded bytes.
@@ -105,7 +106,8 @@ def decode_mask(source: str | Path | bytes, name: str = "the mask") -> np.ndarra
 
     Raises:
         BadImage: the mask cannot be decoded.
-        ValueError: it is no mask: several channels, or a format with losses.
+        ValueError: it is not a gray or palette PNG.
+        MemoryError: memory runs out.
     """
     with _opened(source, name) as image:
         kind, mode = image.format, image.mode
@@ -118,7 +120,7 @@ def decode_mask(source: str | Path | bytes, name: str = "the mask") -> np.ndarra
 
 
 def image_size(source: str | Path | bytes | Image.Image, name: str = "", upright: bool = False) -> tuple[int, int]:
-    """Return (height, width) of an image in pixels from its header, without decoding it; otherwise as `decode`."""
+    """Return (height, width) of an image in pixels from its header, without decoding it; arguments, errors as of `decode`."""
     if isinstance(source, Image.Image):
         return source.height, source.width
     with _opened(source, name) as image:
@@ -145,7 +147,10 @@ def _opened(source: str | Path | bytes, name: str) -> Iterator[Image.Image]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image, 1 to 8, from its header; from 5 on height and width are exchanged."""
+    """Return the EXIF orientation of an image, 1 to 8, from its header; from 5 on height and width are exchanged.
+
+    It is 1 if there is none, and for a TIFF, which Pillow turns by itself.
+    """
     if image.format == "TIFF":  # Pillow turns it while it decodes it, and its header has the turned size
         return 1
     if image.format == "PNG" and "exif" not in image.info:  # otherwise Pillow decodes a PNG to look for it after the pixels
@@ -164,7 +169,7 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
         name: of the image, for messages.
 
     Raises:
-        BadImage: the path is bad.
+        BadImage: the path does not lead to a file that may be read.
         OSError: the machine fails, such as by too many open files.
     """
     if isinstance(source, bytes):
@@ -178,7 +183,7 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Return the image in mode RGB, by the rules above; ValueError for values of 32 bits."""
+    """Return the image in mode RGB: gray is repeated, 16 bits keep the high byte, alpha is dropped; ValueError for 32 bits."""
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image  # convert() would copy it

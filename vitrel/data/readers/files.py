@@ -29,7 +29,7 @@ class Files(Reader):
         return source
 
     def name(self, source: str) -> str:
-        """Return the path below `root`."""
+        """Return the path relative to `root`, or unchanged if it is not inside."""
         return below(source, self.root)
 
     def title(self, source: str) -> str:
@@ -37,7 +37,7 @@ class Files(Reader):
         return shown(source)
 
     def states(self, sources: Sequence[str]) -> list[str]:
-        """Return "SIZE TIME" of each file; "" for a file that cannot be reached."""
+        """Return `file_states` of these paths."""
         return file_states(sources)
 
 
@@ -84,6 +84,7 @@ def csv_reader(path: str, split: Split, reading: Reading, several: bool = False)
         split: "train" or "val".
         reading: gives `val_fraction`.
         several: images have any number of classes, with ; between them; `val_fraction` divides them by their rarest class.
+            Without it, a ; in a class name gives a warning.
 
     Raises:
         ValueError: a file that is no CSV in UTF-8, columns are missing or twice, rows without a path, class or known split, an

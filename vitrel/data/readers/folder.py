@@ -29,7 +29,9 @@ SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synolog
 
 
 def folder_reader(root: str, split: Split, reading: Reading) -> Files:
-    """Return the images of a split of an image folder, of one of the layouts above.
+    """Return the images of a split of the folder `root`: of `root/<split>/<class>/`, or a part of those of `root/<class>/`.
+
+    `reading.val_fraction` divides the images if there is no evaluation split (val, validation, valid or test).
 
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
@@ -43,7 +45,10 @@ def folder_reader(root: str, split: Split, reading: Reading) -> Files:
 
 
 def split_folder(root: str | Path, split: Split, val_fraction: float | None = None) -> tuple[Path, bool]:
-    """Return (folder of a split's classes, whether it holds the images of both splits and has to be divided)."""
+    """Return (folder that holds the class folders of a split, whether it holds both splits, for `divided` to divide).
+
+    `val_fraction` as in `chosen`. The folder may not exist.
+    """
     root = Path(root)
     present = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     own, whole = chosen(split, present, val_fraction)
@@ -75,7 +80,7 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
 
 
 class ImageFile(NamedTuple):
-    """An image file: path, label, number of links in the path below the split, and its real path ("" without links)."""
+    """An image file: path, label, number of symbolic links in its path inside the split, and its real path ("" without any)."""
 
     path: str
     label: int
@@ -125,7 +130,7 @@ class Scan:
             warn_once(left_out)
 
     def _files(self, top: str, label: int) -> Iterator[ImageFile]:
-        """Yield the image files of one class folder; collect links, other files and errors on the way."""
+        """Yield the image files in the class folder `top` and its subfolders; keep links, other files, errors for messages."""
         images: dict[str, list[ImageFile]] = {}
         scanned = set()
         plain = [(top, int(os.path.islink(top)))]  # (path of a folder, links in it)
@@ -201,9 +206,9 @@ class Scan:
 
 
 def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
-    """Return the images of folders and their subfolders, as `Scan` finds them, and files of any suffix, each once.
+    """Return the images of `places`: folders with their subfolders, as `Scan` finds them, or single files of any suffix.
 
-    FileNotFoundError for a place that is neither; ValueError as of `Scan`.
+    Each path occurs once, with label 0. FileNotFoundError for a place that is neither; ValueError as of `Scan`.
     """
     found: dict[str, None] = {}
     for place in places:
@@ -255,5 +260,5 @@ def _leads_to_folder(entry: os.DirEntry) -> bool:
 
 
 def _broken(entry: os.DirEntry) -> bool:
-    """Return whether an entry is a link to nothing."""
+    """Return whether an entry is a symbolic link whose target does not exist."""
     return entry.is_symlink() and not os.path.exists(entry.path)

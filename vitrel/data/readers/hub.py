@@ -29,7 +29,7 @@ class Rows(Reader):
 
     Args:
         rows: the data set of the split, with the column of images alone.
-        keys: names of the rows.
+        keys: name of each row: its number, or of a WebDataset "<tar>: <key of the sample>".
     """
 
     rows: Any
@@ -55,7 +55,7 @@ class Rows(Reader):
 
 
 def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
-    """Return the labeled images of a split of a Hugging Face data set.
+    """Return the labeled images of a split of a Hugging Face data set, which `load` may download or copy before.
 
     The images are the first column of images, the classes the first column of class labels, or the column "label" or "cls".
 
@@ -84,7 +84,7 @@ def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
 
 
 def image_columns(features: dict[str, Any]) -> list[str]:
-    """Return the names of the columns of images."""
+    """Return the names of the columns of images among the `features` of a data set of `datasets`."""
     import datasets
 
     return [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
@@ -132,9 +132,10 @@ def data_files(place: str) -> tuple[str, list[str]]:
 
 
 def load(place: str) -> dict[str, Any]:
-    """Return {split: rows} of a data set with encoded images; ValueError where it cannot be loaded.
+    """Return {split: rows} of a data set, with images not decoded; ValueError if it cannot be loaded.
 
-    Before `datasets` writes its copy, which can take long, a warning says where and how large it becomes.
+    A data set of the Hub is downloaded, and `datasets` writes a copy into its cache, unless it is there. Before that, which can
+    take long, a warning says where and how large it becomes.
     """
     with optional_import():
         import datasets
@@ -172,7 +173,7 @@ def _megabytes(size: int) -> str:
 
 
 def is_saved(place: str) -> bool:
-    """Return whether `save_to_disk` wrote a folder."""
+    """Return whether the folder `place` was written by `save_to_disk` of `datasets`."""
     return any((Path(place) / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 

@@ -91,7 +91,7 @@ def check_masks(reader: Reader, expected: int) -> None:
 
 
 def _values(reader: Reader, image: Any, mask: Any) -> np.ndarray:
-    """Return the values of a mask, [h, w]; errors as of `decode_mask`."""
+    """Return the values [h, w] of a mask, uint8 or uint16, from the sources of image and mask; errors as of `decode_mask`."""
     return decode_mask(reader.encoded(mask), f"the mask of {reader.title(image)}")
 
 
@@ -120,7 +120,10 @@ def _classes_of(reader: Reader, image: Any, mask: Any) -> np.ndarray | str:
 
 
 def _check_classes(reader: Reader, seen: np.ndarray, expected: int) -> None:
-    """Raise ValueError if no mask has one of the `expected` classes, or if all have one class and 255."""
+    """Raise ValueError if one of the first `expected` classes is not `seen` (bool [256]: the values in all masks).
+
+    Or if only one class is, where all classes are expected or some pixels have none (255).
+    """
     missing = ", ".join(f"{reader.classes[i]} (value {i})" for i in (~seen[:expected]).nonzero()[0])
     if missing or (seen[: len(reader.classes)].sum() == 1 and (expected or seen[IGNORED])):
         what = f"the class {missing}" if missing else "a second class"
@@ -131,7 +134,7 @@ def _check_classes(reader: Reader, seen: np.ndarray, expected: int) -> None:
 
 
 def mask_reader(root: str, split: Split, reading: Reading) -> Files:
-    """Return the images and masks of a split of a folder, whose layout is LAYOUT.
+    """Return the images and masks of a split of a folder that holds `images/<split>/`, `masks/<split>/` and `classes.txt`.
 
     The evaluation split may have the names that it has for classification; without it, or without folders of splits,
     `reading.val_fraction` divides the images. Links and hidden files are as in `Scan`, where `images/<split>` and
@@ -161,7 +164,7 @@ def mask_reader(root: str, split: Split, reading: Reading) -> Files:
 
 
 def mask_classes(root: str) -> list[str]:
-    """Return the class names of a folder with masks, the lines of its `classes.txt`; ValueError where it cannot be read."""
+    """Return the class names of a folder with masks, the lines of its `classes.txt`; ValueError if unreadable or over 255."""
     path = f"{root.rstrip('/')}/classes.txt"
     try:
         classes = read_class_names(path)

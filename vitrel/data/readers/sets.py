@@ -13,7 +13,7 @@ from vitrel.data.readers.splits import Split
 
 @dataclass
 class TorchvisionSet(Reader):
-    """Reader of a torchvision set, which decodes the images itself: the source of an image is its number."""
+    """Reader of a torchvision set (`images`), which decodes the images itself: the source of an image is its number."""
 
     images: Any
 
@@ -32,7 +32,8 @@ class TorchvisionSet(Reader):
 def torchvision_reader(place: str, split: Split, reading: Reading) -> TorchvisionSet:
     """Return the images of a split of a torchvision set, of `place` "<name>:<root folder of torchvision's class>".
 
-    The name is as `timm.data.create_dataset` takes it after "torch/". ValueError for an unknown set, or one that is not there.
+    The name is as `timm.data.create_dataset` takes it after "torch/". ValueError for an unknown set, or one that is not in the
+    folder: nothing is downloaded. `reading` is not used.
     """
     name, _, root = place.partition(":")
     try:

@@ -29,7 +29,7 @@ def split_of(split: Split, present: Iterable[str]) -> str | None:
 
 
 def split_word(path: str, inside: str = "") -> str:
-    """Return the split that a path names, by a folder or a part of the file's name; "" if none.
+    """Return the name of a split in a path, such as "validation": a folder, or a part of the file's name; "" if none.
 
     Args:
         path: below the data's folder, such as "val/0001.tar" or "images-train_0001.tar".
@@ -43,8 +43,8 @@ def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None,
     """Divide the (source, label) samples of data without an evaluation split, and return those of `split`.
 
     Of each label `val_fraction`, at least one, is for evaluation; the only sample of a label is for training. The choice
-    depends on the order of the samples alone, so training and evaluation agree. ValueError without `val_fraction`, or if there
-    is nothing to evaluate.
+    depends on the order of the samples alone, so no sample is in both splits. ValueError without `val_fraction`, or if there
+    is nothing to evaluate; `where` is the name of the data in it.
     """
     if val_fraction is None:
         raise ValueError(
@@ -86,8 +86,8 @@ def of_split(
 ) -> list[Sample]:
     """Return the (source, label) samples of a split.
 
-    Without an evaluation split, `val_fraction` divides the images of training, or all where no word names a split. ValueError
-    without either, or without a training split.
+    Without an evaluation split, `val_fraction` divides the training samples, or all if no word names a split; ValueError if it
+    is then needed and None (`chosen`), or if "train" is asked for and the data have an evaluation split only.
 
     Args:
         words: name of the split of each sample, "" where it has none.

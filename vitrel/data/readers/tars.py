@@ -53,7 +53,7 @@ class Tars(Reader):
     title = name
 
     def states(self, sources: Sequence[Member]) -> list[str]:
-        """Return the size of each image, and the time of modification of its tar file."""
+        """Return "SIZE TIME" of each image: its bytes, and the time of modification of its tar file in ns."""
         tars = list(dict.fromkeys(member.tar for member in sources))
         times = {tar: state.partition(" ")[2] for tar, state in zip(tars, file_states(tars), strict=True)}
         return [f"{member.size} {times[member.tar]}" for member in sources]
@@ -81,14 +81,14 @@ def _below(tar: str, root: str) -> str:
 
 
 def tar_files(root: str) -> list[str]:
-    """Return `root` if it is a tar file, or else the tar files in this folder and in those directly in it, sorted."""
+    """Return [`root`] if it is a tar file, or else the tar files in this folder and in those directly in it, sorted."""
     if root.endswith(".tar"):
         return [root] if Path(root).is_file() else []
     return sorted(str(path) for pattern in ("*.tar", "*/*.tar") for path in Path(root).glob(pattern))
 
 
 def is_web_dataset(tar: str) -> bool:
-    """Return whether a tar holds samples of a WebDataset, as `0001.jpg` and `0001.cls`, by its first members."""
+    """Return whether one of a tar's first members is a WebDataset's label, as `0001.cls`; False if it cannot be read."""
     try:
         with tarfile.open(tar, "r:") as archive:
             return any(member.name.endswith(".cls") for member in islice(archive, FIRST))
@@ -98,7 +98,10 @@ def is_web_dataset(tar: str) -> bool:
 
 @lru_cache(64)  # training, evaluation and class names need the same
 def _members(tar: str, state: str) -> list[Member]:
-    """Return the images of one tar file, without hidden ones; `state`, its size and time, tells a changed file in the cache."""
+    """Return the images of one tar file, without hidden ones; ValueError if it is damaged, compressed or has none.
+
+    They are cached by path and `state`, its size and time, so that a changed file is read again.
+    """
     try:
         found = extract_tarinfos(tar, cache_tarinfo=False, extensions=SUFFIXES)[0]
         with open(tar, "rb") as file:
