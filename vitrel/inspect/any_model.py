@@ -519,7 +519,7 @@ def _prefix_values(owner: Any, leaf: str, old: Tensor) -> int:
 
 
 def one_block(grid: Size, window: Size | None, shift: Size = (0, 0), strided: bool = False) -> StageWindows:
-    """Return the windows of one block on a grid, with the padding below and to the right that fills the last ones."""
+    """Return the windows of one block on a grid, with the padding below and right that fills the last; global: none."""
     padding = (0, 0) if window is None else (-grid[0] % window[0], -grid[1] % window[1])
     return StageWindows(1, (grid[0], grid[1]), window, shift, padding, strided)
 

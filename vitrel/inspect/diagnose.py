@@ -215,7 +215,7 @@ def _default_sizes(model: nn.Module) -> list[Size]:
 def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDiagnosis:
     """Return what images of `size` (h, w) pixels do to a model that was brought to them, `found`.
 
-    `before` is the trace at the size that the model was built for, None where it is not needed or was refused.
+    `before` is the trace at the size that the model was built for; None for a vitrel model, or if that size was refused.
     """
     encodings = found.trace.encodings
     changes = _own_bias_changes(encodings)
@@ -326,7 +326,7 @@ def _angle_change(a: Tensor, b: Tensor) -> float:
 
 
 def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
-    """Return one change for each kind: the number of changes beyond rounding as `layers`, and the largest of them."""
+    """Return one change for each kind that changes beyond rounding: the number of such changes as `layers`, and the largest."""
     lines: dict[str, BiasChange] = {}
     for change in changes:
         if change.largest > _ROUNDING:

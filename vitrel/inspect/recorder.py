@@ -150,7 +150,7 @@ _LAYOUTS: dict[tuple, Any] = {}  # a _Layout for each output of an operator, as 
 
 
 class _Blank(Tensor):
-    """A tensor with a shape and a device and no values; operators return others of the kind."""
+    """A tensor with the shape of `shape` (on meta) and a device, but no values; operators return others of the kind."""
 
     shape_only: Tensor  # on the meta device
 
@@ -450,7 +450,7 @@ class _Recorder(TorchDispatchMode):
             self._trail[value] = replace(trail, plain=plain, bias=bias, place=place)
 
     def _factor(self, name: str, read: list[Tensor]) -> Tensor | None:
-        """Return the cosines or sines of positions by which the operator multiplies queries or keys, None if it does not."""
+        """Return which of the operator's tensors `read` is cosines or sines that multiply queries or keys, None if none is."""
         if name != "mul" or len(read) != 2 or (read[0] in self._trail) == (read[1] in self._trail):
             return None
         x, factor = read if read[0] in self._trail else read[::-1]
@@ -688,7 +688,7 @@ class _Recorder(TorchDispatchMode):
         self._use(attention)
 
     def _first(self, value: Tensor) -> Tensor:
-        """Return the part of `value` that belongs to the first image of the batch."""
+        """Return the rows of `value`, along its first dimension, that belong to the first image of the batch."""
         return value[: value.shape[0] // self._batch]
 
     def _note_added(self, read: list[Tensor]) -> None:
@@ -831,6 +831,6 @@ def _nearest(place: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _same_rows(out: Tensor, seed: int, channels: int) -> Tensor:
-    """Return random rows, the same for every token, in the shape of `out`: [..., C], or [B, C, h, w] with channels = 1."""
+    """Return random rows, the same for every token, in the shape of `out`: [..., C] (channels = -1), or [B, C, h, w] (1)."""
     row = torch.randn(out.shape[channels], generator=torch.Generator().manual_seed(seed)).to(out)
     return (row[:, None, None] if channels == 1 else row).expand_as(out)

@@ -196,9 +196,9 @@ def model_for(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict renamed and, where grids differ, resampled for `model`; timm calls it for `pretrained=True`.
 
-    The classifier and the first convolution keep the file's shape, since timm fits them itself. Errors are those of
-    `load_pretrained`, except for NaN. They are raised here because timm loads with strict=False, and so ignores misfits, if the
-    number of classes differs.
+    The classifier keeps the file's shape, since timm fits it itself; a first convolution for other channels is adapted here, of
+    which timm then warns. Errors are those of `load_pretrained`, except for NaN. They are raised here because timm loads with
+    strict=False, and so ignores misfits, if the number of classes differs.
     """
     try:
         plan = plan_weights(model, state)

@@ -92,10 +92,10 @@ def absolute_scale(model: ViT) -> float:
 
 
 def drop_absolute(model: ViT) -> ViT:
-    """Remove the absolute embedding of a ViT in place after it has faded to 0, which does not change the logits.
+    """Remove the absolute embedding of a ViT in place after it has faded to 0, without a change of logits; return the ViT.
 
     Raises:
-        ValueError: its scale is not 0 yet, or the model has none.
+        ValueError: its scale is not 0 yet, or the model has none, or is no vitrel ViT.
     """
     if _checked(model).pos_embed is None:
         raise ValueError("the model has no absolute embedding (any more): there is nothing to drop")
