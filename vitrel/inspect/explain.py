@@ -153,7 +153,7 @@ def explain(
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, or there is no such query, head or key of POSITIONS.
     """
     q, k, v = _with_heads(q=q, k=k, v=v)
     grid = Grid(1, k.shape[-2]) if grid is None else Grid(*grid)

@@ -108,8 +108,8 @@ def absolute_to_relative(
             none.
 
     Raises:
-        ValueError: the model has no position that can be fitted, images have another shape or are not finite, or `relativize`
-            raises it.
+        ValueError: `absolute` is "keep", the model has no position that can be fitted, images have another shape or are not
+            finite, or `relativize` raises it.
     """
     if absolute == "keep":
         raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")

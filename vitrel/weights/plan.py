@@ -75,6 +75,7 @@ def load_pretrained(
     Raises:
         RuntimeError: other tensors, listed in the message, are unused, unset or of another shape, or hold NaN or infinity.
         ValueError: another encoding, an unknown grid, quantized weights, or integers. The model is unchanged after every error.
+        FileNotFoundError: there is no such file.
     """
     return apply_plan(model, plan_weights(model, source), reset_head, allow_unused, allow_unset)
 

@@ -47,6 +47,7 @@ def relativize(
     Raises:
         ValueError: arguments are unknown or conflict; a ViT has a bias in attention already or shares one rotation among its
             blocks; a Swin has `position` already.
+        TypeError: `model` is no module, but for example a name.
     """
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)

@@ -31,7 +31,7 @@ def save(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: a ViT or Swin of vitrel, or a Segmenter with one.
-        path: of the file, which is written atomically.
+        path: of the file, in a folder that exists; it is written atomically.
 
     Raises:
         ValueError: the suffix is another, or the model is of another library, or its weights or encodings are not those that
