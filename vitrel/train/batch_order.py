@@ -24,7 +24,7 @@ from vitrel.data import Draw
 
 
 def in_turns(n: int, images: Sequence[int]) -> list[int]:
-    """Divide n images into batches that take turns in their kind, such as the image size; return the kind of each batch.
+    """Divide n images into batches of several kinds, such as image sizes, in turn; return the kind (0, 1, ...) of each batch.
 
     A batch of kind k takes `images[k]` images. A kind that no longer fits is skipped; the rest that fits no kind is left out.
     """
@@ -71,7 +71,7 @@ class EpochOrder(Order):
         n: number of images in the data set.
         batch_size: images per batch and rank at `size`.
         size: (H, W) in pixels for which `batch_size` is meant.
-        sizes: sizes (h, w) in pixels to train on; by default that of the data set only.
+        sizes: sizes (h, w) in pixels to train on; by default that of the data set only, and the `Draw`s then have size None.
         repeats: views of each image, next to each other and thus in the same global batch: repeated augmentation
             (arXiv 1901.09335). The number of batches per epoch stays, so an epoch shows 1 / repeats of the images.
         even: round every batch down to an even number of images, because mixup pairs them.
@@ -129,12 +129,12 @@ class EpochOrder(Order):
 
 
 class NativeOrder(Order):
-    """Batches of one rank at native shape: every image once (or `repeats` times) per epoch, shuffled by (seed, epoch).
+    """Batches of one rank at native shape (near each image's aspect ratio): every image once (or `repeats` times) per epoch.
 
     In every epoch the images are sorted by the logarithm of their aspect ratio plus noise (the change by up to half a patch)
-    and cut into batches, which are then shuffled. A batch has the `native_size` of its median image. If the images do not
-    fill the last batch, the last two batches divide their images evenly. All ranks have the same size at the same step, and
-    their shares of a batch differ by at most one image.
+    and cut into batches, which are then shuffled; noise and order depend on (seed, epoch). A batch has the `native_size` of its
+    median image. If the images do not fill the last batch, the last two batches divide their images evenly. All ranks have the
+    same size at the same step, and their shares of a batch differ by at most one image.
 
     An epoch leaves out two kinds of images, different ones each time: with `even`, one image of every share of odd length;
     and a last batch with less than one image (with `even`: two) per rank.
@@ -240,8 +240,8 @@ def evaluation_batches(sizes: Sequence[Size], batch_size: int, rank: int = 0, wo
     """Return the batches of one rank in an evaluation of all images, grouped by size; for a `Filled` data set.
 
     Every image is on exactly one rank. All ranks have the same number of batches of the same lengths and sizes, padded by
-    draws of index -1: padding by real images, as DistributedSampler does, would count some images twice, and ranks with fewer
-    batches would not take part in what the others wait for.
+    draws of index -1: padding by real images, as DistributedSampler does, would count some images twice, and without padding
+    the other ranks would wait for those with fewer batches.
 
     Args:
         sizes: (h, w) at which every image is evaluated, pixels.
@@ -263,7 +263,7 @@ class Readable(Dataset):
     """A data set for training, indexed by `Draw`s, whose batches leave unreadable images out.
 
     Args:
-        dataset: its item of an unreadable image is not used; `bad` says which are.
+        dataset: data set whose `bad`, if it has it, is 1 for the images found unreadable (`ImageSet`); their items are dropped.
         even: leave out one more image where the number of the others is odd, because mixup pairs them.
     """
 
@@ -274,7 +274,7 @@ class Readable(Dataset):
         return len(self.dataset)
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
-        """Return the (image, target) pairs of a batch that can be read; [] where none can."""
+        """Return the (image, target) pairs of the images of a batch that can be read (with `even`, an even number of them)."""
         items = _read(self.dataset, draws)
         kept = [item for item, draw in zip(items, draws, strict=True) if not _is_bad(self.dataset, draw.index)]
         return kept[: len(kept) // self.step * self.step]
@@ -294,7 +294,7 @@ class Filled(Dataset):
         return len(self.dataset)
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
-        """Return the (image, target) pairs of a batch."""
+        """Return the (image, target) pairs of a batch, for a draw of index -1 an image of zeros of the batch's size and -1."""
         items = _read(self.dataset, [draw for draw in draws if draw.index >= 0])
         empty = torch.zeros_like(items[0][0]) if items else torch.zeros(3, *(draws[0].size or ()))
         left = iter(items)
@@ -302,16 +302,16 @@ class Filled(Dataset):
 
 
 def _read(dataset: Dataset, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
-    """Return the items of a batch; drawn images are drawn at once, which is several times as fast as one by one."""
+    """Return the items of a batch: by one call of the data set's `__getitems__`, if it has one, which is faster; or singly."""
     at_once = getattr(dataset, "__getitems__", None)
     return at_once(draws) if at_once else [dataset[draw] for draw in draws]
 
 
 def _is_bad(dataset: Dataset, index: int) -> bool:
-    """Return whether an image has been found unreadable, which drawn images never are."""
+    """Return whether an image has been found unreadable; False for a data set without `bad`, as of synthetic images."""
     return hasattr(dataset, "bad") and bool(dataset.bad[index])
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
-    """Return a random generator seeded by (seed, epoch, stream); different streams of an epoch are independent."""
+    """Return a random generator (CPU) seeded by (seed, epoch, stream); different streams of an epoch are independent."""
     return torch.Generator().manual_seed(seed * 1_000_003 + epoch + stream * 7_919_000_003)

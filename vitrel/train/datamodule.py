@@ -111,7 +111,11 @@ class ImageData(LightningDataModule):
         self.num_classes = len(self.classes)
 
     def setup(self, stage: str | None = None) -> None:
-        """Build both data sets with the preprocessing of the model's cfg, and the order of the training batches."""
+        """Build both data sets with the preprocessing of the model's cfg, and the order of the training batches.
+
+        Sets `workers` and `batch_size` where they are None, and for a `global_batch_size` the batch size and the trainer's
+        `accumulate_grad_batches`. `stage` is not used.
+        """
         if self.workers is None:
             self.workers = default_workers(self.trainer.strategy.root_device, self.trainer.num_devices)
         check_workers(self.workers)
@@ -144,7 +148,10 @@ class ImageData(LightningDataModule):
         return self.train_sizes or [self.size]
 
     def _native_order(self, model: nn.Module, even: bool) -> NativeOrder:
-        """Return the batches at native shape; ValueError for a model whose patch embedding takes one size only."""
+        """Return the batches at native shape, and set `patch`, `budget` and `budgets` (tokens) from the model's patches.
+
+        `even` as in `NativeOrder`. ValueError for a model whose patch embedding takes one size only.
+        """
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
             raise ValueError(
@@ -160,9 +167,9 @@ class ImageData(LightningDataModule):
         return NativeOrder(sizes, self.batch_size, self.budget, self.patch, self.budgets, self.repeats, even, *ranks, self.seed)
 
     def unaugmented(self, n: int) -> Tensor:
-        """Return n training images, or all if there are fewer, [n, 3, H, W], normalized and at `size`, without augmentation.
+        """Return n training images, or all if there are fewer, [n, 3, H, W], preprocessed at `size` as for evaluation.
 
-        `seed` chooses which. Unreadable ones are left out; ValueError if none can be read.
+        They are normalized; `seed` chooses which. Unreadable ones are left out; ValueError if none can be read.
         """
         preprocessing = self.trainer.lightning_module.preprocessing
         n = min(n, len(self.train_set))
@@ -180,14 +187,15 @@ class ImageData(LightningDataModule):
 
     @cached_property
     def fingerprints(self) -> tuple[str, str]:
-        """Two hashes, of the training images and of their times (`ImageSet.fingerprints`), by which a resumed run is compared.
+        """Hashes of the training images' names, labels and sizes, and of their times (`ImageSet.fingerprints`).
 
-        Both are "" for drawn images, which the settings define. They take a few seconds per million images on a local disk.
+        A resumed run compares them with its checkpoint's. Both are "" for synthetic images, which the settings define. To
+        compute them takes a few seconds per million images on a local disk.
         """
         return ("", "") if isinstance(self.train_set, Drawn) else self.train_set.fingerprints()
 
     def names(self, epoch: int, batch: int) -> list[str]:
-        """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a tar.
+        """Return the names of the images in batch `batch` (from 0) of this rank in a training epoch: paths, members of a tar.
 
         Unreadable images, which are left out, are named too.
         """
@@ -227,7 +235,7 @@ class ImageData(LightningDataModule):
 
 
 def default_workers(device: torch.device, devices: int = 1) -> int:
-    """Return the default of `data.workers`: 0 on a CPU, whose cores train; else the cores but two, divided, at most 16.
+    """Return the default of `data.workers`: 0 on a CPU, whose cores train; else (cores - 2) // devices, within 1..16.
 
     Args:
         device: type of the devices that train.
@@ -253,7 +261,7 @@ def default_batch_size(images: int, devices: int = 1) -> int:
 def divided_batch(images: int, batch_size: int, devices: int, even: bool = False) -> tuple[int, int]:
     """Return (images per batch and device, batches accumulated) for updates of about `images` images on all devices.
 
-    A batch has `batch_size` images at most. Where the images cannot be divided alike, an update has fewer of them.
+    A batch has `batch_size` images at most. Where `images` cannot be divided into equal batches, an update has fewer of them.
 
     Args:
         images: images per update.
@@ -262,7 +270,7 @@ def divided_batch(images: int, batch_size: int, devices: int, even: bool = False
         even: the number of images in a batch has to be even, because mixup pairs them.
 
     Raises:
-        ValueError: fewer images than devices, or with `even` than two for each.
+        ValueError: a batch would have no image, or with `even` less than two, as with fewer images than devices.
     """
     step, least = 2 if even else 1, -(-images // (batch_size * devices))
 
@@ -296,7 +304,7 @@ def _end_with_parent() -> None:
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (H, W) for a side or a pair [H, W], in pixels; ValueError below 1 pixel, or for a strip that holds no image."""
+    """Return (H, W) for a side or a pair [H, W], in pixels; ValueError below 1, or if a side is over 100 times the other."""
     h, w = (size, size) if isinstance(size, int) else size
     if min(h, w) < 1:
         raise ValueError(f"an image size must be a side or [H, W] in pixels, at least 1, not {size}")

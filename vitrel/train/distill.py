@@ -64,7 +64,7 @@ class Features:
             )
 
     def distance(self, student: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss over normalized tokens [..., C]."""
+        """Return the loss between normalized tokens [..., C] of the student and of the teacher, a mean over all tokens, 0-d."""
         if self.loss == "cosine":
             return 1 - F.cosine_similarity(student, target, dim=-1).mean()
         return F.smooth_l1_loss(student, target)
@@ -158,7 +158,10 @@ class Outputs(NamedTuple):
 
 
 def outputs(model: nn.Module, images: Tensor, blocks: Sequence[int] = ()) -> Outputs:
-    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`; ValueError for blocks it has not."""
+    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`, if any.
+
+    ValueError for a block that the model does not have, or one without `forward_intermediates`.
+    """
     patches, class_tokens = [], []
     if not blocks:
         logits: Any = model(images)
@@ -257,9 +260,10 @@ class Teacher:
         return self  # averaged copies of the student share it
 
     def check(self, student: nn.Module, size: Size) -> None:
-        """Check that a student of images of `size` (h, w) pixels can learn what the settings name; ValueError if not.
+        """Raise ValueError if a student of images of `size` (h, w) pixels cannot learn what the settings name.
 
-        The student's distillation token is switched on, if the settings ask for it.
+        Reasons are a missing distillation token or block, and tokens of another grid or width than the teacher's. With
+        `Distillation.tokens`, the student is set to return the logits of its distillation token too (in training).
         """
         if self.settings.tokens:
             if getattr(student, "head_dist", None) is None:  # as timm's DeiT and our ViT name it
@@ -287,7 +291,7 @@ class Teacher:
                 )
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return logits [B, classes] for the student's normalized images [B, 3, h, w]."""
+        """Return logits [B, classes] for the student's normalized images [B, 3, h, w]; None without a classifier."""
         return self._outputs(self._seen(images), ()).logits  # type: ignore[return-value]
 
     def targets(self, images: Tensor) -> Outputs:
@@ -311,7 +315,7 @@ class Teacher:
         return found._replace(patches=tuple(total / views for total in sums))
 
     def _seen(self, images: Tensor) -> Tensor:
-        """Return the student's images [B, 3, h, w] in the normalization and the size of the teacher."""
+        """Return the student's images [B, 3, h, w] in normalization and size of the teacher, which is moved to their device."""
         if self.mean.device != images.device:
             self.model.to(images.device)
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
@@ -319,7 +323,7 @@ class Teacher:
 
     @torch.no_grad()
     def _outputs(self, images: Tensor, blocks: Sequence[int]) -> Outputs:
-        """Return the teacher's outputs for images [B, 3, h, w] of its own size and normalization."""
+        """Return the teacher's outputs, without gradients, for images [B, 3, h, w] of its own size and normalization."""
         found = outputs(self.model.model, images, blocks)
         return found if self.answers else found._replace(logits=None, distilled=None)
 
@@ -369,7 +373,11 @@ def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
 def _build(
     settings: Distillation, num_classes: int | None, size: int | Sequence[int] | None, model_args: dict[str, Any]
 ) -> nn.Module:
-    """Return the teacher of the settings for images of `size`, with pretrained weights or none."""
+    """Return the teacher of the settings, with pretrained weights or random ones.
+
+    `num_classes` None is the model's default, and is ignored for pretrained weights; `size` (a side or [H, W] in pixels) None
+    is the size of its cfg. `model_args` are those of the checkpoint, which `teacher_args` override.
+    """
     check_registered(settings.teacher)
     arguments = {**stored_arguments(model_args), **(settings.teacher_args or {}), "pretrained": settings.pretrained}
     # with pretrained weights, timm would silently give another number of classes a new head
@@ -379,7 +387,7 @@ def _build(
 
 
 def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
-    """Load the contents of the teacher's checkpoint into it; ValueError where they do not fit."""
+    """Load the contents of the teacher's checkpoint into `model` in place; ValueError if they do not fit."""
     try:
         if hasattr(model, "position_parameters"):
             load_pretrained(model, loaded)

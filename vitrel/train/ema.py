@@ -32,7 +32,7 @@ class Ema:
 
 
 class AveragedWeights(WeightAveraging):
-    """Lightning's WeightAveraging with timm's decay; Lightning's EMAWeightAveraging has no warm-up of the decay."""
+    """Callback that averages the weights after every update with the decay of `Ema`; Lightning's has no warm-up of it."""
 
     def __init__(self, settings: Ema) -> None:
         super().__init__(multi_avg_fn=self._average)

@@ -25,7 +25,7 @@ class CSVLog(Logger):
         self.rows: list[dict[str, Any]] = []
 
     def resume(self, updates: int) -> None:
-        """Read the rows of the first `updates` updates from an existing `metrics.csv`; later rows are appended to them."""
+        """Read the rows of the first `updates` updates from an existing `metrics.csv`, and drop the others at the next save."""
         if self.path.is_file():
             with self.path.open(newline="") as file:
                 self.rows = [row for row in csv.DictReader(file) if int(row["step"]) < updates]
@@ -56,7 +56,10 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write all rows to the file; its folder must exist. Called before every checkpoint and at the end of the run."""
+        """Write all rows to the file, if there are any; its folder must exist.
+
+        Called before every checkpoint and at the end of the run.
+        """
         if not self.rows:  # a run that is refused leaves the file of the former one
             return
         columns = list(dict.fromkeys(["epoch", "step", *sorted({key for row in self.rows for key in row})]))

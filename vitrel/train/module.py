@@ -124,7 +124,7 @@ class Classifier(LightningModule):
 
     @property
     def backbone(self) -> nn.Module:
-        """The model without the head of segmentation."""
+        """The model without the head of segmentation; for other tasks the model itself."""
         return self.model.backbone if isinstance(self.model, Segmenter) else self.model
 
     def _teacher(self, num_classes: int) -> Teacher | None:
@@ -156,11 +156,15 @@ class Classifier(LightningModule):
 
     @property
     def ignores_labels(self) -> bool:
-        """Whether the teacher's most probable class takes the place of an image's label."""
+        """Whether the teacher's most probable class takes the place of an image's label (`Distillation.labels` false)."""
         return self.teacher is not None and self.teacher.answers and not self.teacher.settings.labels
 
     def setup(self, stage: str) -> None:
-        """Check that model, data and trainer fit each other, ValueError if not; reset the head for other class names."""
+        """Set `classes` and `erasing`; ValueError if model, teacher and data do not fit each other.
+
+        The head becomes new where the initial weights have other class names than the data (ValueError if `reset_head` is
+        false). Warns of a teacher without class names, if readers differ in the order of the classes.
+        """
         data = self.trainer.datamodule
         self.classes: list[str] = self.teacher.class_names() if self.ignores_labels else list(data.classes)  # type: ignore[union-attr]
         if len(self.classes) != self.num_classes:
@@ -201,7 +205,7 @@ class Classifier(LightningModule):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the weights, with `ema`; ValueError for a strategy that shards them."""
+        """Return the callback that averages the weights, [] without `ema`; ValueError for any strategy that shards weights."""
         if isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             # a shard has one dimension, so matrices could not be told from biases, and weight decay would silently be off
             raise ValueError("strategies that shard the weights are not supported: use trainer.strategy ddp")
@@ -212,7 +216,7 @@ class Classifier(LightningModule):
         return self.model(images)
 
     def eager(self) -> AbstractContextManager:
-        """Context in which compiled blocks run without their graphs, which other batch sizes and modes would compile anew."""
+        """Return a context in which compiled blocks run uncompiled, for evaluation: its batch sizes would compile them anew."""
         return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -230,7 +234,10 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        """Fit the position encoding where `tuning.fit` asks for it (a resumed run has its weights), and compile the blocks."""
+        """Fit the added position encoding (`Tuning.fit`) unless the run is resumed; compile the blocks if `Execution` says so.
+
+        Both print a line.
+        """
         if self.tuning.position is not None and self.tuning.fit != 0 and not self.resumed:
             self.tuning.fit_position(self.backbone, self.name, self.trainer.datamodule.unaugmented)
         one_size = len(self.train_sizes) == 1 and not isinstance(self.train_sizes[0], Budget)
@@ -264,7 +271,7 @@ class Classifier(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed all random generators from (seed, epoch, batch, rank), so that a resumed run draws the same numbers.
 
-        Erasing and mixing draw from those of the CPU on every device.
+        They are the global ones of Python, NumPy and torch. Erasing and mixing use those of the CPU on a GPU too.
         """
         state = np.random.SeedSequence((self.seed, self.current_epoch, batch_idx, self.global_rank)).generate_state(3)
         torch.manual_seed(int(state[0]))
@@ -272,7 +279,7 @@ class Classifier(LightningModule):
         random.seed(int(state[2]))
 
     def normalized(self, images: Tensor) -> Tensor:
-        """Return images [B, 3, H, W] as the model takes them: uint8 images normalized, drawn ones as they are."""
+        """Return images [B, 3, H, W] as the model takes them: uint8 images normalized, float ones (synthetic) unchanged."""
         if images.dtype != torch.uint8:
             return images
         self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)  # copied at the first batch
@@ -307,14 +314,15 @@ class Classifier(LightningModule):
         return loss
 
     def _log_of_epoch(self, loss: Tensor, right: Tensor, images: int) -> None:
-        """Add the means of a batch of `images` images to the means of the epoch, which are taken over all ranks."""
+        """Log loss and share of right labels, means over a batch of `images` images, for the means over epoch and ranks."""
         values = {"train/loss_epoch": loss, f"train/{self.task.learned}_epoch": right}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=images)
 
     def validation_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
-        """Update the task's metrics of the evaluation set.
+        """Update and log the task's metrics of the evaluation set.
 
-        Images of label -1, which pad the last batches of several ranks, are not counted.
+        Images of label -1 are not counted: unreadable ones, and those that pad the last batches of several ranks. With
+        `ignores_labels` the label is the teacher's most probable class.
         """
         images, labels = self.normalized(batch[0]), batch[1]
         if self.ignores_labels:
@@ -325,7 +333,7 @@ class Classifier(LightningModule):
         self.log_dict(dict(self.learning.values), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the entries "vitrel" and "hyper_parameters" (layout in the module docstring)."""
+        """Add the entries "vitrel" and "hyper_parameters" in place (layout in the docstring of `vitrel.train.module`)."""
         data = self.trainer.datamodule
         preprocessing = {k: list(v) if isinstance(v, tuple) else v for k, v in self.preprocessing.items()}
         name, arguments = self.stored
@@ -356,7 +364,7 @@ class Classifier(LightningModule):
         return plain | {name: None if group is None else asdict(group) for name, group in groups.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint's run had another model, classes, data or settings."""
+        """Mark the run as resumed; ValueError if the checkpoint's run had another model, classes, task, data or settings."""
         saved = checkpoint.get("vitrel", {})
         current = {"model": self.stored[0], "classes": self.classes, "ema": self.ema is not None}
         if self.task.name != "classification" or "task" in saved:

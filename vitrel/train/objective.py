@@ -20,7 +20,7 @@ from vitrel.train.distill import Distillation
 
 @dataclass(frozen=True)
 class Objective:
-    """The training loss. Evaluation always reports cross-entropy with the true labels.
+    """The training loss. Evaluation ignores it, and reports cross-entropy (with several labels an image, a binary one).
 
     Args:
         loss: "ce", cross-entropy, or "bce", timm's BinaryCrossEntropy (one binary problem per class); several labels an image
@@ -59,7 +59,7 @@ class Objective:
                 since `Mixing` has done it.
 
         Raises:
-            ValueError: the share is any other.
+            ValueError: `label_smoothing` is out of range.
         """
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"model.label_smoothing must satisfy 0 <= value < 1, not {label_smoothing}")
@@ -128,7 +128,7 @@ class Erasing:
 
 
 class _Erased:
-    """Stands for an image [3, H, W] in RandomErasing, whose pixels, drawn on the CPU, it copies without waiting for a GPU."""
+    """Wraps an image [3, H, W] for RandomErasing; it copies pixels drawn on the CPU to the image without a wait for the GPU."""
 
     def __init__(self, image: Tensor) -> None:
         self.image, self.size, self.dtype = image, image.size, image.dtype

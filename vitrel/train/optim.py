@@ -96,7 +96,7 @@ class Optimization:
             per_epoch: number of updates per epoch.
 
         Raises:
-            ValueError: the warm-up is as long as the run.
+            ValueError: the warm-up is as long as the run, or longer.
         """
         epochs = self.warmup_epochs
         if epochs is None:
@@ -167,7 +167,10 @@ def parameter_groups(model: nn.Module, settings: Optimization, lr: float) -> lis
 
 
 def layer_of(model: nn.Module) -> dict[str, int]:
-    """Return {parameter name: layer index} from timm's `group_matcher`: the stem is 0, each block is one, the head is last."""
+    """Return {parameter name: layer index} from timm's `group_matcher`: the stem is 0, each block is one, the head is last.
+
+    ValueError for a model that has none.
+    """
     if not hasattr(model, "group_matcher"):
         raise ValueError(
             f"model.optim.layer_decay: {type(model).__name__} has no group_matcher() that defines its layers: leave it out"

@@ -44,8 +44,8 @@ class Tuning:
             the first half of the run. Null: "drop" where `position` is fitted, otherwise "keep".
         fit: number of training images, without augmentation, to which `position` is fitted before the first update, and the
             other weights are adapted (`vitrel.weights.absolute_to_relative`); fewer where there are fewer. Null: 256, if
-            training starts from weights whose position can be fitted and `absolute` is not "keep". 0: not fitted, learned
-            rows start at zero.
+            training starts from weights whose position can be fitted and `absolute` is not "keep". 0: not fitted, the
+            encoding's learned parameters start as `vitrel.relativize` leaves them.
         reset_head: true: start with a new classifier; false: never; null: only if the classes of the data differ from those
             of the weights.
         trainable: names of modules and parameters to train, including everything below them, e.g. [norm, fc_norm, head]; all
@@ -82,6 +82,8 @@ class Tuning:
         self, name: str, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]
     ) -> tuple[nn.Module, list[str] | None]:
         """Return the model with its initial weights, and the class names stored with the weights, or None.
+
+        Prints what is resampled, added or new.
 
         Args:
             name: timm name, or a file that `vitrel.load` takes.
@@ -155,7 +157,7 @@ class Tuning:
         return {"absolute_fade": model.absolute_fade.fade_steps}
 
     def images_to_fit(self, name: str, base: Backbone) -> int:
-        """Return the number of images to which the added encoding is fitted, 0 for none.
+        """Return the number of images to which the added encoding is fitted: `fit`, or by default 256 or 0 (not fitted).
 
         Args:
             name: as for `build`.
@@ -204,7 +206,10 @@ class Tuning:
         )
 
     def stored(self, model: nn.Module, name: str, model_args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the name and the arguments with which timm.create_model rebuilds the model, for checkpoints."""
+        """Return the name and the arguments with which timm.create_model rebuilds the model, for checkpoints.
+
+        `name` and `model_args` are as for `build`. The number of classes and the image size are not among the arguments.
+        """
         if not self._rebuilds(name):
             return name, stored_arguments(model_args)
         config = config_of(model)
@@ -246,7 +251,10 @@ class Tuning:
                 module.training = within(name, self.trainable)
 
     def reset(self, model: nn.Module, num_classes: int, why: str) -> None:
-        """Give the model a new classifier in place, and print the reason `why`; ValueError if `reset_head` is false."""
+        """Give the model a new classifier in place, and print the reason `why`; ValueError if `reset_head` is false.
+
+        With `num_classes` 0, for a model whose head of segmentation follows, nothing is printed.
+        """
         if self.reset_head is False:
             raise ValueError(f"{why}: set model.tuning.reset_head to null or true for a new classifier")
         model.reset_classifier(num_classes)
@@ -256,7 +264,8 @@ class Tuning:
     def _load(self, model: nn.Module) -> list[str] | None:
         """Load `init_from`, if set, into a vitrel model in place; return the class names in the file.
 
-        None if there are none, or if the classifier is not loaded but new.
+        None if there are none, or if the classifier is not loaded but new. Prints what is resampled or new; ValueError if the
+        weights do not fit.
         """
         if self.init_from is None:
             return None
@@ -280,7 +289,10 @@ class Tuning:
         return None if new else stored.get("classes")
 
     def _from_file(self, path: str, like: str | None) -> tuple[Backbone, list[str] | None]:
-        """Return the model in a file, as a vitrel model, and its class names or None; `like` names the architecture."""
+        """Return the model in a file, as a vitrel model, and its class names or None.
+
+        `like` names the architecture, for a file of bare weights. ValueError if the file cannot be loaded.
+        """
         try:
             model = load(path, like=like)
             model = as_vitrel(model)
@@ -293,7 +305,8 @@ class Tuning:
     ) -> Backbone:
         """Return the model `base` rebuilt for this image size and these classes, with the encoding `position` added.
 
-        The rebuilt model gets the weights of `base` if there are any, and for other classes a new head; otherwise see `_new`.
+        The rebuilt model gets the weights of `base`, and for other classes a new head; without given weights it is that of
+        `_new`. It is in training mode. Prints what is resampled, added or new.
 
         Args:
             base: as `initial` returns it.
@@ -326,9 +339,10 @@ class Tuning:
         return model.train()
 
     def _new(self, base: Backbone, **changes: Any) -> Backbone:
-        """Return a model like `base` with new weights and the encoding `position` in attention.
+        """Return a model like `base` with new weights and the encoding `position`, if set, in attention; print its encodings.
 
-        The encoding stands beside the absolute embedding (unless that is dropped) and a rotation, and replaces any other.
+        The encoding is added to the absolute embedding (unless that is dropped) and to a rotation (unless it rotates itself),
+        and replaces any other.
 
         Args:
             base: a model whose weights are not used.
@@ -359,7 +373,7 @@ class Tuning:
 
 
 def _label_names(model: Backbone) -> list[str] | None:
-    """Return the class names in the model's pretrained_cfg, None without."""
+    """Return the class names in the model's pretrained_cfg ("label_names"), None if it has none."""
     names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
     return None if names is None else list(names)
 
@@ -370,7 +384,7 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
 
 
 def check_registered(name: str) -> None:
-    """Raise ValueError for a name that is not in timm's registry, with the nearest names."""
+    """Raise ValueError for a name that is not in timm's registry, with the nearest names, or has a source, as "hf-hub:..."."""
     if ":" in name:  # local-dir:folder, hf-hub:repository
         raise ValueError(
             f"model {name!r}: training takes a timm name without a source; set weights with model.tuning.init_from: FILE"

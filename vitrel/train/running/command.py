@@ -77,10 +77,10 @@ class Run:
 
 
 class Parser(LightningArgumentParser):
-    """An argument parser whose errors are one line, in the form of the other subcommands, with the nearest key."""
+    """An argument parser whose errors are one line, as those of vitrel's other subcommands, with the nearest known key."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the message as one line and end with status 2."""
+        """Print the message as one line to stderr and raise SystemExit 2."""
         print(f"vitrel train: error: {_sentence(message)}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -111,7 +111,10 @@ class TrainCLI(LightningCLI):
         return {"fit": LightningCLI.subcommands()["fit"] | {"weights_only"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the option group `run`, and link seed, image size and number of classes between data and model."""
+        """Add the options of `Run`, and let one key set another: `seed_everything` the seeds of data and model.
+
+        `data.size` sets `model.img_size`, `model.task` the data's task, and the data the number of classes.
+        """
         parser.add_class_arguments(Run, "run")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_seed)
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
@@ -149,7 +152,8 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
 
-        Replaces `ckpt_path` "auto" in the configuration by the file, or None.
+        Replaces `ckpt_path` "auto" in the configuration by the path of `last.ckpt`, or None if there is none. Prints a line if
+        the checkpoint is of a run that finished all its epochs.
 
         Raises:
             ValueError: a damaged checkpoint, or settings that Lightning's Trainer does not accept.
@@ -237,7 +241,7 @@ class TrainCLI(LightningCLI):
 
 @contextmanager
 def _threads_in_a_line() -> Iterator[None]:
-    """Context in which an OSError of a thread, as of TensorBoard's writer on a full disk, is printed as a line."""
+    """Context in which an OSError of a thread, as of TensorBoard's writer on a full disk, prints one line, no traceback."""
     before = threading.excepthook
 
     def say(failed: threading.ExceptHookArgs) -> None:
@@ -257,8 +261,8 @@ def _threads_in_a_line() -> Iterator[None]:
 def _denormals_flushed() -> Iterator[None]:
     """Context in which a CPU takes denormal numbers as 0, also in threads that start in it.
 
-    With `pape` the weights of far tokens underflow, and Intel's processors take twice the time for a step. Gradients stay the
-    same to 1e-7.
+    With the encoding `pape` the attention weights of far tokens underflow, and Intel's processors would take twice the time
+    for a step. Gradients with and without it differ by 1e-7.
     """
     before = not (torch.tensor(1e-39) * 1).any()
     torch.set_flush_denormal(True)
@@ -270,6 +274,8 @@ def _denormals_flushed() -> Iterator[None]:
 
 def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     """Train with the command-line arguments `args`, e.g. ["fit", "--config", "my_run.yaml"].
+
+    Sets Lightning's loggers to the level WARNING, and jsonargparse to import only what a configuration may name; both stay so.
 
     Args:
         args: the arguments, "fit" first.
@@ -332,9 +338,9 @@ def _keys_of(group: type, prefix: str) -> Iterator[str]:
 
 
 def _check_file(path: str) -> None:
-    """Raise ValueError for what jsonargparse would ignore in a file: keys that are set from others, and a number for a section.
+    """Raise ValueError for what jsonargparse would ignore in a YAML file: keys that other keys set, a number for a section.
 
-    A missing file is left to jsonargparse.
+    A missing file is not an error here: jsonargparse reports it.
     """
     if not Path(path).is_file():
         return
@@ -347,7 +353,7 @@ def _check_file(path: str) -> None:
 
 
 def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key, with those that it lies in, and the value of every entry of nested mappings."""
+    """Yield (key, value) of every entry of nested mappings, sections too; keys are joined by dots, as "model.optim.lr"."""
     for name, value in section.items() if isinstance(section, dict) else ():
         yield f"{prefix}{name}", value
         yield from _flat(value, f"{prefix}{name}.")
@@ -390,19 +396,19 @@ def _parse_plain_values() -> None:
 
 
 def _seed(value: int | bool) -> int:
-    """Return the seed; ValueError for a value that is none."""
+    """Return the seed; ValueError unless it is an integer from 0 to 2**32 - 1."""
     if isinstance(value, bool) or not 0 <= value < 2**32:
         raise ValueError(f"seed_everything must be an integer from 0 to 2**32 - 1, not {str(value).lower()}")
     return value
 
 
 def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
-    """Return the loggers of `trainer.logger`, by default one of TensorBoard in the run's folder."""
+    """Return the loggers of `trainer.logger`: for None or true, TensorBoard's in the run's `folder`; for false, []."""
     if setting is None or setting is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
     return _listed(setting or None)
 
 
 def _listed(setting: Any) -> list[Any]:
-    """Return a setting that is one thing, a list or None as a list."""
+    """Return a setting as a list: a list as a copy, None as [], anything else as its only element."""
     return list(setting) if isinstance(setting, list) else [] if setting is None else [setting]

@@ -34,11 +34,14 @@ class Execution:
                 raise ValueError(f"model.execution.grad_checkpointing: {name} does not support it, leave it out") from error
 
     def compiles(self, device: torch.device, one_size: bool) -> bool:
-        """Return whether the blocks are compiled for training on `device`, on images of one size or of several."""
+        """Return whether the blocks are compiled: `compile`, or if it is None, on a GPU with Triton for images of one size."""
         return device.type == "cuda" and one_size and has_triton() if self.compile is None else self.compile
 
     def compile_blocks(self, model: nn.Module) -> None:
-        """Run every `Block` of `model` through torch.compile, in place; the whole model where it has none."""
+        """Run every `Block` of `model` through torch.compile, in place; the whole model where it has none.
+
+        Raises torch._dynamo's limits of recompilation, for the process.
+        """
         from torch._dynamo import config  # takes seconds to import
 
         blocks: list[nn.Module] = [part for part in model.modules() if isinstance(part, Block)] or [model]

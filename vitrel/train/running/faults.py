@@ -16,7 +16,8 @@ class FiniteLoss(Callback):
     """Stops the run at the first loss or weight that is not finite, before it is saved in a checkpoint.
 
     The loss is checked on its device. On a GPU the result is read only at logging steps, at the end of an epoch and before
-    every checkpoint, to avoid a synchronization per step. The images of the batch are listed in `bad_batch.RANK.txt`.
+    every checkpoint, to avoid a synchronization per step. FloatingPointError is raised, and the images of the batch are listed
+    in `bad_batch.RANK.txt`.
 
     Args:
         folder: the run's folder.
@@ -41,7 +42,10 @@ class FiniteLoss(Callback):
             raise FloatingPointError(f"{', '.join(broken[:SHOWN])} not finite after update {trainer.global_step}. {REMEDY}")
 
     def check(self, trainer: Trainer) -> None:
-        """Raise FloatingPointError on all ranks if any loss so far was not finite; must be called on all ranks."""
+        """Raise FloatingPointError on all ranks if any loss so far was not finite on one; must be called on all ranks.
+
+        A rank with such a loss writes the list of its batch before.
+        """
         here = bool(torch.isfinite(self.bad))
         if not trainer.strategy.reduce_boolean_decision(here, all=False):
             return
@@ -63,9 +67,9 @@ REMEDY = (
 
 
 class BadImages(Callback):
-    """Counts unreadable images, which are left out, and lists them in `bad_images.csv`.
+    """Counts unreadable images, which are left out, after every epoch, lists them in `bad_images.csv` and prints a line.
 
-    Stops the run where their share of an epoch's images exceeds `data.reading.bad_share`.
+    Raises ValueError if their share of the training or of the evaluation images exceeds `data.reading.bad_share`.
 
     Args:
         folder: the run's folder.
@@ -76,7 +80,7 @@ class BadImages(Callback):
         self.earlier: list[str] = []  # names listed before the run was resumed, some of which it may not read again
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the names that the resumed run listed."""
+        """Read the names that the run listed in `bad_images.csv` before it was resumed, so that later lists keep them."""
         if self.path.is_file():
             with self.path.open(encoding="utf-8", newline="") as file:
                 self.earlier = [row[0] for row in csv.reader(file) if row][1:]

@@ -122,10 +122,10 @@ class Progress(Callback):
             self._print(trainer, module, f"epoch {trainer.current_epoch + 1}{_end(trainer)}  {where}", suffix)
 
     def _print(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
-        """Print a line: `where`, metrics, speed and the time left.
+        """Print a line, if this rank prints: `where`, metrics, speed and the time left.
 
-        The metrics are those of training whose names end in `suffix`, "_step" or "_epoch", with "_epoch" also those of the
-        evaluation; "" for none.
+        The metrics are those of training whose names end in `suffix`, "_step" or "_epoch", with "_epoch" also those of an
+        evaluation since the last epoch's line; "" for none.
         """
         names = {f"train/{name}{suffix}": name for name in ("loss", module.task.learned)} if suffix else {}
         if suffix == "_epoch" and self.evaluated:
@@ -144,7 +144,7 @@ class Progress(Callback):
 
 
 def update_line(trainer: Trainer, module: LightningModule) -> str:
-    """Return one line: the images of an update, how they are divided, and the learning rate that follows from them."""
+    """Return one line: the images of an update, how devices and batches divide them, and the peak learning rate for them."""
     data, optim = trainer.datamodule, module.optim
     images, devices, accumulated = data.batch_size, trainer.world_size, trainer.accumulate_grad_batches
     update = images * devices * accumulated
@@ -166,12 +166,13 @@ def _end(trainer: Trainer) -> str:
 
 
 def evaluate_line(model: str | Path, data: str, trained: Sequence[Size | Budget], out: str | Path) -> str:
-    """Return the command that evaluates `model` at its training sizes, and at smaller and larger ones.
+    """Return the shell command that evaluates `model` at its training sizes, and at smaller and larger ones.
 
-    These are half the smallest, and one and a half and twice the largest, by their sides.
+    These have half the sides of the smallest, and 1.5 and 2 times the sides of the largest training size.
 
     Args:
-        trained: sizes (h, w) in pixels, or budgets of tokens of a model trained at native shape, which is evaluated so.
+        model, data, out: the run's folder or a model file, the data set, and the folder for the results.
+        trained: sizes (h, w) in pixels; or budgets of tokens of a model trained at native shape, which is evaluated at it too.
     """
 
     def scaled(size: Size | Budget, factor: float) -> Size | Budget:

@@ -22,7 +22,7 @@ _FILES = "training files"
 
 
 def run_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return {name: plain value} of all settings that decide the batches, the loss and the updates."""
+    """Return {name: value, as JSON has it} of all settings that decide the batches, the loss and the updates."""
     data, module = trainer.datamodule, trainer.lightning_module
     model = module.settings()
     settings = {
@@ -58,7 +58,8 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
 def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Raise ValueError naming the settings or files that differ from those of the run that saved the checkpoint.
 
-    Does nothing for checkpoints that vitrel train did not write, or outside training.
+    Only warns if the training files have other times of modification. Does nothing for checkpoints that vitrel train did not
+    write, or outside training.
     """
     if "run" not in checkpoint or not hasattr(trainer.datamodule, "fingerprints") or trainer.state.fn != TrainerFn.FITTING:
         return

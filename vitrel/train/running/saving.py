@@ -53,7 +53,10 @@ class AtomicIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        """Return the contents, tensors on the CPU and plain values only; ValueError if the file is damaged or holds code."""
+        """Return the contents, tensors on the CPU and plain values only; ValueError if the file is damaged or holds code.
+
+        `map_location` and `weights_only` are ignored.
+        """
         return read_file(path)
 
 
@@ -71,7 +74,10 @@ class Best(ModelCheckpoint):
         super().__init__(folder, "best", monitor=f"val/{metric}", mode="max", **options)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; Lightning would forget the best score, and a worse checkpoint would replace the file."""
+        """Restore the state with the paths of this run's folder.
+
+        In a moved folder Lightning would forget the best score, and a worse checkpoint would replace the file.
+        """
         path = str(Path(self.dirpath) / f"{self.filename}{self.FILE_EXTENSION}")
         paths = {"dirpath": self.dirpath, "best_model_path": path, "kth_best_model_path": path}
         models = {path: state["best_model_score"]} if state["best_k_models"] else {}
@@ -109,7 +115,7 @@ class Saving(Checkpoint):
                 counts["processed"] = counts["completed"]
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Prepare the log and the trainer to go on from a checkpoint; the log keeps the rows of the updates before it."""
+        """Drop the log's rows after the checkpoint, and keep Lightning from skipping an epoch when max_steps is set."""
         self.csv.resume(checkpoint["global_step"])
         # With max_steps, Lightning counts an epoch that has ended once more and skips the next one; no public name prevents it
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]  # noqa: SLF001
@@ -122,7 +128,10 @@ class Saving(Checkpoint):
                 self.old_handlers[number] = signal.signal(number, lambda number, frame: self._handle(trainer, number, frame))
 
     def _handle(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note it for the end of the update and pass SIGTERM on to the ranks that this process started."""
+        """Handle a signal: note it for the end of the update and pass SIGTERM on to the ranks that this process started.
+
+        Rank 0 prints a line for ctrl-c; a second one, more than a second later, raises KeyboardInterrupt.
+        """
         if number == signal.SIGINT and self.received == number and time.monotonic() - self.since > 1:
             # A second ctrl-c. Within one second it would be the first again, since the terminal and the launcher both send it.
             signal.default_int_handler(number, frame)
@@ -171,7 +180,7 @@ class Saving(Checkpoint):
             rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self._left()}", flush=True)
 
     def _restore(self) -> None:
-        """Restore the signal handlers of before."""
+        """Restore the signal handlers that were set before training."""
         # before Lightning restores the handlers that it found; afterwards, Lightning's own handler would stay installed
         while self.old_handlers:
             signal.signal(*self.old_handlers.popitem())
@@ -210,12 +219,12 @@ class Saving(Checkpoint):
 
 
 def _accumulating(trainer: Trainer) -> bool:
-    """Return whether gradients of batches wait for an update; the last batch of an epoch always brings one."""
+    """Return whether gradients are accumulated for a later update; after the last batch of an epoch they never are."""
     done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return done % trainer.accumulate_grad_batches > 0 and done < trainer.num_training_batches
 
 
 def _evaluation_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Return whether an evaluation follows a batch inside an epoch, which a run resumed before it would leave out."""
+    """Return whether an evaluation inside the epoch follows this batch; a checkpoint saved between them would skip it."""
     done = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
     return (done + 1) % (trainer.val_check_batch or math.inf) == 0
