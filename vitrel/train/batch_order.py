@@ -196,7 +196,7 @@ class NativeOrder(Order):
         return len(self.turns)
 
     def batches(self, epoch: int) -> list[list[Draw]]:
-        """Return all batches of this rank in an epoch, as draws with their size (height, width)."""
+        """Return all batches of this rank in an epoch, as `Draw`s with the size (height, width) of their batch, pixels."""
         draws, views = generator(self.seed, epoch), sum(images for images, _ in self.turns)
         chosen = torch.randperm(len(self.sizes), generator=draws)[: -(-views // self.repeats)].tolist()
         noise = (self.noise * (torch.rand(len(chosen), generator=draws, dtype=torch.float64) - 0.5)).tolist()

@@ -202,7 +202,10 @@ class ImageData(LightningDataModule):
         return [self.train_set.name(draw.index) for draw in self.order.batches(epoch)[batch]]
 
     def train_dataloader(self) -> DataLoader:
-        """Return the loader of training batches, shuffled by (seed, epoch), which starts at the trainer's current batch."""
+        """Return the loader of training batches, shuffled by (seed, epoch), which starts at the trainer's current batch.
+
+        Its batches leave unreadable images out, and have an even number of images with mixup.
+        """
         images = Readable(self.train_set, even=self.trainer.lightning_module.mixup is not None)
         return self._loader(EpochLoader, images, progress=self._progress, batch_sampler=self.order, collate_fn=collate)
 

@@ -49,6 +49,9 @@ class Features:
         weight: factor of this loss, a mean over blocks, patches and class token, beside the loss of the logits.
         views: number of views of an image, moved by random whole patches, whose patch tokens are averaged to the target (see
             the head of vitrel/train/distill.py); 0: the tokens of the image as it is.
+
+    Raises:
+        ValueError: no block, a weight not above 0, or a negative number of views.
     """
 
     blocks: tuple[int, ...] = (-1,)
@@ -96,6 +99,9 @@ class Distillation:
             (DINO) has no logits and is followed in features alone, and labels are then those of the data.
         tokens: the student has a distillation token, whose head learns from the teacher, and the other head from the labels
             (DeiT).
+
+    Raises:
+        ValueError: a value out of range, or settings that exclude or need each other.
     """
 
     teacher: str | None = None
@@ -202,13 +208,14 @@ class Teacher:
         img_size: (H, W) of the student's images in pixels, at which its tokens are compared with those of `initial`.
 
     Attributes:
-        classes: the class names stored in its checkpoint, or None.
+        classes: the class names stored in its checkpoint, or those of `initial`; None if unknown.
         answers: whether it has a classifier.
         num_classes: number of its classes, or else of the data's.
         digest: SHA-256 of its weights.
 
     Raises:
-        ValueError: an unknown name, weights that do not fit, or another number of classes.
+        ValueError: an unknown name, weights that do not fit, another number of classes, or a teacher that gives nothing to
+            learn: without a classifier and `features`, or without `initial` where none is named.
     """
 
     def __init__(

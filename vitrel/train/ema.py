@@ -17,6 +17,9 @@ class Ema:
         decay: weight of the old average: average = decay * average + (1 - decay) * weights.
         warmup: use a smaller decay at first: at most 1 - (1 + n)**(-2/3) after n updates of the average, as with timm's
             `use_warmup`.
+
+    Raises:
+        ValueError: a decay that is not within 0 <= decay < 1.
     """
 
     decay: float = 0.9998

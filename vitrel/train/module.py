@@ -60,7 +60,7 @@ class Classifier(LightningModule):
     Args:
         model: timm name, e.g. "vitrel_vit_n8_table", or a file that `vitrel.load` takes.
         num_classes: number of classes of the data, and of outputs of the head unless a teacher has others (`Distillation`).
-        img_size: (H, W) in pixels for which the model is built.
+        img_size: side or (H, W) in pixels for which the model is built.
         model_args: further keywords of `timm.create_model`, e.g. `drop_path_rate`, `position`, `pretrained`.
         optim: optimizer and learning-rate schedule.
         mixing: mixup and cutmix; null for none, {} for the defaults.
@@ -212,7 +212,7 @@ class Classifier(LightningModule):
         return [] if self.ema is None else [AveragedWeights(self.ema)]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [B, num_classes], or [B, num_classes, H, W], of normalized images [B, 3, H, W]."""
+        """Return logits [B, num_classes], in segmentation [B, num_classes, H, W], of normalized images [B, 3, H, W]."""
         return self.model(images)
 
     def eager(self) -> AbstractContextManager:

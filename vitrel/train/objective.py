@@ -30,6 +30,9 @@ class Objective:
         distillation: a teacher to learn from besides the labels; null for none.
         dice: weight of the Dice loss (segmentation_models_pytorch) added to the cross-entropy of segmentation; 0 for none.
         class_weights: factor on the loss of the pixels of each class in segmentation, in the order of the classes; null for 1.
+
+    Raises:
+        ValueError: a negative weight, a threshold out of 0 <= value < 1, or one with the loss "ce".
     """
 
     loss: Literal["ce", "bce"] = "ce"
@@ -82,6 +85,9 @@ class Mixing:
     Args:
         mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
         cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix.
+
+    Raises:
+        ValueError: a negative value.
     """
 
     mixup: float | None = None

@@ -42,6 +42,9 @@ class Optimization:
         lr_base_size: number of images per update for which `lr` is meant; `lr` is scaled to the actual number, batch_size *
             devices * accumulate_grad_batches. Null uses `lr` unscaled.
         lr_base_scale: scaling of `lr` with the number of images: "linear", or "sqrt" (square root).
+
+    Raises:
+        ValueError: an unknown optimizer, or a value out of range.
     """
 
     name: str = "adamw"
@@ -90,6 +93,8 @@ class Optimization:
 
     def factor(self, updates: int, per_epoch: int) -> Callable[[int], float]:
         """Return the function that maps an update (0, 1, ...) to the factor on the peak learning rate.
+
+        It rises linearly from `initial_lr` to 1 in the warm-up, and then falls by a cosine to `final_lr`.
 
         Args:
             updates: number of updates of the run.

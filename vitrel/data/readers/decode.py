@@ -52,7 +52,7 @@ class Reading:
     Args:
         on_bad: handling of unreadable images: "raise" an error; or "leave_out", which marks the image in the data set's `bad`
             and gives an image of zeros with label -1, for training and metrics to ignore.
-        bad_share: training stops when more than this share of the images is unreadable.
+        bad_share: training stops when more than this share of its images, or of the evaluation images, is unreadable.
         follow_links: also read folders that symbolic links inside class folders point to (image folders only). Class folders
             and image files may always be links, and a file that several links point to counts once.
         val_fraction: share of the images of every class that is used for evaluation, where the data has no evaluation split,

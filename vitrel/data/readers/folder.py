@@ -174,7 +174,7 @@ class Scan:
         return [entry for entry in entries if not hidden(entry.name)]
 
     def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
-        """Return each real file once, in the same order, and (file left out, file used) for each other path of one."""
+        """Return each real file once, by its path with the fewest links, and (file left out, file used) of its other paths."""
         if not any(file.links for file in files):
             return files, []
         root = os.path.realpath(self.folder)
@@ -220,7 +220,7 @@ def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
 
 
 def hidden(name: str) -> bool:
-    """Return whether a name excludes a file or folder from a data set: it has a leading dot, or is one of SYSTEM."""
+    """Return whether a file or folder of this name is left out of a data set: a leading dot, or a system's, as "thumbs.db"."""
     return name.startswith(".") or name.lower() in SYSTEM
 
 

@@ -119,9 +119,9 @@ def _columns(place: str, splits: dict[str, Any]) -> tuple[str, str, dict[Any, st
 
 
 def data_files(place: str) -> tuple[str, list[str]]:
-    """Return the kind of data files at a path as `datasets` calls it, and the files: one, or those in a folder and its folders.
+    """Return (kind, files) of the data files at a path: that file, or those in that folder and in the folders directly in it.
 
-    ("", []) where there are none.
+    The kind is "parquet", "arrow" or "webdataset", the first that is found; ("", []) where there are none.
     """
     for suffix, kind in FILES.items():
         patterns = (f"*{suffix}", f"*/*{suffix}")
@@ -178,7 +178,7 @@ def is_saved(place: str) -> bool:
 
 
 def _by_split(place: str, files: list[str]) -> dict[str, list[str]]:
-    """Return {split: its files} by the paths; if none names a split all are for training, ValueError if only some do."""
+    """Return {split: its files} by the paths (`split_word`), {"train": all} if none names one; ValueError if only some do."""
     splits: dict[str, list[str]] = defaultdict(list)
     for file in files:
         splits[split_word(file.removeprefix(place) or Path(file).name)].append(file)

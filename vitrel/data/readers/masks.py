@@ -33,8 +33,9 @@ _checked: set[tuple] = set()  # sets whose masks were checked, since an evaluati
 class MaskSet(ImageSet):
     """Data set of images with masks: items are (image [3, H, W] as of `ImageSet`, classes uint8 of the mask).
 
-    With `augment` the mask [H, W] is that of the view; otherwise it keeps its own resolution, so masks of a batch can differ
-    (`collate`), and a prediction is compared with it there. Pixels of the value `IGNORED` have no class.
+    With `augment` the mask [H, W] is cropped as the image; otherwise it keeps its own resolution, so masks of a batch can
+    differ (`collate`), and a prediction is compared with it there. Pixels of the value 255 (`IGNORED`) have no class. All masks
+    of the split are read when the set is made, once per process.
 
     Args:
         reader: samples are (source of the image, source of the mask), classes by value of the masks.
@@ -43,8 +44,8 @@ class MaskSet(ImageSet):
         options: the other arguments of `ImageSet`.
 
     Raises:
-        ValueError: masks that do not fit their images or the classes, which the text counts and names some of, or expected
-            classes that no mask has.
+        ValueError: masks that do not fit their images or the classes, or have no pixel with a class, which the text counts and
+            names some of; or expected classes that no mask has.
     """
 
     upright = True
@@ -164,7 +165,7 @@ def mask_reader(root: str, split: Split, reading: Reading) -> Files:
 
 
 def mask_classes(root: str) -> list[str]:
-    """Return the class names of a folder with masks, the lines of its `classes.txt`; ValueError if unreadable or over 255."""
+    """Return the class names of a folder with masks, the lines of its `classes.txt`; ValueError unless it lists 1 to 255."""
     path = f"{root.rstrip('/')}/classes.txt"
     try:
         classes = read_class_names(path)

@@ -66,7 +66,7 @@ class Run:
 
     Args:
         save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
-            every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
+            every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c. ValueError if negative.
     """
 
     save_every: int = 0
@@ -262,7 +262,7 @@ def _denormals_flushed() -> Iterator[None]:
     """Context in which a CPU takes denormal numbers as 0, also in threads that start in it.
 
     With the encoding `pape` the attention weights of far tokens underflow, and Intel's processors would take twice the time
-    for a step. Gradients with and without it differ by 1e-7.
+    for a step. Gradients with and without it differ by a relative 1e-7.
     """
     before = not (torch.tensor(1e-39) * 1).any()
     torch.set_flush_denormal(True)

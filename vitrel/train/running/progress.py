@@ -18,10 +18,11 @@ SPEED = {"images_per_s": "images/s {:.0f}", "data_wait": "data wait {:.0%}", "me
 
 
 class Progress(Callback):
-    """Prints what a run does, on rank 0, and logs its speed and memory at the end of an epoch.
+    """Prints a header, a line an epoch, lines within long epochs and the best result, on rank 0; logs speed and memory.
 
-    The line of an epoch is printed when the next one begins, since the module has not logged the epoch's means in
-    `on_train_epoch_end` yet. Lowers `trainer.log_every_n_steps` to the number of updates in an epoch if it is larger.
+    Speed and memory are logged at the end of an epoch. The line of an epoch is printed when the next one begins, since the
+    module has not logged the epoch's means in `on_train_epoch_end` yet. Lowers `trainer.log_every_n_steps` to the number of
+    updates in an epoch if it is larger.
 
     Args:
         best: the checkpoint of the best evaluation, in the run's folder.
