@@ -149,7 +149,8 @@ class Tuning:
             passes: number of forward passes in training.
 
         Returns:
-            The model argument that stores the length of the fade, {"absolute_fade": passes}; {} if nothing fades.
+            The model argument that stores the length of the fade, {"absolute_fade": passes // 2, at least 1}; {} if nothing
+            fades.
         """
         if self.absolute != "fade":
             return {}
@@ -339,10 +340,10 @@ class Tuning:
         return model.train()
 
     def _new(self, base: Backbone, **changes: Any) -> Backbone:
-        """Return a model like `base` with new weights and the encoding `position`, if set, in attention; print its encodings.
+        """Return a model like `base` with new weights and the encoding `position` in attention; print all its encodings.
 
-        The encoding is added to the absolute embedding (unless that is dropped) and to a rotation (unless it rotates itself),
-        and replaces any other.
+        `position` is added to the absolute embedding (unless that is dropped) and to a rotation (unless `position` rotates
+        too), and replaces any other. Without `position` the encodings are those of `base`, and nothing is printed.
 
         Args:
             base: a model whose weights are not used.

@@ -328,7 +328,7 @@ def keys() -> list[str]:
 
 
 def _keys_of(group: type, prefix: str) -> Iterator[str]:
-    """Yield the keys of a class by the arguments of its constructor, those of arguments that are dataclasses too."""
+    """Yield "PREFIX.NAME" of every argument of a class's constructor, and of every field of those that are dataclasses."""
     for name, hint in get_type_hints(group.__init__).items():  # type: ignore[misc]
         if name != "return":
             yield f"{prefix}.{name}"

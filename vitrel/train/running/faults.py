@@ -42,7 +42,7 @@ class FiniteLoss(Callback):
             raise FloatingPointError(f"{', '.join(broken[:SHOWN])} not finite after update {trainer.global_step}. {REMEDY}")
 
     def check(self, trainer: Trainer) -> None:
-        """Raise FloatingPointError on all ranks if any loss so far was not finite on one; must be called on all ranks.
+        """Raise FloatingPointError on all ranks if any loss so far was not finite on any; must be called on all ranks.
 
         A rank with such a loss writes the list of its batch before.
         """
@@ -67,7 +67,7 @@ REMEDY = (
 
 
 class BadImages(Callback):
-    """Counts unreadable images, which are left out, after every epoch, lists them in `bad_images.csv` and prints a line.
+    """Counts unreadable images, which are left out, after every epoch; lists them in `bad_images.csv` and prints new ones.
 
     Raises ValueError if their share of the training or of the evaluation images exceeds `data.reading.bad_share`.
 
