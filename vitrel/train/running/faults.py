@@ -67,9 +67,10 @@ REMEDY = (
 
 
 class BadImages(Callback):
-    """Counts unreadable images, which are left out, after every epoch; lists them in `bad_images.csv` and prints new ones.
+    """Counts unreadable images, which are left out, after every epoch; if there are more, lists all in `bad_images.csv`.
 
-    Raises ValueError if their share of the training or of the evaluation images exceeds `data.reading.bad_share`.
+    Rank 0 prints a line then. Raises ValueError if their share of the training or of the evaluation images exceeds
+    `data.reading.bad_share`.
 
     Args:
         folder: the run's folder.
