@@ -36,12 +36,12 @@ ANGLE = 2 * SAME  # radians between two measured angles
 
 
 class NotApplicableError(Exception):
-    """A check says nothing about a model; the message gives the reason."""
+    """Raised by a check that finds nothing to compare in a model; the message gives the reason."""
 
 
 @dataclass
 class Examined:
-    """A model and its surveys, which all checks read."""
+    """What all checks read: a model, and at each image size the `Survey` of its position. Sizes are (h, w) in pixels."""
 
     subject: Subject
     sizes: tuple[Size, ...]  # first two of which one is the other with height and width exchanged
@@ -51,29 +51,29 @@ class Examined:
 
     @functools.cached_property
     def embeddings(self) -> list[Derived]:
-        """Every embedding at every size, with how it follows from its master."""
+        """Every position embedding at every size, with the rule by which it follows from its master (`Derived`)."""
         return derived(self.surveys, trained_size(self.subject.model), self.subject.model)
 
     @functools.cached_property
     def one_module(self) -> bool:
-        """Whether the same module takes both sizes."""
+        """Whether the model takes the first two of `sizes` without being changed for them; False if there is one size only."""
         return len(self.sizes) > 1 and all(self.subject.takes_as_it_is(size) for size in self.sizes[:2])
 
     @property
     def exchanged(self) -> tuple[Size, Size]:
-        """Two sizes of which one is the other with height and width exchanged; NotApplicableError if there are none."""
+        """The first two of `sizes`; NotApplicableError unless one is the other with height and width exchanged."""
         if len(self.sizes) < 2 or self.sizes[0][::-1] != self.sizes[1]:
             raise NotApplicableError("no two sizes with height and width exchanged")
         return self.sizes[0], self.sizes[1]
 
     def measured(self, *sizes: Size) -> Iterator[tuple[Size, Located, Rotation | None, Bias | None]]:
-        """Yield (size, attention, its rotation, its bias) of all attention that was located, at these sizes or at all sizes."""
+        """Yield (size, attention, rotation or None, bias or None) for attention placed on the image, at these or at all sizes."""
         for size in sizes or self.surveys:
             for found in self.surveys[size].attentions:
                 yield size, found, found.rotation, found.bias
 
     def not_applicable(self, reason: str) -> NotApplicableError:
-        """Return the error of a check that found nothing of its kind, with `reason`, or that no attention was located."""
+        """Return the error for a check that found nothing to compare: with `reason`, or why no attention was located if so."""
         surveys = self.surveys.values()
         if not any(one.attentions for one in surveys):
             reasons = [why for one in surveys for why in one.unlocated.values()]
@@ -87,9 +87,10 @@ def _input(found: Located, size: Size) -> str:
 
 
 def order(examined: Examined) -> Iterator[Finding]:
-    """Token i lies at (i // w, i % w), so rotations have one step per axis, biases one value per offset, waves one axis.
+    """Token i lies at (i // w, i % w): one rotation step per axis, one bias per offset, each sine or cosine along one axis.
 
     angle[y + 1, x] - angle[y, x] and angle[y, x + 1] - angle[y, x] are constants; bias[i, j] = f(y_i - y_j, x_i - x_j).
+    Raises NotApplicableError if the model has no position.
     """
     for size, found, turn, rows in examined.measured():
         if by_columns(found):
@@ -128,7 +129,7 @@ def _constant(turn: Rotation | None) -> bool:
 
 
 def _wraps(table: Tensor) -> int:
-    """Return the m for which a table [H, 2h-1, 2w-1] depends on m dy + dx alone, so that its rows overlap; 0 if none does."""
+    """Return the m < 2w - 1 for which a bias table [H, 2h-1, 2w-1] is one of m dy + dx, so that rows overlap; 0 if none is."""
     width = table.shape[2]
     if not (_depends(table, 1) and _depends(table, 2)):
         return 0
@@ -141,7 +142,7 @@ def _wraps(table: Tensor) -> int:
 
 
 def _order_of_waves(examined: Examined) -> Iterator[Finding]:
-    """Yield findings where an embedding's channels vary along both axes, though along one at another size or transposed."""
+    """Yield findings where channels of sines and cosines vary along both axes, but along one at another size or transposed."""
     found = [(size, one) for size, each in examined.surveys.items() for one in each.embeddings]
     pure = [single_axis(one) for _, one in found]
     for (size, one), good in zip(found, pure, strict=True):
@@ -155,7 +156,10 @@ def _order_of_waves(examined: Examined) -> Iterator[Finding]:
 
 
 def rotates(examined: Examined) -> Iterator[Finding]:
-    """Rotations preserve the norm of pairs: |(a, b)| is the same at all positions."""
+    """Rotations preserve the norm of pairs of channels: |(a, b)| is the same at all positions.
+
+    Raises NotApplicableError if queries and keys are the same at all positions.
+    """
     turns = [(size, found, turn) for size, found, turn, _ in examined.measured() if turn is not None]
     for size, found, turn in turns:
         text = f"the norm changes by {100 * turn.norms:.0f}% with the position, in the best pairing of channels"
@@ -166,7 +170,10 @@ def rotates(examined: Examined) -> Iterator[Finding]:
 
 
 def sign(examined: Examined) -> Iterator[Finding]:
-    """Keys are rotated as queries are, so a product depends on the difference: step of queries = step of keys, mod 2 pi."""
+    """Keys are rotated as queries are, so a product depends on the difference: step of queries = step of keys, mod 2 pi.
+
+    A step is the angle between neighbors. Raises NotApplicableError if nothing is rotated.
+    """
     turns = [(size, found, turn) for size, found, turn, _ in examined.measured() if turn is not None and turn.pairs]
     for size, found, turn in turns:
         query, key = turn.steps
@@ -180,7 +187,10 @@ def sign(examined: Examined) -> Iterator[Finding]:
 
 
 def prefix(examined: Examined) -> Iterator[Finding]:
-    """Prefix tokens p are not rotated, bias[p, j] and bias[j, p] are the same for all patches j, embedding[p] on all grids."""
+    """Prefix tokens p are not rotated; bias[p, j] and bias[j, p] do not depend on the patch j, nor embedding[p] on the grid.
+
+    Prefix tokens are those that are no patches, as class and registers. Raises NotApplicableError if there are none.
+    """
     seen = False
     for size, found, turn, rows in examined.measured():
         seen |= bool(found.prefix)
@@ -205,7 +215,11 @@ def prefix(examined: Examined) -> Iterator[Finding]:
 
 
 def axes(examined: Examined) -> Iterator[Finding]:
-    """Position depends on y and on x, and on more than y w + x, the number of the token."""
+    """Position depends on y and on x, and on more than y w + x, the number of the token.
+
+    Attention at the first size is compared, unless an embedding there varies along both axes. Raises NotApplicableError if none
+    has position.
+    """
     size, seen = examined.sizes[0], False
     if any(all(_varies(one.patches)) for one in examined.surveys[size].embeddings):
         return
@@ -228,20 +242,24 @@ def axes(examined: Examined) -> Iterator[Finding]:
 
 
 def _depends(table: Tensor, axis: int) -> bool:
-    """Return whether a table [H, 2h-1, 2w-1] differs along an axis; unseen offsets (NaN) do not count."""
+    """Return whether a head's bias table, of [H, 2h-1, 2w-1], varies along an axis (1: dy, 2: dx); unseen offsets are NaN."""
     ends = table.nan_to_num(-math.inf).amax(axis) - table.nan_to_num(math.inf).amin(axis)
     return bool((ends[ends.isfinite()] > 1e-6).any())
 
 
 def _varies(patches: Tensor) -> tuple[bool, bool]:
-    """Return whether an embedding [h, w, C] varies with rows, and whether with columns."""
+    """Return whether any channel of an embedding [h, w, C] varies from row to row, and whether one from column to column."""
     scale = float(patches.abs().max()) * SAME
     rows, columns = (patches.shape[axis] > 1 and float(patches.std(axis, correction=0).max()) > scale for axis in (0, 1))
     return rows, columns
 
 
 def exchange(examined: Examined) -> Iterator[Finding]:
-    """Step down at h x w = step right at w x h, for fixed frequencies; bias_hw[dy, dx] = bias_wh[dy, dx] in equal windows."""
+    """Step down at h x w = step right at w x h, for fixed frequencies; bias_hw[dy, dx] = bias_wh[dy, dx] in equal windows.
+
+    A step is the angle of a rotation between neighbors. h x w and w x h are the first two sizes; frequencies are fixed if each
+    pair of channels turns along one axis only. Raises NotApplicableError if neither can be compared.
+    """
     a, b = examined.exchanged
     seen, where = False, f"images of {format_size(a)} and {format_size(b)} px"
     for (_, one, *first), (_, other, *second) in zip(examined.measured(a), examined.measured(b), strict=False):
@@ -268,7 +286,10 @@ def exchange(examined: Examined) -> Iterator[Finding]:
 
 
 def _learned(examined: Examined) -> list[Derived]:
-    """Return the learned embeddings (no sines and cosines) whose rule can be compared; NotApplicableError if there are none."""
+    """Return the learned embeddings (no sines and cosines) of all sizes that can be compared with a master (see `Derived`).
+
+    Raises NotApplicableError if none can, as if only the native size, which then is the master, was examined.
+    """
     waves = {one.found.where for one in examined.embeddings if single_axis(one.found)}
     found = [one for one in examined.embeddings if one.found.where not in waves]
     found = [one for one in found if one.how is None or one.master is not one.found]
@@ -286,7 +307,8 @@ def _grids(one: Derived) -> str:
 def resampling(examined: Examined) -> Iterator[Finding]:
     """embedding(h, w) = resample(master, (h, w)): every learned embedding is its parameter resampled to h rows and w columns.
 
-    A crop counts as right, as of tables that have a row for each place, if it is not filled up beyond the native grid.
+    If no parameter is recognized, the master is the native embedding. A crop counts as right if a larger image is not filled up
+    with zeros. Raises NotApplicableError as `_learned`, or if no rule is known and no single parameter holds the embedding.
     """
     learned = _learned(examined)
     if any(one.how.rule == "cropped" for one in learned):
@@ -301,12 +323,12 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 
 def _resampled(one: Derived, text: str) -> vectors.Later | None:
-    """Return the numbers of a comparison; None if only patch centers are wrong, which another check reports."""
+    """Return a function that makes the `Vectors` of a finding; None if the rule is not right and `text`, the deviation, is ""."""
     return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 
 def _beyond(examined: Examined) -> list[Derived]:
-    """Return the embeddings at an image larger than the native one, [] if the model does not take it."""
+    """Run the model at 2 patches more in height and 3 in width than natively; return its embeddings, [] if it refuses that."""
     subject, (h, w) = examined.subject, trained_size(examined.subject.model)
     size = h + 2 * subject.unit(), w + 3 * subject.unit()
     if subject.refusal(size):
@@ -318,7 +340,8 @@ def _beyond(examined: Examined) -> list[Derived]:
 def half_pixel(examined: Examined) -> Iterator[Finding]:
     """Patch centers stay at (i + 1/2) / n of the image: no align_corners, no scale factor other than n / n0.
 
-    Where the native embedding is resampled with other centers too, the weights were trained so, and it is no error.
+    n and n0 are the patches along an axis, here and in the master. Where the native embedding is resampled with other centers
+    too, the weights were trained so, and it is no error. Raises NotApplicableError as `_learned`, or if a rule is unknown.
     """
     learned = _learned(examined)
     trained = {one.found.where for one in learned if one.size == examined.native and one.how.kind == "centers"}
@@ -330,7 +353,10 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
 
 
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
-    """Yield (size, attention, window (h, w), its slots [N, 2]) of attention in windows, or with padding, at every size."""
+    """Yield (size, attention, window (h, w), (row, column) of its slots [N, 2]) for attention in windows, or with padding.
+
+    Windows of tokens at distances are left out. Raises NotApplicableError if nothing is left.
+    """
     seen, strided = False, False
     for size, found, *_ in examined.measured():
         slots = window_slots(found)
@@ -348,7 +374,10 @@ def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]
 
 
 def window(examined: Examined) -> Iterator[Finding]:
-    """No token sees the opposite border: visible[i, j] only if place_i - place_j = slot_i - slot_j."""
+    """No token sees the opposite border: visible[i, j] only if place_i - place_j = slot_i - slot_j.
+
+    place is the (row, column) of a token in the image, slot that in its window. Raises NotApplicableError as `_windowed`.
+    """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
         across = found.visible & real[:, :, None] & real[:, None] & ~aligned(found, slots)
@@ -361,18 +390,21 @@ def window(examined: Examined) -> Iterator[Finding]:
 
 
 def _visible(found: Located, slots: Tensor, expected: Tensor) -> vectors.Later:
-    """Return the numbers of a comparison of which slots see each other, [W, N, N], with the `expected` ones."""
+    """Return a function that makes the `Vectors` of which slots see each other: seen, and `expected` [W, N, N]."""
     return functools.partial(vectors.window, found, slots, expected)
 
 
 def _pair(found: Located, pairs: Tensor) -> str:
-    """Return the places of the first of some pairs [W, N, N] as text."""
+    """Return the two (row, column) in the image of the first true pair of slots in `pairs` [W, N, N], as text."""
     which, a, b = (int(n) for n in pairs.nonzero()[0])
     return " and ".join(str(tuple(found.places[which, slot].tolist())) for slot in (a, b))
 
 
 def padding(examined: Examined) -> Iterator[Finding]:
-    """No token i of the image attends to padding j: not visible[i, j]."""
+    """No token i of the image attends to padding j: not visible[i, j].
+
+    Raises NotApplicableError without windows and padding.
+    """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
         wrong = found.visible & real[:, :, None] & ~real[:, None]
@@ -385,7 +417,8 @@ def padding(examined: Examined) -> Iterator[Finding]:
 def mask(examined: Examined) -> Iterator[Finding]:
     """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets.
 
-    So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden.
+    So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden. place
+    is the (row, column) of a token in the image, slot that in its window. Raises NotApplicableError as `_windowed`.
     """
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)
@@ -402,7 +435,7 @@ def mask(examined: Examined) -> Iterator[Finding]:
 def shift(examined: Examined) -> Iterator[Finding]:
     """Where h <= window along an axis, tokens at its two ends see each other: visible[first, last].
 
-    A window that holds a whole axis must not be shifted along it.
+    A window that holds a whole axis must not be shifted along it. Raises NotApplicableError if none does (up to 4,096 tokens).
     """
     seen = False
     for size, found, shape, _ in _windowed(examined):

@@ -17,7 +17,7 @@ MODES = ("bicubic", "bilinear")
 
 
 class Resampled(NamedTuple):
-    """The rule by which an embedding follows from the native one, its master."""
+    """How an embedding follows from its master, which is its parameter or else the embedding at the native size."""
 
     kind: str  # "right", "centers" (patch centers move), "error", or "" if no rule is known
     rule: str
@@ -25,7 +25,7 @@ class Resampled(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """An embedding at one image size, and how it follows from its master."""
+    """An embedding at one image size, and how it follows from its master: its parameter, or else the native embedding."""
 
     size: Size
     found: Embedding
@@ -35,23 +35,23 @@ class Derived(NamedTuple):
 
 
 def single_axis(found: Embedding) -> bool:
-    """Return whether each channel of an embedding varies along one axis only, as sines and cosines of rows and columns do."""
+    """Return whether every channel of an embedding varies along rows only or columns only, as sines and cosines of them do."""
     rows, columns = (found.patches.std(axis, correction=0).amax(0) for axis in (0, 1))
     scale = found.patches.std().clamp(min=1e-9)
     return bool((torch.minimum(rows, columns) < 1e-3 * scale).all())
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two embeddings as a share of the standard deviation; inf if their shapes differ."""
+    """Return the largest difference of two embeddings, divided by the standard deviation of `b`; inf if their shapes differ."""
     if a.shape != b.shape:
         return math.inf
     return float((a.float() - b.float()).abs().max() / b.float().std().clamp(min=1e-9))
 
 
 def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
-    """Return the parameter that an embedding is made of, as a map [h, w, C]; None if it is no map.
+    """Return the parameter or buffer that an embedding is made of, as a map [h, w, C]; None if it is no map, or not known.
 
-    A sequence of rows is read as a map of `grid`, after rows of prefix tokens.
+    A sequence of rows is read as a map of `grid` (h, w), after rows of prefix tokens.
     """
     value = {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(found.parameter)
     channels = found.patches.shape[-1]
@@ -68,10 +68,11 @@ def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
 
 
 def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list[Derived]:
-    """Return every embedding at every size, with the rule by which it follows from its master.
+    """Return every embedding at every size, with the rule by which it follows from its master; embeddings are paired by number.
 
-    The master is the model's parameter if the embedding at the native size follows from it, else the embedding at that size.
-    `native` is the image size that the model was built for, examined or not; `model` has the parameters of that size.
+    The master is the model's parameter if the embedding at the native size follows from it, else the embedding at that size;
+    without either, master and rule are None. `native` is the image size that the model was built for, examined or not; `model`
+    has the parameters of that size.
     """
     found = []
     for number in range(min(len(one.embeddings) for one in surveys.values())):
@@ -88,7 +89,10 @@ def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list
 
 
 def resampled(master: Embedding, found: Embedding) -> Resampled:
-    """Return the rule by which `found` follows from `master`: a right one, one that moves patch centers, or a common error."""
+    """Return the rule by which `found` follows from `master`: a right one, one that moves patch centers, or a common error.
+
+    The first within SAME_ROWS is taken, in this order; the kind is "" if none is.
+    """
     nearest = math.inf
     for kind, rules in (("right", right_rules), ("centers", _off_center), ("error", _errors)):
         for rule, expected in rules(master, found.grid):
@@ -100,7 +104,7 @@ def resampled(master: Embedding, found: Embedding) -> Resampled:
 
 
 def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object) -> Tensor:
-    """Return an embedding [h0, w0, C] at another grid, [h, w, C], by F.interpolate.
+    """Return an embedding [h0, w0, C] at another grid, [h, w, C], by F.interpolate with the keywords `how`.
 
     With an `offset` it is called with scale factors, (h + offset) / h0 and (w + offset) / w0, instead of the size.
     """
@@ -114,12 +118,12 @@ def interpolated(native: Tensor, grid: Size, offset: float = 0.0, **how: object)
 
 
 def _of_square(master: Embedding, grid: Size, **how: object) -> Tensor:
-    """Return an embedding resampled to a square of the longer side and cropped, as NaFlexViT and RADIO do."""
+    """Return an embedding resampled to a square of the longer side and cropped to `grid` (h, w), as NaFlexViT and RADIO do."""
     return interpolated(master.patches, (max(grid), max(grid)), **how)[: grid[0], : grid[1]]
 
 
 def right_rules(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
-    """Yield (rule, the embedding [h, w, C] that it makes of the master) for every right rule."""
+    """Yield (rule in words, the embedding [h, w, C] that it makes of the master on `grid`) for every rule that is right."""
     if grid == master.grid:
         yield "unchanged", master.patches
         return
@@ -135,7 +139,7 @@ def right_rules(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
 
 
 def _off_center(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
-    """Yield (rule, embedding [h, w, C]) for rules that move the centers of patches."""
+    """Yield (rule in words, embedding [h, w, C]) for rules that move patch centers: align_corners, or inexact scale factors."""
     for mode in MODES:
         corner = interpolated(master.patches, grid, mode=mode, align_corners=True)
         name = f"{mode} with align_corners, which puts the outer patches at the borders"
@@ -148,7 +152,7 @@ def _off_center(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
 
 
 def _errors(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
-    """Yield (error, embedding [h, w, C]) for common errors: rows cut, zeros added, axes exchanged, a square assumed."""
+    """Yield (error, embedding [h, w, C]) for errors: rows cut, zeros added, axes exchanged or reversed, a square assumed."""
     count, other = grid[0] * grid[1], grid[::-1]
     rows = torch.cat((master.prefix.to(master.patches), master.patches.flatten(0, 1)))
     for first in dict.fromkeys((len(master.prefix), *range(len(master.prefix) + 1))):

@@ -22,7 +22,7 @@ _FLAT = 1e-4  # radians; a step below it is none: the slowest band of a base of 
 
 
 class Identity(NamedTuple):
-    """The position that one module of a model adds, with its kind and details."""
+    """The position that one module of a model adds: its kind, and {name: value} of details such as the base of frequencies."""
 
     where: str
     kind: str  # "rope_axial", "table", "absolute", ... or "none"
@@ -33,10 +33,10 @@ class Identity(NamedTuple):
 
 
 def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Derived]) -> list[Identity]:
-    """Return the encodings of a model, from surveys at several image sizes, in which those of the first size are named.
+    """Return the encodings of a model: those at the first size of `surveys`, whose keys are (h, w) in pixels.
 
-    "none" means that equal patches give equal queries and keys, without a bias. Any other position that is seen but not named
-    is "not identified".
+    The other sizes show units and resampling. "none" means that equal patches give equal queries and keys, without a bias. Any
+    other position that is seen but not named is "not identified". `embeddings` are those of `derived`.
     """
     first, *others = surveys.values()
     found = [_embedding(one, embeddings) for one in embeddings if one.size == first.size]
@@ -50,13 +50,13 @@ def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Der
 
 
 def summary(found: list[Identity]) -> list[str]:
-    """Return a line for each different encoding, with the number of layers that have it."""
+    """Return a line of text for each different encoding, ending with the number of modules that have it if they are several."""
     counts = Counter(str(one) for one in found)
     return [text if n == 1 else f"{text} ({n} layers)" for text, n in counts.items()]
 
 
 def _attention(found: Located, others: list[Located], model: nn.Module) -> list[Identity]:
-    """Return the encodings in one attention; `others` are the same attention at other sizes."""
+    """Return the encodings in one attention ("none" for windows without any); `others` are the same layer at other sizes."""
     made, details = [], _windows(found)
     if found.rotation is not None:
         made.append(Identity(found.where, *named_rotation(found.rotation, [other.rotation for other in others])))
@@ -69,7 +69,7 @@ def _attention(found: Located, others: list[Located], model: nn.Module) -> list[
 
 
 def _windows(found: Located) -> dict[str, Any]:
-    """Return {"window": ..., "shift": ...} as text for attention in windows, {} for global attention."""
+    """Return {"window": "7x7", "shift": "3x3"} of attention in windows, without "shift" if it is 0; {} for global attention."""
     slots = window_slots(found)
     if slots is None or (found.windows == 1 and found.tokens.shape[1] == found.grid[0] * found.grid[1]):
         return {}
@@ -88,7 +88,8 @@ def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tu
 
     Returns:
         The kind ("rope_axial", "rope_normalized", "rope_mixed", "rope over the number of the token", "rotation of no pairs" or
-        "none") and its details: pairs, and by kind heads, first, base, unit.
+        "none") and its details: pairs (key of PAIRS), and by kind heads ("one for all" or "each its own"), first (the axis of
+        the first pair, "y" or "x"), base, unit.
     """
     if not turn.pairs:
         return "rotation of no pairs", {}
@@ -114,7 +115,10 @@ def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tu
 
 
 def frequency_base(steps: Tensor) -> float:
-    """Return the base of frequencies base^(-t/n) from n angles per step in their order; 0 if they are no geometric series."""
+    """Return the base b of frequencies b^(-t/n) from n angles per step in their order; 0 if they are no geometric series.
+
+    Angles of 0 are dropped first. Fewer than three are no series.
+    """
     found = steps[steps.abs() > _FLAT].abs().double()
     if len(found) < 3:
         return 0.0
@@ -125,7 +129,10 @@ def frequency_base(steps: Tensor) -> float:
 
 
 def _unit(turn: Rotation, others: list[Rotation]) -> str:
-    """Return what positions are measured in, patches or a share of the grid, as the change of angles with the grid shows."""
+    """Return what positions are measured in, as the change of angles with the grid shows: "patches", or a share of the grid.
+
+    A share is one of "height and width" or of the "longer side"; "another" if none fits.
+    """
     bands = turn.steps[0][0]
     slow = [int((axis.abs() + 9 * (axis.abs() < _FLAT)).argmin()) for axis in bands]  # the slowest band cannot exceed pi
     for name, of in (("patches", lambda n, g: 1.0), ("height and width", lambda n, g: n), ("longer side", lambda n, g: max(g))):
@@ -140,7 +147,10 @@ def _unit(turn: Rotation, others: list[Rotation]) -> str:
 
 
 def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a bias and its details, from its values by offset."""
+    """Return the kind of a bias and its details, from its values by offset and the model's parameters.
+
+    Kinds are "decomposed" and "shaw" (depend on content), those of `_of_distance`, "factorized", "cpb" and "table".
+    """
     if rows.content > SAME:
         kind = "decomposed" if _separates(rows.by_offset) else "shaw"
         return kind, {"biases": "depend on queries or keys"}
@@ -157,14 +167,14 @@ def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 def _offsets(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dy and dx of every entry of a table [H, 2h-1, 2w-1]."""
+    """Return dy and dx, each [2h-1, 2w-1], of the entries of a table [H, 2h-1, 2w-1]."""
     h, w = (n // 2 for n in table.shape[1:])
     y, x = torch.meshgrid(torch.arange(-h, h + 1), torch.arange(-w, w + 1), indexing="ij")
     return y.double(), x.double()
 
 
 def _of_distance(table: Tensor) -> str:
-    """Return a name, such as "alibi (L1)" or "log_decay", if every head's bias follows from a distance so, otherwise ""."""
+    """Return a name, such as "alibi (L1)" or "log_decay", if the bias of every head is such a function of distance, else ""."""
     y, x = _offsets(table)
     distances = {"euclidean": (y**2 + x**2).sqrt(), "L1": y.abs() + x.abs(), "squared": y**2 + x**2}
     seen = ~table.isnan().any(0)
@@ -188,7 +198,7 @@ def _of_distance(table: Tensor) -> str:
 
 
 def _separates(table: Tensor) -> bool:
-    """Return whether a bias is the sum of one of the rows and one of the columns."""
+    """Return whether a table [H, 2h-1, 2w-1], or its middle if offsets are unseen (NaN), is a function of dy plus one of dx."""
     if bool(table.isnan().any()):
         h, w = (n // 4 for n in table.shape[1:])
         table = table[:, h : -h or None, w : -w or None]
@@ -199,7 +209,7 @@ def _separates(table: Tensor) -> bool:
 
 
 def _memory(rows: Bias, model: nn.Module) -> str:
-    """Return the sign of the offsets in a parameter that holds the table: "query - key", "key - query", or "" if none does."""
+    """Return how a parameter that holds the table counts offsets: "query - key", "key - query", or "" if none holds it."""
     heads, (height, width) = len(rows.by_offset), rows.by_offset.shape[1:]
     table = rows.by_offset.flatten(1)
     seen = ~table.isnan().any(0)
@@ -214,7 +224,7 @@ def _memory(rows: Bias, model: nn.Module) -> str:
 
 
 def _embedding(first: Derived, all_sizes: list[Derived]) -> Identity:
-    """Return the identity of an embedding: sines and cosines, or a learned one with the rule of its resampling."""
+    """Return the identity of an embedding: "sincos", or "absolute" with the rule of its resampling (at any size), if known."""
     if single_axis(first.found):
         return Identity(first.found.where, "sincos", {})
     same = [one.how for one in all_sizes if one.found.where == first.found.where and one.how is not None]

@@ -22,7 +22,10 @@ PAIRS = {"half": "channels p and p + D/2", "interleaved": "channels 2p and 2p + 
 
 @dataclass
 class Located:
-    """One attention at one image size, with the position of its tokens in the image."""
+    """One attention at one image size, with the position of its tokens in the image.
+
+    B constant passes give all tokens the same content; W windows, H heads, N slots of a window, D channels of a head.
+    """
 
     where: str  # path of the module
     grid: Size  # tokens (h, w) of the image here
@@ -42,29 +45,29 @@ class Located:
 
     @property
     def places(self) -> Tensor:
-        """[W, N, 2]: row and column of the token in each slot, without meaning where `tokens` is -1."""
+        """[W, N, 2]: row and column in the image of the token in each slot, without meaning where `tokens` is -1."""
         at = self.tokens.clamp(min=0)
         return torch.stack((at // self.grid[1], at % self.grid[1]), -1)
 
     @functools.cached_property
     def visible(self) -> Tensor:
-        """[W, N, N] bool: pairs that no head hides."""
+        """[W, N, N] bool: pairs (query, key) that at least one head does not mask."""
         logits = self.logits[0].amax(1)  # [W, N, N]
         return logits >= logits.amax(-1, keepdim=True) + HIDDEN
 
     @functools.cached_property
     def rotation(self) -> "Rotation | None":
-        """The rotation of queries and keys; None if queries are the same at all patches."""
+        """The rotation of queries and keys; None if neither differ between patches, or slots of windows have no known order."""
         return rotation(self)
 
     @functools.cached_property
     def bias(self) -> "Bias | None":
-        """The bias by offset; None if all visible logits are equal."""
+        """The bias by offset (query minus key); None if all visible logits are equal, or no pair of patches is visible."""
         return bias(self)
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys in one attention, read from its tokens."""
+    """The rotation of queries and keys in one attention, read from its tokens; H heads, P pairs of channels."""
 
     pairs: str  # key of PAIRS; "" if the norm of no pairing is the same for all tokens, so it is no rotation
     norms: float  # largest change of the norm of a pair over tokens, as a share of it, for the best pairing
@@ -87,7 +90,7 @@ class Bias(NamedTuple):
 
 
 def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
-    """Measure the rotation of an attention; None if its queries are the same at all patches. `order` is that of `maps`."""
+    """Measure the rotation of an attention; None as for `Located.rotation`. `order` is that of `maps`."""
     if found.window is None:
         return None
     query, key = (maps(found, part, order) for part in (found.query, found.key))  # [B, H, h, w, D]
@@ -108,24 +111,24 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
 
 
 def pairing(found: Located) -> str:
-    """Return the key of PAIRS by which queries and keys are nearest to rotated ones."""
+    """Return the key of PAIRS for which the norms of pairs of channels vary least over the tokens, in queries and keys."""
     scores = _scores(maps(found, found.query), maps(found, found.key))
     return min(scores, key=lambda name: scores[name])
 
 
 def _scores(query: Tensor, key: Tensor) -> dict[str, float]:
-    """Return {pairing: largest change of the norm of a pair} over tokens, for maps [B, H, h, w, D]."""
+    """Return {key of PAIRS: largest change of a pair's norm over tokens, share of the mean}, for maps [B, H, h, w, D]."""
     return {name: max(_norm_change(as_pairs(part, name)) for part in (query, key)) for name in _patterns(query.shape[-1])}
 
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
-    """Return the mean steps [H, 2 (down, right), P] of an attention's queries in radians, for channels paired as in PAIRS."""
+    """Return the mean steps [H, 2 (down, right), P] of queries in radians; `pairs`, of PAIRS, says which channels are paired."""
     turned = as_pairs(maps(found, found.query), pairs)
     return torch.stack([phase_step(turned, axis)[0] for axis in (2, 3)], 1)
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two tensors of angles modulo 2 pi, 0 to pi; inf if their shapes differ."""
+    """Return the largest difference of two tensors of angles modulo 2 pi, 0 to pi, NaN left out; inf if their shapes differ."""
     if a.shape != b.shape:
         return math.inf
     return float(torch.atan2((a - b).sin(), (a - b).cos()).abs().nan_to_num(0).max())
@@ -134,7 +137,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 def transposed_order(found: Located) -> dict[str, Tensor]:
     """Return {error: order for `maps`}: where tokens would lie by common errors, the token's index [h, w] at each place.
 
-    It is empty for windows and with padding.
+    The map of exchanged height and width is [w, h]. The result is {} for windows and with padding.
     """
     h, w = found.grid
     if found.windows > 1 or found.tokens.shape[1] != h * w + found.prefix:
@@ -147,7 +150,7 @@ def transposed_order(found: Located) -> dict[str, Tensor]:
 
 
 def _places(y: Tensor, x: Tensor, grid: Size) -> Tensor:
-    """Return the index [h, w] of the token at each place, from the row and the column of each token."""
+    """Return the index [h, w] of the token at each place of `grid` (h, w), from row `y` and column `x` of each token."""
     order = torch.empty(grid, dtype=torch.long)
     order[y, x] = torch.arange(len(y))
     return order
@@ -156,7 +159,7 @@ def _places(y: Tensor, x: Tensor, grid: Size) -> Tensor:
 def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
     """Return values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of several windows, those of the first full one.
 
-    `order` [h, w] is the index of the token at each place, None for row by row.
+    `order` [h, w] is the index of the token at each place, None for row by row; windows ignore it.
     """
     window = window_slots(found) if found.windows > 1 else None
     if window is not None:
@@ -176,7 +179,7 @@ def aligned(found: Located, slots: Tensor) -> Tensor:
 
 
 def window_slots(found: Located) -> tuple[Size, Tensor] | None:
-    """Return the (h, w) of the window and the (row, column) of each slot [N, 2]; None if slots have no such order."""
+    """Return the (h, w) of the window and the (row, column) of each slot [N, 2]; None without this order, or with a prefix."""
     if found.window is None or found.prefix:
         return None
     (h, w), slot = found.window, torch.arange(found.tokens.shape[1])
@@ -187,7 +190,7 @@ def window_slots(found: Located) -> tuple[Size, Tensor] | None:
 
 
 def _columns(found: Located) -> int:
-    """Return the slots in a column of a window whose slots follow each other column by column; 0 if they do not."""
+    """Return how many slots make a column of a window whose slots follow each other column by column; 0 if they do not."""
     height = line_length(found.tokens, lambda token: token % found.grid[1])
     return height if height > 1 and found.tokens.shape[1] % height == 0 else 0
 
@@ -201,17 +204,17 @@ def by_columns(found: Located) -> bool:
 
 
 def _varies(values: Tensor) -> float:
-    """Return the largest difference between tokens of [B, H, h, w, D], as a share of the largest value."""
+    """Return the largest difference of a token from the first one in [B, H, h, w, D], as a share of the largest value."""
     return float((values - values[:, :, :1, :1]).abs().max() / values.abs().max().clamp(min=1e-20))
 
 
 def _patterns(width: int) -> list[str]:
-    """Return the keys of PAIRS that are possible for heads of this width."""
+    """Return the keys of PAIRS that are possible for heads of `width` channels."""
     return [name for name, n in (("half", 2), ("interleaved", 2), ("quarter", 4)) if width % n == 0]
 
 
 def as_pairs(values: Tensor, pattern: str) -> Tensor:
-    """Return channels [..., D] as complex numbers [..., D/2], paired by a key of PAIRS."""
+    """Return channels [..., D] as complex numbers [..., D/2] in float64; `pattern`, a key of PAIRS, says which are paired."""
     values = values.double()
     if pattern == "interleaved":
         return torch.view_as_complex(values.unflatten(-1, (-1, 2)).contiguous())
@@ -223,14 +226,17 @@ def as_pairs(values: Tensor, pattern: str) -> Tensor:
 
 
 def _norm_change(turn: Tensor) -> float:
-    """Return the largest change of a pair's norm over the tokens of [B, H, h, w, P], as a share of the mean norm."""
+    """Return the largest change of a pair's norm over the tokens of complex [B, H, h, w, P], as a share of the mean norm."""
     norm = turn.abs()
     change = norm.amax((2, 3)) - norm.amin((2, 3))
     return float(change.max() / norm.mean())
 
 
 def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Return the mean angle [H, P] between neighbors along an axis of [B, H, h, w, P], and the largest deviation from it."""
+    """Return the mean angle [H, P] between neighbors along an axis of complex [B, H, h, w, P], and the largest deviation.
+
+    Both are in radians, NaN and 0 along an axis of length 1.
+    """
     n = turn.shape[axis]
     if n < 2:
         shape = turn.shape[1:2] + turn.shape[-1:]
@@ -243,13 +249,13 @@ def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_content(found: Located, side: int) -> Tensor | None:
-    """Return the queries (side 0) or keys (side 1) [B, H, D] before they are rotated; None if these are not known."""
+    """Return the queries (side 0) or keys (side 1) [B, H, D], alike for all tokens, before rotation; None if not known."""
     unrotated = found.unrotated[side]
     return None if unrotated is None else unrotated[:, 0, :, -1]
 
 
 def _prefix(found: Located) -> float:
-    """Return the largest change of a prefix token by a rotation, as a share of its norm; NaN if that is not known."""
+    """Return the largest change of a prefix token by a rotation, as a share of its norm; NaN if unknown or there is none."""
     plains = [plain_content(found, side) for side in (0, 1)]
     if not found.prefix or any(plain is None for plain in plains):
         return math.nan
@@ -265,7 +271,7 @@ def bias(found: Located, order: Tensor | None = None) -> Bias | None:
     """Measure the bias of an attention by offset: the middle between the largest and the smallest logit of each offset.
 
     In windows, pairs whose offset in the image is not that in the window are left out. The result is None if all visible logits
-    are equal.
+    are equal, or no pair of patches is visible.
 
     Args:
         found: the attention, with logits without content.
@@ -306,7 +312,7 @@ def bias(found: Located, order: Tensor | None = None) -> Bias | None:
 
 
 def _prefix_bias(found: Located, scale: float) -> float:
-    """Return the largest difference over patches of the bias between a prefix token and patches, as a share of `scale`."""
+    """Return the largest difference over patches of a prefix token's bias to or from them, as a share of `scale`, or 0.0."""
     if not found.prefix:
         return 0.0
     first, rest = found.tokens[0] < 0, found.tokens[0] >= 0

@@ -15,7 +15,11 @@ from vitrel.conformance.vectors import CHANNELS, given
 
 
 def like(examined: Examined) -> Iterator[Finding]:
-    """angle, bias, window, mask and embedding of each layer are those of the same layer of the reference."""
+    """angle, bias, window, mask and embedding of each layer are those of the same layer of the reference.
+
+    Attention is compared at the first size, in order; other numbers of layers are the only finding. Raises NotApplicableError
+    without a reference.
+    """
     other = examined.reference
     if other is None:
         raise NotApplicableError("no reference model (like)")
@@ -39,7 +43,7 @@ def like(examined: Examined) -> Iterator[Finding]:
 
 
 def _rotation(one: Rotation | None, other: Rotation | None) -> str:
-    """Return how a rotation differs from the reference's, "" if it does not."""
+    """Return in words how a rotation (None: there is none) differs from that of the reference, `other`; "" if it does not."""
     if one is None or other is None:
         return "" if one is other else f"rotation: {'missing' if one is None else 'not in the reference'}"
     if one.pairs != other.pairs:
@@ -70,7 +74,7 @@ def _rotation(one: Rotation | None, other: Rotation | None) -> str:
 
 
 def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Module]) -> str:
-    """Return how a bias differs from the reference's, "" if it does not; where a bias depends on content, its kind counts."""
+    """Return in words how a bias differs from the reference's, "" if it does not; if one depends on content, only by kind."""
     if one is None or other is None:
         return "" if one is other else f"bias: {'missing' if one is None else 'not in the reference'}"
     a, b = one.by_offset, other.by_offset
@@ -91,14 +95,14 @@ def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Modu
 
 
 def _window(one: Located, other: Located) -> str:
-    """Return how windows or masks differ from the reference's, "" if they do not."""
+    """Return in words how the tokens of windows, or masks, differ from those of the reference, `other`; "" if they do not."""
     if one.tokens.shape != other.tokens.shape or not torch.equal(one.tokens, other.tokens):
         return "windows: they hold other tokens"
     return "" if torch.equal(one.visible, other.visible) else "mask: other pairs are hidden"
 
 
 def _embeddings(examined: Examined, other: Examined) -> Iterator[Finding]:
-    """Yield the comparison of each embedding with the reference's at every size."""
+    """Yield a finding for each embedding at each size, against the reference `other`, or one if their numbers differ."""
     if len(examined.embeddings) != len(other.embeddings):
         first, second = (len(e.surveys[examined.sizes[0]].embeddings) for e in (examined, other))
         where = f"image of {format_size(examined.sizes[0])} px"

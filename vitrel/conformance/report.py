@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     definition: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values; `vectors` with tensors as {"dtype", "shape", "data"}."""
+        """Return {field: value} for JSON; `vectors`, of a report, with tensors as {"dtype", "shape", "data"}."""
         return self._asdict() | {"vectors": self.vectors and self.vectors.to_dict()}
 
 
@@ -75,7 +75,10 @@ class Report:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as numbers, strings, lists and dictionaries, with the versions of torch and timm."""
+        """Return the report as plain values for JSON, with the versions of torch and timm.
+
+        "passed" is {check: what `held` has, else {}}, "not_applicable" is `skipped`; other keys are names of fields.
+        """
         about = {"model": self.model, "sizes": [list(size) for size in self.sizes], "encodings": self.encodings}
         findings = [finding.to_dict() for finding in self.findings]
         passed = {name: self.held[name].to_dict() if name in self.held else {} for name in self.passed}

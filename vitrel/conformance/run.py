@@ -40,13 +40,13 @@ def check(
     Args:
         model: any module that takes images [B, C, height, width], a name of timm.create_model, or a Python import path
             ("package.module:function") of a module or of what returns one.
-        sizes: of images in pixels, ints or (height, width): two with height and width exchanged, then others. Default: 6 x 8
-            and 8 x 6 patches, and the native size up to 1,024 patches.
+        sizes: of images in pixels, ints or (height, width): two with height and width exchanged, then others; a single one that
+            is not square is examined exchanged too. Default: 6 x 8 and 8 x 6 patches, and the native size up to 1,024 patches.
         like: a reference model whose position must be the same; for a port, with the same weights.
-        expect: the kind that must be identified, for example "rope_axial".
-        checks: names of checks to run; default all.
+        expect: the kind that must be identified, for example "rope_axial"; the report then has a check "expect".
+        checks: names of checks to run; default all ("like" only with a reference).
         progress: called before each step with its name.
-        options: arguments of timm.create_model, or of the function, for a name.
+        options: arguments of timm.create_model, or of the function, for a name; those of `like` too, if that is a name.
 
     Raises:
         ValueError: a name is unknown, a size is not positive whole numbers, or the model takes no size that can be tried.
@@ -99,7 +99,10 @@ def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size]
 
 
 def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, ...]:
-    """Return the sizes to examine: those given (a single one also with height and width exchanged), or the default ones."""
+    """Return the sizes to examine: those given (a single one also with height and width exchanged), or the default ones.
+
+    The default are `sizes_of` and the native size up to MOST_TOKENS patches. ValueError if the model does not take a size.
+    """
     if given is not None:
         found = tuple(dict.fromkeys(checked_size(size) for size in given))
         for size in found:
@@ -118,7 +121,7 @@ def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, 
 
 
 def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], None]) -> Examined:
-    """Survey the model at the sizes, calling `say` with each step."""
+    """Run `survey` at each size, the native one first, calling `say` with a text before each."""
     native, surveys = trained_size(subject.model), {}
     for size in sorted(sizes, key=lambda size: size != native):  # the native one first
         say(f"{subject.name} at {format_size(size)} px")
@@ -127,7 +130,7 @@ def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], Non
 
 
 def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding], str]:
-    """Run a check and return its findings, its comparisons that hold, and why it is not applicable ("" if it is).
+    """Run a check; return its findings (merged), comparisons that hold and have numbers, and why it is not applicable, or "".
 
     An error of the model makes a check not applicable only where the check runs the model.
     """
@@ -146,18 +149,18 @@ def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding
 
 
 def _resolved(finding: Finding) -> Finding:
-    """Return the finding with its numbers in place of the function that makes them."""
+    """Return the finding with the `Vectors` themselves in place of the function that makes them."""
     return finding._replace(vectors=finding.vectors and finding.vectors())
 
 
 def _named(finding: Finding, model: str) -> Finding:
-    """Return the finding with the definition of its check, and with the model as its place if it has none."""
+    """Return the finding with `definition`, the first paragraph of its check's docstring; an empty `where` becomes `model`."""
     definition = (CHECKS[finding.check].__doc__ or "").partition("\n\n")[0]
     return finding._replace(where=finding.where or model, definition=definition)
 
 
 def _merged(findings: Any, model: str) -> list[Finding]:
-    """Return one finding for each expectation of a check: that of the first layer and size, with the number of other layers."""
+    """Return one finding for each (check, expected): the first, whose `where` also counts the other layers that have it."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.check, finding.expected), []).append(_named(finding, model))
@@ -170,7 +173,10 @@ def _merged(findings: Any, model: str) -> list[Finding]:
 
 
 def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Finding]:
-    """Return the findings, the first with the smallest grid of _SMALLER that shows it, if the model takes smaller ones."""
+    """Return the findings, the first with the smallest grid of _SMALLER that shows it, if the model takes smaller ones.
+
+    Those are tried if the model is not changed for a size, within _SECONDS; input, found and vectors are then of that grid.
+    """
     subject, unit = examined.subject, examined.subject.unit()
     start = time.monotonic()
     for grid in _SMALLER:

@@ -22,7 +22,7 @@ OUTPUT = 1e-3  # share of the standard deviation of outputs: float32 in another 
 
 
 def _same(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two outputs as a share of the standard deviation of the first; inf if shapes differ."""
+    """Return the largest difference of two outputs, divided by the standard deviation of `a`; inf if their shapes differ."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
@@ -30,7 +30,7 @@ def _same(a: Tensor, b: Tensor) -> float:
 
 
 def _small(subject: Subject) -> list[Size]:
-    """Return [size] of an image of 2 x 2 patches, smaller than many windows, or [] if the model does not take it."""
+    """Return [size] in pixels of an image of 2 x 2 patches, smaller than many windows, or [] if the model does not take it."""
     size = 2 * subject.unit(), 2 * subject.unit()
     return [] if subject.refusal(size) else [size]
 
@@ -38,7 +38,8 @@ def _small(subject: Subject) -> list[Size]:
 def cache(examined: Examined) -> Iterator[Finding]:
     """model(b) after model(a) = model(b) of a model that ran nothing before.
 
-    A model fails that stores tables or masks of one image size and uses them at another.
+    a and b are images of two sizes. A model fails that stores tables or masks of one size and uses them at another. Raises
+    NotApplicableError if it is built for one size, or no two sizes have height and width exchanged.
     """
     if not examined.one_module:
         raise NotApplicableError("the model is built for one size; another one is another module")
@@ -64,7 +65,8 @@ def cache(examined: Examined) -> Iterator[Finding]:
 def state(examined: Examined) -> Iterator[Finding]:
     """model(native) after other sizes = model(native) before, and no weight has changed.
 
-    Parameters that `set_input_size` resamples are restored first, since after two resamplings they are others.
+    native is an image of the size that the model was built for. Parameters that `set_input_size` resamples are restored first,
+    since after two resamplings they are others. Raises NotApplicableError if that size was not examined, or is the only one.
     """
     native, subject = examined.native, examined.subject
     if native is None:
@@ -105,7 +107,7 @@ def state(examined: Examined) -> Iterator[Finding]:
 def batch(examined: Examined) -> Iterator[Finding]:
     """model((a, b)) = (model(a), model(b)).
 
-    A model fails in which the images of a batch depend on each other.
+    a and b are images of the first size. A model fails in which the images of a batch depend on each other.
     """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size, 2, seed=1)
@@ -119,7 +121,10 @@ def batch(examined: Examined) -> Iterator[Finding]:
 
 
 def dtype(examined: Examined) -> Iterator[Finding]:
-    """model.double()(image) = model(image), and angles and biases under autocast to bfloat16 are those of float32."""
+    """model.double()(image) = model(image), and angles and biases under autocast to bfloat16 are those of float32.
+
+    Raises NotApplicableError if the model does not run under autocast.
+    """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size)
     expected, where = subject.output(model, images), f"image of {format_size(size)} px"
@@ -144,7 +149,7 @@ def dtype(examined: Examined) -> Iterator[Finding]:
 
 
 def _low_precision(examined: Examined, low: Survey, where: str) -> Iterator[Finding]:
-    """Yield the comparison of angles and biases in a survey in low precision with those in float32."""
+    """Yield findings where angles or biases in `low`, a survey under autocast, differ from float32; `where` is their input."""
     for (_, one, turn, rows), other in zip(examined.measured(low.size), low.attentions, strict=False):
         if turn is not None and turn.pairs:
             lost, steps = other.rotation is None, in_pairs(other, turn.pairs)
@@ -163,7 +168,10 @@ def _low_precision(examined: Examined, low: Survey, where: str) -> Iterator[Find
 
 
 def device(examined: Examined) -> Iterator[Finding]:
-    """model.to(device)(image.to(device)) runs after a pass on the CPU; the meta device stands for another one."""
+    """model.to(device)(image.to(device)) runs after a pass on the CPU; the meta device stands for another one.
+
+    Yields a finding only if it fails. Raises NotApplicableError if the model fails there for another reason than the device.
+    """
     subject, size = examined.subject, examined.sizes[0]
     model = subject.at(size)
     subject.output(model, subject.images(size))  # what it caches is on the first device
@@ -182,10 +190,7 @@ def device(examined: Examined) -> Iterator[Finding]:
 def compiled(examined: Examined) -> Iterator[Finding]:
     """torch.compile(model)(image) = model(image), with one graph for each size and without code generation.
 
-    Both sizes are checked if one module takes both, else the first.
-
-    Raises:
-        NotApplicableError: the model does not compile.
+    Both sizes are checked if one module takes both, else the first. Raises NotApplicableError if the model does not compile.
     """
     subject = examined.subject
     sizes = examined.sizes[:2] if examined.one_module else examined.sizes[:1]
@@ -205,7 +210,10 @@ def compiled(examined: Examined) -> Iterator[Finding]:
 
 
 def exported(examined: Examined) -> Iterator[Finding]:
-    """torch.export.export(model).module()(image) = model(image), for one size."""
+    """torch.export.export(model).module()(image) = model(image), for one size.
+
+    Raises NotApplicableError if the model does not export.
+    """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size)
     expected = subject.output(model, images)
@@ -223,7 +231,7 @@ def exported(examined: Examined) -> Iterator[Finding]:
 
 
 class _Plain(nn.Module):
-    """A module that takes images only and returns the first tensor of a model."""
+    """A module that takes images only and returns the first tensor that `model` returns for them."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

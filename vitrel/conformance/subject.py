@@ -17,7 +17,10 @@ _UNITS = (16, 14, 8, 32)  # pixels tried as the side of a patch where the model 
 
 
 class Subject:
-    """A copy of a model in float32 on the CPU, in evaluation mode; arguments and errors are those of `examinable`."""
+    """A copy of a model, a module or name, in float32 on the CPU, in evaluation mode and without gradients.
+
+    Arguments and errors are those of `vitrel.inspect.any_model.examinable`.
+    """
 
     def __init__(self, model: str | nn.Module, **options: Any):
         self.name = model if isinstance(model, str) else model_name(getattr(model, "_orig_mod", model))
@@ -25,24 +28,24 @@ class Subject:
         self._refusals: dict[Size, str] = {}
 
     def at(self, size: Size) -> nn.Module:
-        """Return a copy of the model for images of `size` (h, w) pixels; for other sizes than its own by `model_at_size`."""
+        """Return a copy of the model, set to images of `size` (h, w) pixels where it has to be; ValueError if that fails."""
         return model_at_size(copy.deepcopy(self.model), size)
 
     def takes_as_it_is(self, size: Size) -> bool:
-        """Return whether the model takes `size` without being changed for it."""
+        """Return whether the model runs on images of `size` (h, w) pixels without being changed for it."""
         return model_at_size(self.model, size) is self.model and not self.refusal(size)
 
     def output(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Return the first tensor that `model`, a copy of the subject's, returns for images, without gradients."""
+        """Return the first tensor, or the logits, that `model`, a copy of the subject's, returns for images, without gradients."""
         with torch.no_grad():
             return first_tensor(on_images(model)(images))
 
     def images(self, size: Size, batch: int = 1, seed: int = 0) -> Tensor:
-        """Return images [batch, channels, height, width] of `pseudo_random`, which any language can compute."""
+        """Return images [batch, channels, height, width] of `pseudo_random`: -1 to 1, a function of shape and `seed`."""
         return pseudo_random((batch, channels_of(self.model), *size), seed)
 
     def refusal(self, size: Size) -> str:
-        """Return the first line of the error that the model raises for images of `size`, "" if it takes them."""
+        """Run the model on an image of `size` (h, w) pixels, once; return the first line of its error, "" if it takes it."""
         if size not in self._refusals:
             try:
                 self.output(self.at(size), self.images(size))
@@ -52,7 +55,7 @@ class Subject:
         return self._refusals[size]
 
     def unit(self) -> int:
-        """Return the pixels that must divide an image's sides: the side of a patch, 16 where it is below 8 or not recognized.
+        """Return the number of pixels that must divide an image's sides: that of a patch, 16 if below 8 or not recognized.
 
         It is recognized in the first convolution, if its stride is its kernel.
         """
@@ -62,15 +65,16 @@ class Subject:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error, at most 200 characters."""
+    """Return the first line of an error's message, at most 200 characters, without the final period."""
     return reason(error)[:200]
 
 
 def sizes_of(subject: Subject) -> tuple[Size, Size]:
-    """Return two image sizes in pixels with height and width exchanged: 6 x 8 and 8 x 6 patches (or units).
+    """Return two image sizes in pixels with height and width exchanged: 6 x 8 and 8 x 6 patches.
 
-    With six patches the largest rotation between neighbors of a normalized encoding is below pi (DINOv3: 4 pi / 6), so that it
-    has one meaning. ValueError, with the model's reason, if it takes no such images.
+    If the model refuses them, patches of _UNITS are tried. With six patches the largest rotation between neighbors of a
+    normalized encoding is below pi (DINOv3: 4 pi / 6), so that it has one meaning. ValueError, with the model's reason, if it
+    takes no such images.
     """
     unit, refusal = subject.unit(), ""
     for side in dict.fromkeys((unit, *_UNITS)):

@@ -20,11 +20,11 @@ CONTENTS = 3  # constant passes, each with other contents, so that no single con
 
 
 class Unlocated(ValueError):
-    """The tokens of an attention cannot be placed on the image; the message gives the reason."""
+    """Raised where the tokens of an attention cannot be placed on the image; the message gives the reason."""
 
 
 class Embedding(NamedTuple):
-    """A position embedding that is added to tokens before the first attention."""
+    """A position embedding that is added to tokens before the first attention: a map of patches, rows of prefix tokens."""
 
     where: str
     grid: Size
@@ -35,7 +35,7 @@ class Embedding(NamedTuple):
 
 @dataclass
 class Survey:
-    """All position that forward passes at one image size show."""
+    """What forward passes at one image size show of position: attentions whose tokens could be placed on it, and embeddings."""
 
     size: Size  # of the image, (h, w) in pixels
     attentions: list[Located] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Survey:
 
 
 def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = None) -> Survey:
-    """Examine position in `model`, in float32 on the CPU, at images of `size` (h, w) pixels.
+    """Examine position in `model`, in float32 on the CPU, at images of `size` (h, w) pixels, by up to five forward passes.
 
     Raises what the model raises for the size. `call` runs the model on images; by default it is `on_images(model)`.
     """
@@ -86,7 +86,7 @@ def _alike(located: list[Attention], equal: list[Attention]) -> bool:
 
 
 def _groups(found: list[Attention]) -> list[list[int]]:
-    """Return the numbers of attentions that are one: a module may compute its windows in parts, from the same queries."""
+    """Return lists of indices into `found` that are one attention: a module may compute its windows in parts."""
     groups: list[list[int]] = []
     for number, one in enumerate(found):
         before = found[groups[-1][-1]] if groups else None
@@ -118,7 +118,7 @@ def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention
         raise Unlocated(f"the tokens of {first.where} are no grid of {size[0]}x{size[1]} pixels, each once")
 
     def passes(parts: list[Tensor | None]) -> Tensor | None:
-        """Return [B, W, H, ...] of all constant passes, one after another; None if one lacks it."""
+        """Return [B, W, H, ...] of the constant passes (B), each joined from its parts; None if one lacks it."""
         return None if any(part is None for part in parts) else call.unflattened(torch.cat(parts), len(fixed))  # type: ignore[arg-type]
 
     tokens = (call.tokens - call.grid.prefix).clamp(min=-1)

@@ -21,7 +21,7 @@ Later = Callable[[], "Vectors"]  # makes the numbers when a report takes them, s
 
 
 class Vectors(NamedTuple):
-    """The numbers of one comparison at one place of a model."""
+    """The numbers of one comparison at one place of a model: expected and seen values, and inputs of the expected ones."""
 
     expected: Tensor | None  # by the definition from the inputs; None where it names no values
     seen: Tensor | None  # in the model; None where it fails
@@ -45,17 +45,17 @@ def _plain(value: Any) -> Any:
 
 
 def given(expected: Tensor | None, seen: Tensor | None, **inputs: Any) -> Later | None:
-    """Return a function that makes the Vectors of numbers at hand, for a Finding; None without expected and seen values."""
+    """Return a function that makes the `Vectors` of these values, for a finding; None if expected and seen are both None."""
     return None if expected is None and seen is None else partial(Vectors, expected, seen, inputs)
 
 
 def outputs(expected: Tensor, seen: Tensor | None, images: Tensor, seed: int = 0) -> Later | None:
-    """Return a function that makes the Vectors of outputs for `images` of `pseudo_random`, told by their shape and `seed`."""
+    """Return a function that makes the `Vectors` of outputs for `images` of `pseudo_random`, told by their shape and `seed`."""
     return given(expected, seen, images={"shape": list(images.shape), "seed": seed})
 
 
 def pseudo_random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Return values between -1 and 1 that any language can compute: x = hash(index + seed * 1,000,003) / 2^31 - 1.
+    """Return float32 values between -1 and 1 that any language can compute: x = hash(index + seed * 1,000,003) / 2^31 - 1.
 
     The index counts in row-major order. The hash is n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16; n *= 0x45d9f3b; n ^= n >> 16,
     in unsigned 32 bits.
@@ -67,7 +67,7 @@ def pseudo_random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 def angles(found: Located, turn: Rotation) -> Vectors:
-    """Compare the angles of queries [h, w, P], in radians, with that of the first patch plus steps down and to the right.
+    """Return `Vectors` of the angles of queries [h, w, P] in radians: as seen, and of the first patch plus mean steps.
 
     They are those of the head that differs most, of P pairs of channels.
     """
@@ -88,7 +88,7 @@ def angles(found: Located, turn: Rotation) -> Vectors:
 
 
 def norms(found: Located, turn: Rotation) -> Vectors:
-    """Compare the lengths of queries in P pairs of channels [h, w, P] with those of the first patch, which rotation keeps.
+    """Return `Vectors` of the lengths of queries in P pairs of channels [h, w, P]: as seen, and those of the first patch.
 
     They are those of the head that differs most; the pairs are those of the rotation, or else the best pairing.
     """
@@ -99,7 +99,7 @@ def norms(found: Located, turn: Rotation) -> Vectors:
 
 
 def biases(found: Located, rows: Bias) -> Vectors:
-    """Compare the logits of the first window's patches [N, N] with by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1].
+    """Return `Vectors` of logits [N, N] of the first window: as seen, and by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1].
 
     They are those of the head that differs most; NaN where a mask hides the pair or the table has no such offset.
     """
@@ -117,24 +117,24 @@ def biases(found: Located, rows: Bias) -> Vectors:
 
 
 def rotated_prefix(found: Located) -> Vectors:
-    """Compare the queries of prefix tokens of all heads [H, P, D] with their content before rotation."""
+    """Return `Vectors` of queries of P prefix tokens [H, P, D]: as seen, and their content before rotation (None: unknown)."""
     plain, rows = plain_content(found, 0), found.query[0, 0][:, found.tokens[0] < 0]
     return Vectors(None if plain is None else plain[0][:, None].expand_as(rows), rows, {})
 
 
 def prefix_biases(found: Located) -> Vectors:
-    """Compare the logits of prefix tokens to patches [H, P, N]: all are expected to be those to the first patch."""
+    """Return `Vectors` of the logits of P prefix tokens to N patches, [H, P, N]; expected are those to the first patch."""
     rows = found.logits[0, 0][:, found.tokens[0] < 0][..., found.tokens[0] >= 0]
     return Vectors(rows[..., :1].expand_as(rows), rows, {})
 
 
 def position(turn: Rotation | None, rows: Bias | None) -> Vectors:
-    """Give what position an attention has, with no expected values: steps of the queries [H, 2, P], or else biases."""
+    """Return `Vectors` without expected values: steps of the queries [H, 2, P] in radians, or else biases [H, 2h-1, 2w-1]."""
     return Vectors(None, turn.steps[0] if turn is not None and turn.pairs else rows and rows.by_offset, {})
 
 
 def embedding(one: Derived) -> Vectors:
-    """Compare the first channels of an embedding [h, w, C] with its master resampled by the nearest right rule."""
+    """Return `Vectors` of the first channels of an embedding [h, w, C]: as seen, and its master by the nearest right rule."""
     found, master = one.found, one.master
     rules = [
         (difference(value.to(found.patches), found.patches), name, value) for name, value in right_rules(master, found.grid)
@@ -145,7 +145,7 @@ def embedding(one: Derived) -> Vectors:
 
 
 def window(found: Located, slots: Tensor, expected: Tensor) -> Vectors:
-    """Compare which slots of a window see each other [N, N] with `expected` [W, N, N], in the window with the most errors."""
+    """Return `Vectors` of which slots see each other, bool [N, N]: seen, and `expected` [W, N, N], in the worst window."""
     which = int((expected != found.visible).flatten(1).sum(1).argmax())
     about = {"grid": list(found.grid), "slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
     return Vectors(expected[which], found.visible[which], about)
