@@ -63,12 +63,12 @@ _WITH_POSITION = (AttentionPool2d, RotAttentionPool2d, BottleneckAttn, HaloAttn,
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """Return the adapter by which `any_size` exchanges modules of a timm model; None for a class that no adapter names."""
+    """Return the adapter by which `any_size` exchanges modules of a timm model; None if no adapter names its exact class."""
     return next((adapter for adapter in ADAPTERS if type(model) in adapter.models), None)
 
 
 def takes(model: nn.Module) -> bool:
-    """Return whether `any_size` takes a timm model: there is an adapter for it, or it is known to have no position."""
+    """Return whether `any_size` takes a timm model: there is an adapter for its class, or it is known to have no position."""
     if adapter_of(model) is not None:
         return True
     return _file(model) in WITHOUT_POSITION and not any(isinstance(part, _WITH_POSITION) for part in model.modules())
@@ -77,8 +77,9 @@ def takes(model: nn.Module) -> bool:
 def any_size(model: nn.Module) -> nn.Module:
     """Return a timm model that takes images of any size, with the parameters and state dict of `model`.
 
-    Its trunk is timm's; modules that hold position or assume an image size are exchanged for vitrel's (see `Adapter`). The
-    argument must not be used any more. A model without position is returned itself.
+    Its trunk is timm's; modules that hold position or assume an image size are exchanged for vitrel's (see `Adapter`). Forward
+    raises ValueError where `side_multiple` does not divide both sides. The argument must not be used any more, since both share
+    parameters and changed submodules. A model without position is returned itself.
 
     Raises:
         ValueError: no adapter is known, or a part of the model rules it out, for a reason in the message.
@@ -98,14 +99,14 @@ def any_size(model: nn.Module) -> nn.Module:
 
 
 def side_multiple(model: nn.Module) -> int:
-    """Return the number of pixels that must divide both sides of an image, for models that `any_size` returns; 0 for others."""
+    """Return how many pixels must divide both sides of an image of a model from `any_size`, 1 for any; 0 for other models."""
     if hasattr(model, "side_multiple"):
         return model.side_multiple  # type: ignore[return-value]
     return 1 if adapter_of(model) is None and takes(model) else 0  # without position: any_size returns it unchanged
 
 
 def _file(model: nn.Module) -> str:
-    """Return the name of the file in timm.models that defines the model's class, "" for other classes."""
+    """Return the name of the file in timm.models that defines the model's class, without ".py"; "" for other classes."""
     package, _, file = type(model).__module__.rpartition(".")
     return file if package == "timm.models" else ""
 
@@ -115,14 +116,18 @@ def _sized(
 ) -> tuple[Tensor, ...] | None:
     """Check the image's sides before a model's forward (a hook of torch); return new arguments for an export of any size.
 
-    There the sides are written as multiples, 32 * n, so that the sizes of all later maps are short expressions: a graph is
-    traced in seconds, not minutes, and has few conditions on the image but this one.
+    In such an export the sides are written as multiples, 32 * n, or the image is padded with zeros to whole patches, so that
+    the sizes of all later maps are short expressions: a graph is traced in seconds, not minutes, and has few conditions on the
+    image but this one. Otherwise the result is None, and under torch.compile nothing is checked.
 
     Args:
         model: of timm, whose forward follows.
         arguments: of its forward; the first is the image [B, C, H, W].
         multiple: number of pixels that must divide both sides.
         padded: (h, w) of a patch in pixels if the model pads images to whole patches, otherwise (1, 1).
+
+    Raises:
+        ValueError: `multiple` does not divide a side.
     """
     if torch.compiler.is_dynamo_compiling():  # of this function alone: its result would be a graph of its own
         return None

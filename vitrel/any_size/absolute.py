@@ -20,7 +20,11 @@ from vitrel.layers.patches import PatchEmbed
 
 
 class _Patches(AnySize):
-    """Mixin of models that start with timm's PatchEmbed and add an absolute embedding to its patches."""
+    """Mixin of models that start with timm's PatchEmbed and add an absolute embedding to its patches.
+
+    The PatchEmbed is set in place to return a map and to pad images of any size to whole patches; the embedding is resampled.
+    ValueError if the trained image size is no multiple of the patches.
+    """
 
     def adopted(self: Any, model: Any) -> None:
         embed = self.patch_embed
@@ -29,7 +33,7 @@ class _Patches(AnySize):
         embed.flatten, embed.strict_img_size, embed.dynamic_img_pad = False, False, True
 
     def _embedded(self: Any, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return the patches with their embedding, [B, h*w, C], and (h, w)."""
+        """Return the patches of an image plus the resampled absolute embedding, [B, h*w, C], and their grid (h, w)."""
         x = self.patch_embed(image)  # [B, C, h, w]
         size = x.shape[-2:]
         x = x.flatten(2).mT
@@ -39,7 +43,7 @@ class _Patches(AnySize):
 
 
 class Cait(_Patches, cait.Cait):
-    """timm's CaiT, for images of any size."""
+    """timm's CaiT, for images of any size, padded to whole patches: the absolute embedding is resampled to their grid."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x, _ = self._embedded(x)
@@ -48,7 +52,7 @@ class Cait(_Patches, cait.Cait):
 
 
 class GPSA(convit.GPSA):
-    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7), on tokens of any grid [B, h, w, C]."""
+    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7) over any map [B, h, w, C]; its position is evaluated there."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -65,13 +69,13 @@ class GPSA(convit.GPSA):
 
 @cached_geometry
 def _polynomial(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
-    """Return (dx, dy, dx^2 + dy^2), key minus query, of every offset of an h x w grid, [R, 3]."""
+    """Return (dx, dy, dx^2 + dy^2), key minus query in patches, of each offset class (see Grid), [R, 3] of the type `dtype`."""
     y, x = Grid(h, w).offsets(device=device).to(getattr(torch, dtype)).unbind(-1)
     return torch.stack((-x, -y, y * y + x * x), -1)
 
 
 class ConVit(_Patches, convit.ConVit):
-    """timm's ConViT, for images of any size; the class token joins after the gated layers, as in timm."""
+    """timm's ConViT, for images of any size: its embedding is resampled; the class token joins after the gated layers."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x, size = self._embedded(x)
@@ -84,7 +88,11 @@ class ConVit(_Patches, convit.ConVit):
 
 
 class CrossVit(AnySize, crossvit.CrossVit):
-    """timm's CrossViT, for images of any size: a branch scales the image by its factor, rounded to whole patches."""
+    """timm's CrossViT, for images of any size.
+
+    A branch scales the image by its trained size over the model's, rounded to whole patches, and resamples its absolute
+    embedding. The first, if both sizes are equal, takes the image as it is, and leaves out pixels beyond the last whole patch.
+    """
 
     def adopted(self, model: Any) -> None:
         self.trained_sizes = [embed.img_size for embed in self.patch_embed]
@@ -110,7 +118,7 @@ class CrossVit(AnySize, crossvit.CrossVit):
 
 
 class NestAttention(nest.Attention):
-    """timm's attention of a nested transformer, within L blocks of N tokens [B*L, N, C] and with a mask."""
+    """timm's attention of a nested transformer, within L blocks of N tokens [B*L, N, C], with a mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -122,7 +130,7 @@ class NestAttention(nest.Attention):
 class NestLevel(nest.NestLevel):
     """timm's level of a nested transformer (arXiv 2105.12723), for any map [B, C, h, w]; its blocks keep their size in tokens.
 
-    The embedding of all blocks [1, T, N, C] is resampled as a map of the whole level.
+    The absolute embedding [1, T, N, C] of T blocks of N tokens is resampled as one map. No token sees the padding of blocks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,11 +149,11 @@ class NestLevel(nest.NestLevel):
 
 
 class Nest(_Patches, nest.Nest):
-    """timm's nested transformer, for images of any size; blocks are padded, and no token sees the padding."""
+    """timm's nested transformer, for images whose sides are multiples of 16 pixels; its levels are those of `NestLevel`."""
 
 
 class PoolingVisionTransformer(pit.PoolingVisionTransformer):
-    """timm's PiT, for images of any size."""
+    """timm's PiT, for images of any size: the absolute embedding is resampled to the map of patches."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self.patch_embed(x)
@@ -155,7 +163,7 @@ class PoolingVisionTransformer(pit.PoolingVisionTransformer):
 
 
 class PixelEmbed(tnt.PixelEmbed):
-    """timm's embedding of the n pixels of each of N patches, [B, C, H, W] -> [B*N, n, C], for images of any size."""
+    """timm's embedding of the n "pixels" of each of N patches plus `pixel_pos`, [B, 3, H, W] -> [B*N, n, C], for any grid."""
 
     def forward(self, x: Tensor, pixel_pos: Tensor) -> Tensor:
         size: Any = self.new_patch_size if self.legacy else self.patch_size
@@ -166,7 +174,7 @@ class PixelEmbed(tnt.PixelEmbed):
 
 
 class TransformerInTransformer(tnt.TNT):
-    """timm's Transformer in Transformer, for any image of whole patches."""
+    """timm's Transformer in Transformer, for any image of whole patches: the absolute embedding of patches is resampled."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         size = self.pixel_embed.dynamic_feat_size(x.shape[-2:])
@@ -180,7 +188,7 @@ class TransformerInTransformer(tnt.TNT):
 
 
 class Visformer(visformer.Visformer):
-    """timm's Visformer, for images of any size."""
+    """timm's Visformer, for images of any size: the absolute embedding of each stage is resampled to its map."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = x if self.stem is None else self.stem(x)
@@ -193,7 +201,7 @@ class Visformer(visformer.Visformer):
 
 
 class VisionOutlooker(volo.VOLO):
-    """timm's VOLO, for images of any size."""
+    """timm's VOLO, for images of any size: the absolute embedding, added after the outlook layers, is resampled."""
 
     def forward_tokens(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.network):
@@ -205,7 +213,7 @@ class VisionOutlooker(volo.VOLO):
 
 
 class OutlookAttention(volo.OutlookAttention):
-    """timm's outlook attention of VOLO, for any map [B, h, w, C]; timm rounds sizes in Python, which fixes them in a graph."""
+    """timm's outlook attention of VOLO, for any map [B, h, w, C], without timm's math.ceil, which fixes sizes in a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]

@@ -23,7 +23,7 @@ from vitrel.position.terms import upcast
 
 
 class CoaT(coat.CoaT):
-    """timm's CoaT, for images whose sides are multiples of the last stage's patches, 32 pixels."""
+    """timm's CoaT without timm's check of the image size: sides may be any multiples of the last stage's patches, 32 pixels."""
 
     def forward_features(self, x0: Tensor) -> Any:
         x, outputs, sizes = x0, [], []
@@ -61,7 +61,7 @@ class LocallyGroupedAttention(twins.LocallyGroupedAttn):
 
 
 class FourierTokens(edgenext.PositionalEncodingFourier):
-    """timm's Fourier encoding of EdgeNeXt, (B, h, w) -> [B, C, h, w], with sines and cosines from the cache."""
+    """timm's Fourier encoding of EdgeNeXt, (B, h, w) -> [B, C, h, w], with sines and cosines cached by vitrel.geometry."""
 
     def forward(self, shape: tuple[int, int, int]) -> Tensor:
         weight = self.token_projection.weight
@@ -72,14 +72,14 @@ class FourierTokens(edgenext.PositionalEncodingFourier):
 
 
 class Stem(davit.Stem):
-    """timm's patch embedding of DaViT without timm's padding to whole strides: the convolution's own padding suffices."""
+    """timm's patch embedding of DaViT without its padding to whole strides: the convolution's own gives the same result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x))
 
 
 class Downsample(davit.Downsample):
-    """timm's downsampling of DaViT, which pads odd sides with zeros if the kernel is even."""
+    """timm's downsampling of DaViT, [B, C, h, w] -> [B, C', ceil(h/2), ceil(w/2)], by which one graph serves any size."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -113,14 +113,14 @@ class LocalWindowAttention(efficientvit_msra.LocalWindowAttention):
 
 
 class CascadedGroupAttention(efficientvit_msra.CascadedGroupAttention):
-    """timm's attention of EfficientViT, which reads its biases from the table in every pass, since graphs keep no cache."""
+    """timm's attention of EfficientViT, which reads its biases from the table in every pass; timm caches them in evaluation."""
 
     def get_attention_biases(self, device: torch.device) -> Tensor:
         return self.attention_biases[:, self.attention_bias_idxs]
 
 
 class SpatialAttention(TimmSpatialAttention):
-    """timm's attention of CSATv2 over 7 x 7 means of a map, which graphs for any size compute by products of matrices."""
+    """timm's spatial attention of CSATv2; its graphs for any size compute means of a map by matrices of `adaptive_means`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if is_known(*x.shape[-2:]):
@@ -146,7 +146,7 @@ def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tenso
 
 
 class NaFlexEmbeds(naflexvit.NaFlexEmbeds):
-    """timm's embedding of NaFlexViT, whose factorized position does not branch on which side of the grid is longer."""
+    """timm's embedding of NaFlexViT: a graph of it serves any grid, whichever side is longer, also with factorized position."""
 
     def _apply_factorized_pos_embed(self, x: Tensor, grid_size: list[int]) -> None:
         h, w = grid_size
@@ -157,7 +157,7 @@ class NaFlexEmbeds(naflexvit.NaFlexEmbeds):
 
 
 def _interpolated(table: Tensor, length: int, count: int) -> Tensor:
-    """Return the first `count` rows of a table [1, n, C] that is interpolated linearly to `length` rows."""
+    """Return the first `count` rows, [1, count, C], of a table [1, n, C] that is interpolated linearly to `length` rows."""
     if not is_known(length) or length != table.shape[1]:
         table = F.interpolate(upcast(table).mT, size=length, mode="linear").mT
     return table[:, :count] if is_known(length) else table.index_select(1, torch.arange(count, device=table.device))

@@ -22,9 +22,13 @@ from vitrel.position.resample import resample_axis
 
 
 def axis_rows(table: Tensor, queries: int, keys: int) -> Tensor:
-    """Return the row of a table [2n-1, D] by offset that every query and key along one axis read, [q, k, D].
+    """Return, for every query and key along one axis, the row of their offset, [queries, keys, D].
 
-    The table is resampled to the longer of both lengths, `queries` and `keys`, if that is not n.
+    Args:
+        table: rows by offset, query minus key, [2n-1, D], n the trained length. It is resampled linearly if the longer of
+            `queries` and `keys` is more than n, and read exactly if it is less.
+        queries: length of the axis in queries.
+        keys: length of the axis in keys; it differs from that of queries where one of them is pooled.
     """
     longest = queries if is_known(queries, keys) and queries >= keys else torch.sym_max(queries, keys)
     rows = resample_axis(table, (len(table) + 1) // 2, longest, "linear")
@@ -34,20 +38,25 @@ def axis_rows(table: Tensor, queries: int, keys: int) -> Tensor:
 
 @cached_geometry
 def _axis_index(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the offset class of query i and key j, [q, k] int64, where the shorter axis is spread over the longer one."""
+    """Return the row that query i and key j read in a table for the longer of both lengths, [queries, keys] int64.
+
+    The shorter axis is spread over the longer one, and the offset rounded down, as in MViTv2.
+    """
     i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     return (i * keys + (keys - 1 - j) * queries) // torch.sym_min(queries, keys)
 
 
 def axis_bias(q: Tensor, size: tuple[int, int], keys: tuple[int, int], tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return q_i . (row of the row offset + row of the column offset) for all queries and keys, [B, H, q_h*q_w, k_h*k_w].
+    """Return the position logits q_i . (table row of the row offset + table row of the column offset) of all pairs.
 
     Args:
-        q: [B, H, q_h*q_w, D], not scaled.
+        q: queries [B, H, q_h*q_w, D], not scaled.
         size: (q_h, q_w) of the queries.
         keys: (k_h, k_w) of the keys.
-        tables: by row offset and by column offset, [2n-1, D] each, n the trained length of the axis; resampled by `axis_rows`
-            if that is not the longer of both lengths here.
+        tables: by row offset and by column offset, [2n-1, D] each, read for this grid by `axis_rows`.
+
+    Returns:
+        [B, H, q_h*q_w, k_h*k_w].
     """
     q = q.unflatten(2, tuple(size))
     rows = torch.einsum("bnhwc,hkc->bnhwk", q, axis_rows(tables[0], size[0], keys[0]))
@@ -56,10 +65,13 @@ def axis_bias(q: Tensor, size: tuple[int, int], keys: tuple[int, int], tables: t
 
 
 class MultiScaleAttention(mvitv2.MultiScaleAttention):
-    """timm's attention of MViTv2 with pooled queries, keys and values, for any grid."""
+    """timm's attention of MViTv2 with pooled queries, keys and values, for any grid, with biases of patches by `axis_bias`.
+
+    It takes tokens [B, N, C] and their grid (h, w), and returns the new tokens and the grid of the pooled queries.
+    """
 
     def _pooled(self, x: Tensor, size: Any, pool: Any, norm: Any) -> tuple[Tensor, Any]:
-        """Return q, k or v [B, H, N, D] of a grid of `size` after pooling and norm, and the size of its new grid."""
+        """Return q, k or v [B, H, N, D] of a grid of `size` (h, w) after `pool` and `norm`, if not None, and the new grid."""
         if pool is not None:
             x, first = mvitv2.reshape_pre_pool(x, size, self.has_cls_token)
             x, size = mvitv2.reshape_post_pool(pool(x), self.num_heads, first)
@@ -81,7 +93,7 @@ class MultiScaleAttention(mvitv2.MultiScaleAttention):
 
 
 class SamAttention(vision_transformer_sam.Attention):
-    """timm's attention of SAM's encoder, over any map or windows [B, h, w, C]."""
+    """timm's attention of SAM's encoder among all tokens of each map or window [B, h, w, C], with biases by `axis_bias`."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -105,7 +117,7 @@ class SamBlock(vision_transformer_sam.Block):
 
 
 class VisionTransformerSAM(AnySize, vision_transformer_sam.VisionTransformerSAM):
-    """timm's image encoder of SAM with its neck, for images of any size."""
+    """timm's image encoder of SAM with its neck, for any image, padded to whole patches; its embedding is resampled."""
 
     def adopted(self, model: Any) -> None:
         if any(getattr(block.attn, "rope", None) is not None for block in self.blocks):

@@ -30,14 +30,17 @@ class Adapter(NamedTuple):
 
 
 def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
-    """Exchange the modules of a timm model; the result shares its parameters, so the argument must not be used any more.
+    """Return a timm model whose modules of the classes in `adapter.exchanged` are replaced by objects of the subclasses.
+
+    The result shares parameters and submodules with the argument, which must not be used any more. Its attribute
+    dynamic_img_size is True.
 
     Args:
         model: a model of one of the adapter's classes.
-        adapter: of the model's file.
+        adapter: the one that `adapter_of` returns for the model.
 
     Raises:
-        ValueError: a module to exchange has a forward of its own, or a part of the model rules the exchange out.
+        ValueError: a module to exchange has a forward that was set on the object, or `AnySize.adopted` of one refuses.
     """
     done: dict[int, nn.Module] = {}
 
@@ -68,7 +71,9 @@ class AnySize:
     """Mixin of exchanged modules that prepare the model for other sizes, or refuse it, before the first forward."""
 
     def adopted(self, model: Any) -> None:
-        """Set the attributes that forward needs; `exchange` calls it once, when all modules of `model` are exchanged.
+        """Set the attributes that forward needs at other sizes; here it does nothing.
+
+        `exchange` calls it once for each such module, when all modules of `model` are exchanged.
 
         Raises:
             ValueError: an option of the model rules out other sizes.

@@ -16,7 +16,7 @@ from vitrel.grid import Grid
 
 
 class LinearNorm(levit.LinearNorm):
-    """timm's linear layer with batch norm of LeViT, for a map [B, h, w, C]."""
+    """timm's linear layer with batch norm of LeViT, for a map [B, h, w, C] in place of a sequence [B, N, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -24,7 +24,7 @@ class LinearNorm(levit.LinearNorm):
 
 
 class Downsample(levit.Downsample):
-    """timm's downsampling of LeViT, for a map [B, h, w, C]: it takes every second row and column, or pools."""
+    """timm's downsampling of LeViT, for any map [B, h, w, C]: it takes every stride-th row and column, or pools."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pool is not None:
@@ -33,12 +33,12 @@ class Downsample(levit.Downsample):
 
 
 def _bias(module: Any, size: Size, stride: int = 1) -> Tensor:
-    """Return the biases [H, N', N] of an attention module on a grid of `size` (h, w) keys; see `distance_bias`."""
+    """Return `distance_bias` [H, N', N] of timm's attention module for keys on a grid of `size` (h, w), with its `stride`."""
     return distance_bias(module.attention_biases, Grid(*module.resolution), Grid(*size), stride)
 
 
 class Attention(levit.Attention):
-    """timm's attention of LeViT, for any map, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
+    """timm's attention of LeViT, with biases for any map, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.key_dim, self.key_dim, self.val_dim]
@@ -54,7 +54,7 @@ class Attention(levit.Attention):
 
 
 class AttentionDownsample(levit.AttentionDownsample):
-    """timm's attention of LeViT that halves a map, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
+    """timm's attention of LeViT that halves a map of any size, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.key_dim, self.val_dim]
@@ -74,7 +74,7 @@ class AttentionDownsample(levit.AttentionDownsample):
 
 
 class _Levit:
-    """Mixin of LeViT whose tokens are a map between the layers; its features are a sequence [B, N, C], as timm's."""
+    """Mixin of LeViT with maps between layers; its features are as timm's, [B, N, C], or [B, C, h, w] with use_conv."""
 
     def forward_features(self: Any, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -84,11 +84,11 @@ class _Levit:
 
 
 class Levit(_Levit, levit.Levit):
-    """timm's LeViT, for images of any size."""
+    """timm's LeViT, for images of any size: the attention biases of its layers are resampled to their maps."""
 
 
 class LevitDistilled(_Levit, levit.LevitDistilled):
-    """timm's LeViT with a second head for distillation, for images of any size."""
+    """timm's LeViT with a second head for distillation, for images of any size, as `Levit`."""
 
 
 class FlatMap(efficientformer.Flat):
@@ -99,7 +99,7 @@ class FlatMap(efficientformer.Flat):
 
 
 class FormerAttention(efficientformer.Attention):
-    """timm's attention of EfficientFormer, for any map [B, h, w, C]."""
+    """timm's attention of EfficientFormer, for any map [B, h, w, C]: biases learned on 7 x 7 tokens are resampled to it."""
 
     resolution = (7, 7)  # at construction, in all of timm's models
 
@@ -112,7 +112,7 @@ class FormerAttention(efficientformer.Attention):
 
 
 class EfficientFormer(efficientformer.EfficientFormer):
-    """timm's EfficientFormer, for images of any size; its features are a sequence [B, N, C], as timm's."""
+    """timm's EfficientFormer, for images of any size: attention takes a map; features are a sequence [B, N, C], as timm's."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self.norm(self.stages(self.stem(x)))
@@ -120,7 +120,7 @@ class EfficientFormer(efficientformer.EfficientFormer):
 
 
 class Attention2d(efficientformer_v2.Attention2d):
-    """timm's attention of EfficientFormer V2 with talking heads, for any map [B, C, h, w]."""
+    """timm's attention of EfficientFormer V2 with talking heads, for any map [B, C, h, w]; its biases are resampled to it."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[-2:]
@@ -139,7 +139,7 @@ class Attention2d(efficientformer_v2.Attention2d):
 
 
 class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):
-    """timm's attention of EfficientFormer V2 that halves a map, for any map [B, C, h, w]."""
+    """timm's attention of EfficientFormer V2 that halves any map [B, C, h, w], to which its biases are resampled."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, v = self.q(x), self.v(x)
@@ -152,7 +152,7 @@ class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):
 
 
 class TinyAttention(tiny_vit.Attention):
-    """timm's attention of TinyViT within windows [B*L, N, C], with a mask."""
+    """timm's attention of TinyViT within L windows of N tokens, [B*L, N, C], with an additive mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(self.norm(x)).unflatten(2, (self.num_heads, -1)).transpose(1, 2)

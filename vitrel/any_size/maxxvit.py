@@ -21,7 +21,10 @@ from vitrel.position.resample import resample_table
 
 
 def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor:
-    """Return the biases [H, N, N] of one of timm's modules on a grid of `size` (h, w) tokens, which may not be its own."""
+    """Return the biases [H, N, N] that a position module of timm gives to all pairs of tokens on a grid of `size` (h, w).
+
+    Where the grid is not the module's own, a table is resampled ("geometric"), and an MLP of offsets is evaluated.
+    """
     source, target = Grid(*module.window_size), Grid(*size)
     if isinstance(module, RelPosMlp):
         trained = (0, 0)
@@ -39,7 +42,7 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
 
 
 class Attention2d(maxxvit.Attention2d):
-    """timm's attention of a map [B, C, h, w], which is any grid, or a window of in_windows with a mask [L*N, N]."""
+    """timm's attention of MaxViT and CoAtNet, for any map [B, C, h, w], or L windows [B*L, C, h, w] with a mask [L*N, N]."""
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         h, w = x.shape[-2:]
@@ -54,7 +57,7 @@ class Attention2d(maxxvit.Attention2d):
 
 
 class AttentionCl(maxxvit.AttentionCl):
-    """timm's attention within windows [B*L, N, C], with an additive mask [L*N, N]."""
+    """timm's attention of MaxViT within L windows of N tokens, [B*L, N, C], with an additive mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if self.head_first:
@@ -67,14 +70,14 @@ class AttentionCl(maxxvit.AttentionCl):
 
 
 class PartitionAttentionCl(maxxvit.PartitionAttentionCl):
-    """timm's block of MaxViT with attention in windows or in strided windows, for any map [B, h, w, C]."""
+    """timm's block of MaxViT with attention in windows or strided windows (see `in_windows`), for any map [B, h, w, C]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         return in_windows(x, self.partition_size, self.attn, strided=not self.partition_block)
 
 
 class ParallelPartitionAttention(maxxvit.ParallelPartitionAttention):
-    """timm's block with attention in windows and in strided windows side by side, for any map [B, h, w, C]."""
+    """timm's block with attention in windows and strided windows (see `in_windows`) side by side, for any map [B, h, w, C]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         parts = [
@@ -84,7 +87,7 @@ class ParallelPartitionAttention(maxxvit.ParallelPartitionAttention):
 
 
 class PartitionAttention2d(maxxvit.PartitionAttention2d):
-    """timm's block of MaxViT with attention in windows or in strided windows, for any map [B, C, h, w]."""
+    """As `PartitionAttentionCl`, but with the channels first: for any map [B, C, h, w]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         def attend(tokens: Tensor, mask: Tensor | None) -> Tensor:
@@ -108,14 +111,14 @@ class Conv2dSame(layers.Conv2dSame):
 
 
 class AvgPool2dSame(TimmAvgPool2dSame):
-    """timm's average pooling with TensorFlow's SAME padding, for maps as those of Conv2dSame."""
+    """timm's average pooling with TensorFlow's SAME padding, for maps whose sides are multiples of the stride."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super(TimmAvgPool2dSame, self).forward(_pad_same(x, self.kernel_size, self.stride))
 
 
 def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size = (1, 1)) -> Tensor:
-    """Pad a map whose sides are multiples of the stride with zeros, as TensorFlow's SAME."""
+    """Pad a map [B, C, h, w] with zeros, as TensorFlow's SAME; its sides must be multiples of the stride."""
     pads = pad_same_arg(stride, kernel, stride, dilation)  # the padding of a map of one stride is that of every multiple
     return F.pad(x, pads) if any(pads) else x
 

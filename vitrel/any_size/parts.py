@@ -29,11 +29,11 @@ def in_windows(
     """Apply attention within windows, L in an image and N tokens each, [B, h, w, C] -> [B, h, w, C'].
 
     Args:
-        x: tokens. Sides that are not whole windows are padded on the right and below, and no token sees the padding.
+        x: tokens [B, h, w, C]. Sides that are not whole windows are padded on the right and below; no token sees the padding.
         window: (h, w) in tokens.
         attend: a function of tokens [B*L, N, C] and an additive mask [L*N, N], None if every token of a window sees all
             others, -> [B*L, N, C'].
-        shift: of the windows, in tokens, as in vitrel.ops.window.
+        shift: (sy, sx), by which windows are shifted down and to the right, in tokens; see vitrel.ops.window.windows.
         strided: windows hold tokens at equal distances over the whole grid (MaxViT's grid attention).
     """
     h, w = x.shape[1:3]
@@ -49,7 +49,7 @@ def in_padded_windows(x: Tensor, window: Size, attend: Callable[[Tensor], Tensor
     Args:
         x: tokens [B, h, w, C].
         window: (m, n), rows and columns of a window.
-        attend: a function of windows [B*L, m, n, C] -> [B*L, m / stride, n / stride, C'].
+        attend: a function of the L windows of each image, [B*L, m, n, C] -> [B*L, m / stride, n / stride, C'].
         stride: factor by which `attend` reduces both sides of a window, and so of the map; h and w are multiples of it.
     """
     return _over_windows(x, window, lambda tokens: attend(tokens.unflatten(1, window)).flatten(1, 2), stride=stride, zeros=True)
@@ -64,9 +64,9 @@ def _over_windows(
     stride: int = 1,
     zeros: bool = False,
 ) -> Tensor:
-    """Apply `attend` to the tokens of all windows [B*L, N, C] and return a map.
+    """Apply `attend` to the tokens of all windows, [B*L, N, C] -> [B*L, N / stride**2, C'], and return the results as a map.
 
-    The arguments are those of `in_windows` and `in_padded_windows`, but `attend` gets no mask. Padding is zero with `zeros`;
+    The other arguments are those of `in_windows` and `in_padded_windows`, which call it. Padding is zero with `zeros`;
     otherwise it repeats a token.
     """
     b, h, w, _ = x.shape
@@ -94,7 +94,7 @@ def masked_attention(
         v: [B*L, H, N, E].
         bias: [H, N, N], or None.
         mask: additive, [L*N, N], or None.
-        drop: the dropout layer of attention weights, or None.
+        drop: the dropout layer of attention weights, which acts in training mode, or None.
     """
     p = drop.p if drop is not None and drop.training else 0.0
     if mask is None:
@@ -107,9 +107,10 @@ def masked_attention(
 
 
 def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) -> Tensor:
-    """Return the sum of a bias [H, N, N] and the mask of L windows [L*N, N], for all heads and windows, [L*H, N, N].
+    """Return the sum of a bias [H, N, N] or None and the mask of L windows [L*N, N], [L*H, N, N], window by window.
 
-    In a graph for any size no tensor has a dimension of L: torch would compile another graph for a single window.
+    N is `n`, H is `heads`. In a graph for any size no tensor has a dimension of L: torch would compile another graph for a
+    single window.
     """
     if is_known(mask.shape[0]):
         logits = mask.unflatten(0, (-1, 1, n))
@@ -120,10 +121,10 @@ def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) ->
 
 
 def table_bias(table: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Return the bias of every pair of tokens [H, N, N] from a table of biases by offset, resampled if the grids differ.
+    """Return the bias of every query and key [H, N, N] from a table by offset, resampled ("geometric") if the grids differ.
 
     Args:
-        table: [(2h-1)(2w-1), H], query minus key.
+        table: [(2h-1)(2w-1), H], by offset query minus key, in the order of Grid.
         source: grid of the table.
         target: grid of the tokens.
     """
@@ -131,21 +132,21 @@ def table_bias(table: Tensor, source: Grid, target: Grid) -> Tensor:
 
 
 def pair_bias(rows: Tensor, grid: Grid) -> Tensor:
-    """Return the bias of every pair of tokens [H, N, N] from the biases [R, H] of all offsets of `grid`."""
+    """Return the bias of every query and key [H, N, N] from the biases [R, H] of the offset classes of `grid`."""
     index = grid.index(device=rows.device)
     return rows.mT.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
 @cached_geometry
 def log_offsets(h: int, w: int, trained: Size, dtype: str, device: torch.device) -> Tensor:
-    """Return sign(d) * log(1 + |d|) of both components d of every offset of an h x w grid, [R, 2].
+    """Return sign(d) * log(1 + |d|) for d = dy and dx of every offset, query minus key, of an h x w grid, [R, 2].
 
     Args:
         h: rows of the grid.
         w: columns of the grid.
-        trained: (h, w) of a window whose largest offset is scaled to 8, with logarithms to base 8 (Swin V2); (0, 0): offsets
-            are not scaled, and logarithms are natural.
-        dtype: name of the type.
+        trained: (h, w) of the window of which the largest offset of each axis is scaled to d = 8, with logarithms to base 8
+            (Swin V2); (0, 0): d is in patches, and logarithms are natural.
+        dtype: name of the result's type.
         device: of the result.
     """
     offsets = Grid(h, w).offsets(device=device).to(getattr(torch, dtype))
@@ -159,7 +160,8 @@ def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1) -
     """Return the bias of every query and key [H, N', N] from LeViT's biases by |row offset| and |column offset|.
 
     Args:
-        biases: [H, h*w], by |row offset| * w + |column offset| (arXiv 2104.01136, sec. 4.2), resampled if the grids differ.
+        biases: [H, h*w], by |row offset| * w + |column offset| (arXiv 2104.01136, sec. 4.2), resampled ("geometric", as a
+            table over signed offsets) if the grids differ.
         source: grid of the biases, h x w.
         target: grid of the keys, N tokens.
         stride: the N' queries are at every stride-th row and column of `target`.
@@ -174,19 +176,19 @@ def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1) -
 
 @cached_geometry
 def _offset_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
-    """Return the offset class of every query at a stride-th row and column and every key, [N', N]."""
+    """Return the offset class (see Grid) of the N' queries at every stride-th row and column and all N keys, [N', N] int64."""
     index = Grid(h, w).index(device=device)
     return index.unflatten(0, (h, w))[::stride, ::stride].flatten(0, 1)
 
 
 @cached_geometry
 def _distance_index(h: int, w: int, stride: int, device: torch.device) -> Tensor:
-    """Return |row offset| * w + |column offset| of the queries and keys of `_offset_index`, [N', N]."""
+    """Return |row offset| * w + |column offset| of the queries and keys of `_offset_index`, [N', N] int64."""
     return absolute_offsets(h, w, False, device=device)[_offset_index(h, w, stride, device=device)]
 
 
 def token_embedding(embedding: Tensor, source: Size, target: Size, prefix: int = 0) -> Tensor:
-    """Resample an absolute embedding of prefix tokens and patches, [1, P + h*w, C] -> [1, P + h'*w', C].
+    """Resample an absolute embedding of prefix tokens and patches bicubically, [1, P + h*w, C] -> [1, P + h'*w', C].
 
     Args:
         embedding: the trained embedding.
@@ -202,7 +204,7 @@ def token_embedding(embedding: Tensor, source: Size, target: Size, prefix: int =
 
 
 def map_embedding(embedding: Tensor, target: Size) -> Tensor:
-    """Resample an absolute embedding stored as a map, [1, C, h, w] -> [1, C, h', w']."""
+    """Resample an absolute embedding stored as a map bicubically, [1, C, h, w] -> [1, C, h', w'] with (h', w') = `target`."""
     if is_known(*target) and tuple(target) == tuple(embedding.shape[-2:]):
         return embedding
     return resample_embedding(embedding[0].permute(1, 2, 0), Grid(*target)).mT.unflatten(1, tuple(target))[None]

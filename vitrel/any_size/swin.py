@@ -21,7 +21,7 @@ from vitrel.layers.patches import PatchEmbed, pad_to_whole
 
 
 class WindowAttention(swin_transformer.WindowAttention):
-    """timm's attention of Swin with a table, within windows [B*L, N, C] and with a mask."""
+    """timm's attention of Swin with a table, within L windows of N tokens, [B*L, N, C], with a mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -32,40 +32,40 @@ class WindowAttention(swin_transformer.WindowAttention):
 
 
 class SwinTransformerBlock(swin_transformer.SwinTransformerBlock):
-    """timm's block of Swin, for any grid [B, h, w, C]."""
+    """timm's block of Swin, for any map [B, h, w, C]; windows are padded, then shifted, and no token sees the padding."""
 
     def _attn(self, x: Tensor) -> Tensor:
         return in_windows(x, self.window_size, self.attn, self.target_shift_size)
 
 
 class _Merging:
-    """Mixin of patch merging, for any grid [B, h, w, C]; odd sides are padded with zeros."""
+    """Mixin of patch merging, [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), 2C]; odd sides are padded with zeros."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.reduction(self.norm(join_neighbors(x)))
 
 
 class PatchMerging(_Merging, swin_transformer.PatchMerging):
-    """timm's patch merging of Swin, for any grid."""
+    """timm's patch merging of Swin, for any map [B, h, w, C]; odd sides are padded with zeros."""
 
 
 class PatchMergingCr(_Merging, swin_transformer_v2_cr.PatchMerging):
-    """timm's patch merging of Swin V2-CR, for any grid."""
+    """timm's patch merging of Swin V2-CR, for any map [B, h, w, C]; odd sides are padded with zeros."""
 
 
 class _AnyImage(AnySize):
-    """Mixin of models whose patch embedding takes images of any size and pads them."""
+    """Mixin of models whose patch embedding is set, in place, to take images of any size and to pad them to whole patches."""
 
     def adopted(self, model: Any) -> None:
         model.patch_embed.strict_img_size, model.patch_embed.dynamic_img_pad = False, True
 
 
 class SwinTransformer(_AnyImage, swin_transformer.SwinTransformer):
-    """timm's Swin, for images of any size."""
+    """timm's Swin, for images of any size, padded to whole patches; windows keep their size in tokens."""
 
 
 class WindowMultiHeadAttention(swin_transformer_v2_cr.WindowMultiHeadAttention):
-    """timm's cosine attention of Swin V2-CR with an MLP of log offsets, within windows [B*L, N, C] and with a mask."""
+    """timm's cosine attention of Swin V2-CR, biases by an MLP, within L windows [B*L, N, C], with a mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -78,7 +78,7 @@ class WindowMultiHeadAttention(swin_transformer_v2_cr.WindowMultiHeadAttention):
 
 
 class SwinTransformerV2CrBlock(swin_transformer_v2_cr.SwinTransformerV2CrBlock):
-    """timm's block of Swin V2-CR, for any grid [B, h, w, C]."""
+    """timm's block of Swin V2-CR, for any map [B, h, w, C]; windows are padded, then shifted, and no token sees the padding."""
 
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         shift = tuple(n // 2 for n in self.window_size) if any(self.target_shift_size) else (0, 0)
@@ -86,14 +86,14 @@ class SwinTransformerV2CrBlock(swin_transformer_v2_cr.SwinTransformerV2CrBlock):
 
 
 class PatchEmbedCr(swin_transformer_v2_cr.PatchEmbed):
-    """timm's patch embedding of Swin V2-CR, [B, 3, H, W] -> [B, C, h, w], with padding; timm leaves out the last pixels."""
+    """timm's patch embedding of Swin V2-CR, [B, 3, H, W] -> [B, C, h, w]; it pads with zeros where timm leaves out pixels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(pad_to_whole(x, self.patch_size))
 
 
 class SwinTransformerV2Cr(_AnyImage, swin_transformer_v2_cr.SwinTransformerV2Cr):
-    """timm's Swin V2-CR, for images of any size."""
+    """timm's Swin V2-CR, for images of any size, padded to whole patches; windows keep their size in tokens."""
 
 
 ADAPTER = Adapter(

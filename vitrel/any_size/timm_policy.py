@@ -17,9 +17,11 @@ _SWINS = (swin_transformer.SwinTransformer, swin_transformer_v2.SwinTransformerV
 
 
 def timm_sizes(model: Any) -> nn.Module:
-    """Let a timm model take images of any size that timm's own code takes, and return it.
+    """Let a timm model, in place, take images of any size that timm's own code takes, and return it.
 
-    In training mode a model that `set_input_size` resizes takes its own size only: the resized parameters are copies.
+    A Swin gets the attributes of dynamic_img_size. A model with `set_input_size` gets hooks that resize it before forward and
+    restore it afterwards; in training mode they raise ValueError at another size than the model's, since the resized
+    parameters are copies. Any other model is not changed.
     """
     if isinstance(model, _SWINS):
         part: Any
@@ -36,7 +38,7 @@ def timm_sizes(model: Any) -> nn.Module:
 
 
 def _resize(model: Any, arguments: tuple[Tensor, ...]) -> None:
-    """Resize the model to its image [B, C, H, W] before forward, and keep its former attributes for `_restore`."""
+    """Resize the model, before forward, if its image [B, C, H, W] has another size, and keep its attributes for `_restore`."""
     size = tuple(arguments[0].shape[-2:])
     if size == to_2tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or model.img_size):
         return
@@ -52,7 +54,7 @@ def _resize(model: Any, arguments: tuple[Tensor, ...]) -> None:
 
 
 def _restore(model: Any, arguments: tuple[Tensor, ...], output: Any) -> None:
-    """Give the model back, after forward, the attributes that `_resize` kept."""
+    """Give the model back, after forward (a hook of torch), the attributes that `_resize` kept, if it has resized it."""
     for part, attributes in vars(model).pop("_before_resize", ()):
         vars(part).clear()
         vars(part).update(attributes)

@@ -22,7 +22,11 @@ from vitrel.layers.patches import PatchEmbed
 
 
 class _Embedding(AnySize):
-    """Mixin of timm's ViT and EVA that adds the absolute embedding and prefix tokens for any grid."""
+    """Mixin of timm's ViT and EVA that adds prefix tokens and the absolute embedding, resampled to any grid.
+
+    The patch embedding is set in place to return a map [B, h, w, C] of images of any size. ValueError if the trained image
+    size is no multiple of the patches, or the model drops patches in training.
+    """
 
     def adopted(self, model: Any) -> None:
         embed = model.patch_embed
@@ -35,7 +39,7 @@ class _Embedding(AnySize):
             raise ValueError("it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0")
 
     def _tokens(self: Any, x: Tensor) -> Tensor:
-        """Return the tokens of patches, [B, h, w, C] -> [B, P + h*w, C], with P prefix tokens and the absolute embedding."""
+        """Return P prefix tokens and the patches, [B, h, w, C] -> [B, P + h*w, C], plus the absolute embedding, if any."""
         h, w = x.shape[1:3]
         x = x.flatten(1, 2)
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
@@ -51,14 +55,14 @@ class _Embedding(AnySize):
 
 
 class VisionTransformer(_Embedding, vision_transformer.VisionTransformer):
-    """timm's ViT, for images of any size: the absolute embedding is resampled."""
+    """timm's ViT, for images of any size: the absolute embedding is resampled to the grid of patches."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         return self.pos_drop(self._tokens(x))
 
 
 class Eva(_Embedding, eva.Eva):
-    """timm's EVA, for images of any size: the absolute embedding is resampled, the rotation evaluated."""
+    """timm's EVA, for images of any size: the absolute embedding is resampled, and the rotation is computed for the grid."""
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.pos_drop(self._tokens(x)), _rotation(self.rope, x.shape[1:3])
@@ -88,7 +92,7 @@ def _rotation(rope: Any, size: tuple[int, int]) -> Tensor | None:
 
 
 class StdConv2dSame(AnySize, layers.StdConv2dSame):
-    """timm's convolution in the stem of hybrid ViTs, which computes its padding in integers; in graphs floats are no sizes."""
+    """timm's convolution in the stem of hybrid ViTs; its SAME padding is computed in integers, as graphs for any size need."""
 
     def adopted(self, model: Any) -> None:
         self.pads, self.same_pad = self.same_pad, False
@@ -98,7 +102,7 @@ class StdConv2dSame(AnySize, layers.StdConv2dSame):
 
 
 class MaxPool2dSame(TimmMaxPool2dSame):
-    """timm's max pooling in the stem of hybrid ViTs, with padding as in StdConv2dSame."""
+    """timm's max pooling in the stem of hybrid ViTs, padded with -inf as in `StdConv2dSame`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = _pad_same(x, self.kernel_size, self.stride, self.dilation, -float("inf"))
@@ -106,7 +110,10 @@ class MaxPool2dSame(TimmMaxPool2dSame):
 
 
 def _pad_same(x: Tensor, kernel: Size, stride: Size, dilation: Size, value: float = 0.0) -> Tensor:
-    """Pad a map as TensorFlow's SAME, so that n pixels give ceil(n / stride) results; the end gets the larger half."""
+    """Pad a map [B, C, h, w] with `value` as TensorFlow's SAME, so that a side of n gives ceil(n / stride) results.
+
+    The end of a side gets the larger half of its padding.
+    """
     pads: list[Any] = []
     for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True):
         pad = torch.sym_max(((n + s - 1) // s - 1) * s + (k - 1) * d + 1 - n, 0)

@@ -19,9 +19,10 @@ from vitrel.grid import Grid
 
 
 class Unroll(hiera.Unroll):
-    """timm's order of Hiera's tokens, for any grid, [B, h, w, C] -> [B, h*w, C]; it makes pooling a maximum over a dimension.
+    """timm's order of Hiera's tokens, for any grid of whole mask units (blocks of tokens), [B, h, w, C] -> [B, h*w, C].
 
-    Tokens are sorted by their place in a mask unit, then by mask unit.
+    Tokens are sorted by their position in a mask unit, as all stages pool it, then by mask unit in raster order. So pooling is
+    a maximum over a dimension.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,8 +38,8 @@ def unrolled(h: int, w: int, rows: tuple[int, ...], columns: tuple[int, ...], de
     Args:
         h: rows of the grid.
         w: columns of the grid.
-        rows: number of rows that each stage pools, the first one outermost in the order; their product is a cell's height.
-        columns: number of columns that each stage pools; their product is a cell's width.
+        rows: number of rows that each stage pools, the first one outermost in the order; their product is a mask unit's height.
+        columns: number of columns that each stage pools; their product is a mask unit's width.
         device: of the result.
     """
     height, width = math.prod(rows), math.prod(columns)  # of a cell
@@ -52,7 +53,7 @@ def unrolled(h: int, w: int, rows: tuple[int, ...], columns: tuple[int, ...], de
 
 
 class HieraPatchEmbed(hiera.PatchEmbed):
-    """timm's patch embedding of Hiera, which returns a map, [B, C, H, W] -> [B, h, w, C]."""
+    """timm's patch embedding of Hiera, which returns a map, [B, 3, H, W] -> [B, h, w, C]; ValueError if a mask is given."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
@@ -61,9 +62,9 @@ class HieraPatchEmbed(hiera.PatchEmbed):
 
 
 class MaskUnitAttention(hiera.MaskUnitAttention):
-    """timm's attention of Hiera over tokens [B, N, C] in the order of `Unroll`.
+    """timm's attention of Hiera, within mask units or global, for any number of tokens [B, N, C] in the order of `Unroll`.
 
-    Mask units are heads of one attention, since ONNX takes 4 dimensions only.
+    The result has N / q_stride tokens. Mask units are heads of one attention, since ONNX's attention takes 4 dimensions only.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +80,10 @@ class MaskUnitAttention(hiera.MaskUnitAttention):
 
 
 class Hiera(AnySize, hiera.Hiera):
-    """timm's Hiera, for any image of whole mask units."""
+    """timm's Hiera, for any image of whole mask units (32 pixels): the absolute embedding is resampled.
+
+    The window of a windowed embedding is repeated in every mask unit. ValueError for the position of videos.
+    """
 
     def adopted(self, model: Any) -> None:
         if self.pos_embed is None:
@@ -97,7 +101,7 @@ class Hiera(AnySize, hiera.Hiera):
 
 
 class MultiScaleAttention(hieradet_sam2.MultiScaleAttention):
-    """timm's attention of SAM 2's encoder, over any map or windows [B, h, w, C]."""
+    """timm's attention of SAM 2's encoder over any map or windows, [B, h, w, C] -> [B, h', w', C'], of the pooled queries."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -128,7 +132,7 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
 
 
 class HieraDet(hieradet_sam2.HieraDet):
-    """timm's image encoder of SAM 2, for images of any size."""
+    """timm's image encoder of SAM 2, for sides of multiples of 32 pixels; its embedding is resampled, the window's repeated."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -140,7 +144,10 @@ class HieraDet(hieradet_sam2.HieraDet):
 
 
 class WindowAttentionGlobal(gcvit.WindowAttentionGlobal):
-    """timm's attention of GCViT within windows [B*L, N, C], with a mask; `q_global` are queries of the whole image."""
+    """timm's attention of GCViT within L windows of N tokens, [B*L, N, C], with an additive mask [L*N, N] or None.
+
+    `q_global` [B, h, w, C], of the size of a window, are the queries that all windows of an image share in a global block.
+    """
 
     def forward(self, x: Tensor, q_global: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         parts = self.qkv(x).unflatten(2, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
@@ -164,7 +171,7 @@ class GlobalContextVitBlock(gcvit.GlobalContextVitBlock):
 
 
 class GlobalContextVitStage(gcvit.GlobalContextVitStage):
-    """timm's stage of GCViT, for any map [B, C, h, w]; the queries of the whole image are interpolated to one window."""
+    """timm's stage of GCViT, for any map [B, C, h, w]; the queries of the image are interpolated bilinearly to one window."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(x)
