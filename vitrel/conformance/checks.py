@@ -67,7 +67,7 @@ class Examined:
         return self.sizes[0], self.sizes[1]
 
     def measured(self, *sizes: Size) -> Iterator[tuple[Size, Located, Rotation | None, Bias | None]]:
-        """Yield (size, attention, rotation or None, bias or None) for attention placed on the image, at these or at all sizes."""
+        """Yield (size, attention, rotation or None, bias or None) of attention located on the image, at these or all sizes."""
         for size in sizes or self.surveys:
             for found in self.surveys[size].attentions:
                 yield size, found, found.rotation, found.bias
@@ -323,7 +323,7 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 
 def _resampled(one: Derived, text: str) -> vectors.Later | None:
-    """Return a function that makes the `Vectors` of a finding; None if the rule is not right and `text`, the deviation, is ""."""
+    """Return a function that makes the `Vectors` of a finding; None if the rule is not right and `text` (deviation) is ""."""
     return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 

@@ -122,7 +122,7 @@ def _scores(query: Tensor, key: Tensor) -> dict[str, float]:
 
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
-    """Return the mean steps [H, 2 (down, right), P] of queries in radians; `pairs`, of PAIRS, says which channels are paired."""
+    """Return the mean steps [H, 2 (down, right), P] of queries in radians; `pairs` (see PAIRS) says which channels pair."""
     turned = as_pairs(maps(found, found.query), pairs)
     return torch.stack([phase_step(turned, axis)[0] for axis in (2, 3)], 1)
 

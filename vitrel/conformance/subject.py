@@ -36,7 +36,7 @@ class Subject:
         return model_at_size(self.model, size) is self.model and not self.refusal(size)
 
     def output(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Return the first tensor, or the logits, that `model`, a copy of the subject's, returns for images, without gradients."""
+        """Return the first tensor, or the logits, that `model` (a copy of the subject's) gives for images; no gradients."""
         with torch.no_grad():
             return first_tensor(on_images(model)(images))
 
