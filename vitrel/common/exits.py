@@ -18,7 +18,7 @@ INTERRUPTED, TERMINATED, UNREAD = 130, 143, 141  # 128 + SIGINT, SIGTERM, SIGPIP
 
 
 class Terminated(KeyboardInterrupt):
-    """The process received SIGTERM. As a KeyboardInterrupt it makes work end and clean up as ctrl-c does."""
+    """Raised when the process receives SIGTERM. As a KeyboardInterrupt it makes work end and clean up as ctrl-c does."""
 
 
 @contextmanager
@@ -26,11 +26,13 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
     """Context manager that ends the program with one line on stderr, in place of a traceback, for errors that a user can cause.
 
     These are invalid settings, data or files, a missing package, and a lack of memory or loader processes: `error: ...`, exit
-    code 1. If the program is stopped, the line says what was saved and how to continue; exit code 130 (ctrl-c) or 143 (SIGTERM,
-    under `terminable`). If the reader of the output has gone, as `head` does, nothing is printed; exit code 141.
+    code 1; other errors are raised as they are. If the program is stopped, the line (only on rank 0) says what was saved and
+    how to continue; exit code 130 (ctrl-c) or 143 (SIGTERM, under `terminable`). If the reader of the output has gone, as
+    `head` does, nothing is printed; exit code 141.
 
     Notes of the exception (`add_note`) are part of the line; `go_on` is printed for a stopped program without notes. In printed
-    names, bytes that are not UTF-8 are escaped. Warnings to users are printed as one line without the place in the code.
+    names, bytes that are not UTF-8 are escaped. A UserWarning is printed as one line without the place in the code. These two
+    changes, of sys.stdout and `warnings`, stay when the context ends.
     """
     warnings.formatwarning = _plain
     if hasattr(sys.stdout, "reconfigure"):
@@ -55,12 +57,12 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
 
 
 def _plain(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """Format a warning to users as one line, others as Python does; replaces warnings.formatwarning."""
+    """Format a UserWarning as one line, other warnings as Python does; a replacement for warnings.formatwarning."""
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text and notes as one line; of an error of the operating system, the file and what happened to it."""
+    """Return an error's text and notes as one line; for an OSError of a file, "FILE: what happened to it" and the notes."""
     text = without_traceback(str(error))
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
@@ -72,7 +74,7 @@ def one_line(error: BaseException) -> str:
 def terminable() -> Iterator[None]:
     """Context manager under which SIGTERM raises `Terminated` in the main thread, so that cleanup code runs and work is saved.
 
-    It has no effect if it is entered in another thread.
+    The former handler is set again at the end. It has no effect if it is entered in another thread.
     """
     if threading.current_thread() is not threading.main_thread():  # no handler can be set in other threads
         yield

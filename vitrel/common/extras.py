@@ -23,12 +23,14 @@ TRAINING = ("lightning", "jsonargparse", "tensorboard", "torchmetrics")  # what 
 
 
 class MissingExtra(ImportError):
-    """A package of an extra is not installed; the message names the command that installs it."""
+    """Raised if a package of an extra (optional dependencies, see EXTRAS) is missing; the message has the install command."""
 
 
 @contextmanager
 def optional_import() -> Iterator[None]:
     """Context manager for importing packages of an extra: raises `MissingExtra`, with the install command, if one is missing.
+
+    A ModuleNotFoundError for a module of no extra stays as it is.
 
     >>> with optional_import():
     ...     import pandas as pd
@@ -43,20 +45,20 @@ def optional_import() -> Iterator[None]:
 
 
 def require(*modules: str) -> None:
-    """Raise `MissingExtra` unless all these modules of extras are installed; none is imported, so it is quick."""
+    """Raise `MissingExtra` unless all these modules, named as in EXTRAS, are installed; none is imported, so it is quick."""
     if missing := absent(*modules):
         raise _missing(missing)
 
 
 def absent(*modules: str) -> list[str]:
-    """Return those of the modules that are not installed."""
+    """Return those of the modules that are not installed, in their order; none is imported."""
     return [module for module in modules if find_spec(module) is None]
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs extras: from the folder of a checkout; by the names of their packages for a wheel.
+    """Return the pip command that installs extras, keys of EXTRAS: `pip install -e` of the folder in a checkout of vitrel.
 
-    The name of this package is of no use to pip, since no index holds it.
+    For an installed wheel it names their packages, since no index holds vitrel under its name.
     """
     project = CHECKOUT / "pyproject.toml"
     if project.is_file() and 'name = "vitrel"' in project.read_text("utf-8", "replace"):
@@ -66,7 +68,7 @@ def install_command(*extras: str) -> str:
 
 
 def _missing(modules: list[str]) -> MissingExtra:
-    """Return the error for missing modules, with the command that installs the few and small extras that have them."""
+    """Return the error for missing modules; its command installs as few extras as have them, of several the smallest."""
     owners = [[extra for extra, own in EXTRAS.items() if module in own] for module in modules]
     extras: list[str] = []
     for possible in sorted(owners, key=len):

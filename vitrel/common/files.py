@@ -13,12 +13,11 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # the repository, unless vitrel 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Context manager that gives a temporary path beside `path`. The file there replaces `path` at the end, if there is no
-    error.
+    """Context manager that gives a temporary path in the folder of `path`, to write to.
 
-    Readers, also after a killed run, find the old file or the complete new one; what a killed run left of it beside `path` is
-    overwritten. The folder must exist. An OSError without a file name, as of a full disk, is raised again with the path. Of
-    several processes one may write a file (`vitrel.common.lock`).
+    The file there replaces `path` at the end, or is removed after an error. Readers, also after a killed run, find the old file
+    or the complete new one; what a killed run left is overwritten. The folder must exist. An OSError without a file name, as of
+    a full disk, is raised again with the path. Only one process at a time may write a file (`vitrel.common.lock`).
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
@@ -40,7 +39,7 @@ def shown(path: str | Path) -> str:
 
 
 def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Write lines of cells as a CSV file, atomically; text is written as `shown` returns it."""
+    """Write lines of cells, the header first, as a CSV file, atomically; bytes that are not UTF-8 are escaped (`shown`)."""
     with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([shown(cell) if isinstance(cell, str) else cell for cell in line] for line in lines)
 
@@ -48,7 +47,7 @@ def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
 def commit(checkout: Path = CHECKOUT) -> str:
     """Return the commit (12 digits) of the git checkout with top folder `checkout`, with "-dirty" if a tracked file changed.
 
-    By default it is that of this package. "" if the folder has no .git, or git is missing or fails.
+    By default it is that of this package. "" if the folder has no .git, or git is missing, fails or takes over 30 seconds.
     """
     if not (checkout / ".git").exists():
         return ""

@@ -14,10 +14,11 @@ PATIENCE = 10.0  # seconds to wait for another process: the loader processes of 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Context manager in which no other process that uses it writes into `folder`. The folder is created if needed.
+    """Context manager that locks `folder`: no other process is in it for this folder. The folder is created if needed.
 
     It waits up to PATIENCE seconds for another process, then raises BlockingIOError. The lock ends with the process, however
-    that ends. A process may enter the same folder several times. On a file system without locks nothing is locked.
+    that ends; its file .lock stays in the folder. A process may enter the same folder several times. On a file system without
+    locks nothing is locked.
     """
     with ExitStack() as held:
         try:

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def processor_name() -> str:
-    """Return the name of the processor, from /proc/cpuinfo or else from `platform`."""
+    """Return the name of the processor, from /proc/cpuinfo or else from `platform`, which may give the architecture only."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -16,7 +16,7 @@ def processor_name() -> str:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of logical CPUs that this process may use; on systems that do not tell it, all of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager with `model` in evaluation mode; at its end, also after an error, every module is in its former mode."""
+    """Context manager with `model` set to evaluation mode; at its end, also after an error, all modules get their mode back."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:

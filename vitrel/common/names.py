@@ -29,7 +29,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) ->
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ": did you mean ...?" with the nearest of the `known` names, for the end of an error; "" if none is similar."""
+    """Return ": did you mean NAME?" with the nearest of the `known` names, for the end of an error; "" if none is similar."""
     near = nearest(name, known, 1)
     return f": did you mean {near[0]}?" if near else ""
 

@@ -7,7 +7,7 @@ import yaml
 
 
 class PlainLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader, but a key that is given twice is an error; PyYAML itself takes the last value."""
+    """PyYAML's SafeLoader, but ValueError for a key that is given twice in a mapping; PyYAML itself takes the last value."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -23,12 +23,12 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the plain values of a YAML file; ValueError with the file and the reason, OSError if it cannot be read."""
+    """Return the plain values of a YAML file; ValueError with file and reason if it is no YAML, OSError if it is unreadable."""
     return load_yaml(Path(path).read_text("utf-8", errors="replace"), f"{path}: ")
 
 
 def read_mapping(text: str) -> dict[str, Any]:
-    """Return a YAML mapping written as text, such as model arguments; ValueError with an example for anything else."""
+    """Return a dictionary from the text of a YAML mapping, as "{depth: 4}"; ValueError with an example for anything else."""
     value = load_yaml(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping such as '{{reg_tokens: 4}}', got {text!r}")
@@ -36,7 +36,10 @@ def read_mapping(text: str) -> dict[str, Any]:
 
 
 def load_yaml(text: str, where: str = "") -> Any:
-    """Return the plain values of YAML text; ValueError, whose message begins with `where`, for text that is no plain YAML."""
+    """Return the plain values (dictionaries, lists, numbers, text, dates, None) of YAML text.
+
+    ValueError, whose message begins with `where`, for text that is no YAML, asks for Python objects or repeats a key.
+    """
     try:
         return yaml.load(text, Loader=PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError for a date that does not exist

@@ -23,14 +23,17 @@ from vitrel.common.user_modules import import_modules
 
 
 def local_device(name: str) -> torch.device:
-    """Return the torch.device `name`: "auto" is "cuda" if there is a GPU, else "cpu"; "cuda" is the GPU numbered LOCAL_RANK."""
+    """Return the torch.device `name`: "auto" is "cuda" if there is a GPU, else "cpu"; "cuda" is the GPU numbered LOCAL_RANK.
+
+    LOCAL_RANK is torchrun's environment variable, 0 if not set. RuntimeError for a name that torch does not know.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device(name)
 
 
 def checked_device(name: str) -> torch.device:
-    """Return the `local_device` of a name; ValueError if there is no such name, or the machine has no such device."""
+    """Return the `local_device` of a name; ValueError if torch does not know the name, or the machine has no such device."""
     try:
         device = local_device(name)
     except RuntimeError as error:
@@ -54,14 +57,15 @@ _ENDED_EARLY = "another process ended before its work was done; its output says 
 
 
 class OtherProcessError(RuntimeError):
-    """Another process failed; the message is its error."""
+    """Raised because another process of the group failed; the message is its error."""
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Context manager with the process group of torchrun's processes; does nothing in a single process (WORLD_SIZE 1).
+    """Context manager that joins the process group (gloo) of torchrun's processes; does nothing with WORLD_SIZE 1 or unset.
 
-    If another process fails, this one ends by SystemExit with status 1, and the first process prints that one's error.
+    With GPUs it makes that of LOCAL_RANK the current one. If another process fails, this one ends by SystemExit with status 1,
+    and the first process prints that one's error. The group is destroyed at the end.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
@@ -78,15 +82,16 @@ def joined() -> Iterator[None]:
 
 
 def in_processes(number: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Run `work(*arguments)` in `number` new processes of this machine, which are `joined`.
+    """Run `work(*arguments)` in `number` new processes of this machine, which are `joined`, and wait for all of them.
 
-    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each.
+    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each. Results of `work`
+    are dropped.
 
     Args:
         work: a module-level function whose arguments can be pickled.
 
     Raises:
-        SystemExit: a process failed, and has printed why, or was killed.
+        SystemExit: a process failed, and has printed why, or was killed; the others are ended.
     """
     threads, port = max(1, torch.get_num_threads() // number), get_free_port()
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # theirs until `_run`: while they import, ctrl-c is this process's
@@ -105,7 +110,10 @@ def in_processes(number: int, work: Callable[..., None], *arguments: Any) -> Non
 
 
 def _run(rank: int, number: int, port: int, threads: int, work: Callable[..., None], arguments: tuple) -> None:
-    """Do the work of one process that `in_processes` starts."""
+    """Run `work` in the process numbered `rank` of `number`, which `in_processes` starts, `joined` with the others.
+
+    Sets the environment variables of torchrun and the number of CPU threads, and imports the user's modules (`import_modules`).
+    """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(number), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(threads)
     if rank > 0:  # the first prints the same warnings
@@ -123,7 +131,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def on_all(work: Callable[[], Any]) -> list[Any]:
-    """Run `work()` in every process and return all results in the order of ranks; results must be picklable.
+    """Run `work()` in every process and return the results of all, in the order of ranks; they must be picklable.
 
     If `work()` raises in a process, that process raises the same error, and all others raise OtherProcessError with its text.
     """

@@ -12,7 +12,10 @@ EVERY = 20.0  # seconds between two lines of a log
 
 
 class Advance(Protocol):
-    """A function that adds `share` of a unit of work that costs `cost` to what is done; `what` describes the current work."""
+    """A function to call when a part (`share`, 0 to 1) of a unit of work is done; `cost` is that of the whole unit.
+
+    `what` is a text that is shown, such as the name of the current work.
+    """
 
     def __call__(self, share: float, what: str, cost: float = 1.0) -> None: ...
 
@@ -26,10 +29,10 @@ def progress(total: int, unit: str, every: float = EVERY, work: float | None = N
 
     Args:
         total: number of units.
-        unit: what they are called.
+        unit: what they are called, in the plural.
         every: seconds between two lines.
         work: sum of the costs of all units, in any measure that is proportional to time; by default each costs 1. The time left
-            is that of the work left, at the mean speed so far; a unit that is done already costs 0.
+            is that of the work left, at the mean speed so far; a unit that was done before costs 0.
     """
     work = float(total) if work is None else work
     done = worked = 0.0

@@ -18,12 +18,12 @@ _LOADING = ("dataloader worker", "shared memory", "unable to resize file")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out; PyTorch reports a failed CPU allocation as a plain RuntimeError."""
+    """Return whether an error means that memory (of CPU or GPU) ran out; PyTorch's own for the CPU is a plain RuntimeError."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _has(error, _OUT_OF_MEMORY))
 
 
 def lacking(error: BaseException) -> bool:
-    """Return whether an error is `out_of_memory`, or says that loader processes were killed or lack shared memory."""
+    """Return whether an error means that memory ran out, or that loader processes were killed or lack shared memory."""
     return out_of_memory(error) or (isinstance(error, RuntimeError) and _has(error, _LOADING))
 
 
@@ -32,7 +32,10 @@ def _has(error: BaseException, signs: tuple[str, ...]) -> bool:
 
 
 def check_workers(workers: int) -> None:
-    """Raise OSError if no loader process can be started; DataLoader's own error comes with others of its cleaning up."""
+    """Raise OSError, with a note on what to do, if loader processes cannot be started; nothing is tried for 0 `workers`.
+
+    DataLoader's own error comes with others of its cleaning up.
+    """
     try:
         if workers:
             multiprocessing.Lock()

@@ -48,25 +48,28 @@ def short_size(size: Size) -> str:
 
 
 def nearest_size(size: Size, others: Iterable[Size]) -> Size:
-    """Return that of the sizes `others`, (h, w) in pixels, whose area is nearest to `size` by ratio; of equals the first."""
+    """Return the one of `others`, (h, w) in pixels, with the area nearest to that of `size` by ratio; of equals the first."""
     return min(others, key=lambda other: abs(log(other[0] * other[1] / (size[0] * size[1]))))
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names in words: "a", "a and b", "a, b and c"."""
+    """Join one or more names in words: "a", "a and b", "a, b and c"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def sizes_in_words(sizes: Sequence[Size | Budget]) -> str:
-    """Return sizes in words: "64 px", "48, 80 and 64x96 px"; budgets as "native shape, 196 tokens at most"."""
+    """Return sizes in words: "64 px", "48, 80 and 64x96 px".
+
+    If there are budgets, only these are named: "native shape, 196 tokens at most".
+    """
     if budgets := [str(size.tokens) for size in sizes if isinstance(size, Budget)]:
         return f"native shape, {listed(budgets)} tokens at most"
     return f"{listed([*map(short_size, sizes)])} px"
 
 
 def token_count(size: Size, patch: Size) -> int:
-    """Return the number of patch tokens of an image of `size` (h, w) pixels; partial patches count."""
+    """Return the number of patch tokens of an image of `size` (h, w) pixels; a partial patch at a border counts as one."""
     return -(-size[0] // patch[0]) * -(-size[1] // patch[1])
 
 
@@ -101,7 +104,7 @@ def native_size(height: int, width: int, budget: int, patch: tuple[int, int]) ->
 
 
 def _whole(above: int, below: int, budget: int) -> list[int]:
-    """Return sqrt(above / below) rounded down and up, each within 1..budget, by integers, which are exact for whole roots."""
+    """Return sqrt(above / below) rounded down and up, each within 1..budget and once, ascending; exact, since by integers."""
     down = isqrt(above // below)
     up = down + (down * down * below < above)
     return sorted({min(max(side, 1), budget) for side in (down, up)})

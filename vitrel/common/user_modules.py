@@ -11,8 +11,8 @@ VARIABLE = "VITREL_IMPORT"  # names joined by commas, so that the processes that
 def import_modules(names: Sequence[str] = ()) -> None:
     """Import the modules `names` and those of the environment variable VITREL_IMPORT, from the working folder or installed.
 
-    Afterwards the variable holds all of these names, so that processes that are started later import the modules too. Raises
-    ValueError for a name that is found in neither place.
+    Afterwards the variable holds all of these names, so that processes that are started later import the modules too, and
+    sys.path the working folder. Raises ValueError for a name that is found in neither place.
     """
     given = dict.fromkeys([*imported_modules(), *names])
     if not given:
@@ -29,7 +29,7 @@ def import_modules(names: Sequence[str] = ()) -> None:
 
 
 def search_working_folder() -> None:
-    """Let imports find modules in the working folder, as `python -m` does; the command does not look there."""
+    """Append the working folder to sys.path unless it is there, so that imports find modules in it, as under `python -m`."""
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.append(os.getcwd())
 

@@ -44,7 +44,7 @@ model = vitrel.load(hf_hub_download("{repository}", "model.safetensors"))
 
 
 class OtherWeights(ValueError):
-    """The evaluation given for a model's card is of other weights than the model's."""
+    """Raised where the evaluation given for a model's card is of other weights than the model's."""
 
 
 def push_to_hub(model: nn.Module, repository: str, evaluation: str | Path | None = None, private: bool = False) -> str:
@@ -52,6 +52,7 @@ def push_to_hub(model: nn.Module, repository: str, evaluation: str | Path | None
 
     Users load it by `timm.create_model("hf-hub:OWNER/NAME", pretrained=True)` after `import vitrel`, as its card says. The card
     is written anew with each upload, so that its scores are those of the weights; older ones stay in the repository's history.
+    The token is that of `hf auth login` or HF_TOKEN.
 
     Args:
         model: as for `write_hub_folder`.
@@ -77,7 +78,7 @@ def push_to_hub(model: nn.Module, repository: str, evaluation: str | Path | None
 
 
 def check_repository(name: str) -> None:
-    """Raise ValueError unless a name is that of a repository, "OWNER/NAME"."""
+    """Raise ValueError unless `name` can be that of a repository on the hub, "OWNER/NAME"; nothing is asked of the hub."""
     if name.count("/") != 1:
         raise ValueError(f"{name!r} is no repository of the hub: write OWNER/NAME")
     validate_repo_id(name)
@@ -87,14 +88,15 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
     """Write the folder that `push_to_hub` uploads: model.safetensors, README.md, and config.json for timm; return its path.
 
     Args:
-        model: a ViT or Swin of vitrel as `vitrel.export.export_model` takes it, or a Segmenter, which only vitrel reads; in
-            evaluation mode.
-        folder: is created.
+        model: a ViT or Swin of vitrel as `vitrel.export.export_model` takes it, or a Segmenter, which only vitrel reads (no
+            config.json); in evaluation mode.
+        folder: is created in its parent, which must exist.
         repository: "OWNER/NAME", for the card.
         evaluation: folder of `vitrel evaluate` with these weights, for the card's table of scores; None: no table.
 
     Raises:
         OtherWeights: the evaluation is of other weights.
+        FileExistsError: the folder exists.
         ValueError: the model is of timm or in training mode; see `export_model`.
     """
     segments, backbone = isinstance(model, Segmenter), backbone_of(model)
@@ -127,7 +129,7 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
 
 
 def _scores(model: nn.Module, folder: Path) -> str:
-    """Return the card's section with the scores of an evaluation; OtherWeights if no model in it has these weights."""
+    """Return the card's section, Markdown, with the scores of an evaluation; OtherWeights if none of its models has these."""
     from vitrel.evaluate.folder import read_folder
     from vitrel.evaluate.report import first_screen
     from vitrel.evaluate.verdicts import judge

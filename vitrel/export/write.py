@@ -57,14 +57,16 @@ def export_model(
     about: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> list[Check]:
-    """Export a model in evaluation mode, in float32 on the CPU, and return the checks of the file.
+    """Export a model in evaluation mode, in float32 on the CPU, and return the comparisons of the file with the model.
+
+    The file is written under a temporary name beside `path`, loaded, run at the sizes of `check_sizes` and moved to `path`.
 
     Args:
         model: a ViT or Swin of vitrel, built by timm.create_model, a Segmenter of one, or any result of `vitrel.from_timm`.
         path: the file to write, or for "safetensors" the folder.
         format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), checked in onnxruntime;
             "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size
-            (vitrel models only).
+            (vitrel's ViT and Swin only).
         size: an int or (h, w) in pixels of the images of a program or ONNX file; default: that of training. The batch size is
             free.
         dynamic_size: the file takes any height and width that leave two tokens or more; where timm's trunk is kept, two along
@@ -77,7 +79,7 @@ def export_model(
     Raises:
         ValueError: an argument is impossible.
         FileExistsError: the path exists and `overwrite` is False.
-        MissingExtra: onnx, onnxscript or onnxruntime is not installed.
+        MissingExtra: onnx, onnxscript or onnxruntime is not installed, for "onnx".
         RuntimeError: tracing or a check fails. No file is written in any of these cases.
     """
     _check_model(model, format)
@@ -98,7 +100,7 @@ def export_model(
 def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
     """Yield the batch size and the image size (h, w) in pixels of every comparison of an exported file with the model.
 
-    These are `size` with three batch sizes and, if dynamic_size, other shapes too.
+    These are `size` with 1, 2 and 3 images and, if dynamic_size, three other sizes that the model takes, smaller and larger.
     """
     h, w = size
     yield from ((1, size), (2, size), (3, size))
@@ -110,7 +112,7 @@ def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 
 def _preprocessing(model: nn.Module) -> dict[str, Any]:
-    """Return the model's name, its image size and its preprocessing, which every file stores."""
+    """Return {"model": name, "img_size": (h, w), and mean, std and others of its preprocessing}, which every file stores."""
     return {"model": model.pretrained_cfg["architecture"], "img_size": trained_size(model)} | preprocessing_of(model)
 
 
@@ -153,7 +155,7 @@ def _check_path(path: Path, format: str, overwrite: bool) -> None:
 
 
 def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> None:
-    """Raise ValueError for an image size that the model does not take, or that cannot be traced for any size."""
+    """Raise ValueError for an image size that the model does not take, or with which dynamic sizes cannot be traced."""
     if multiple := side_multiple(model):
         if any(n % multiple or n < multiple for n in size):
             raise ValueError(f"size {size[0]}x{size[1]}: its sides must be multiples of {multiple} pixels")
@@ -169,14 +171,17 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 
 def _least_size(model: nn.Module) -> int:
-    """Return the fewest pixels along a side that leave at least two tokens after the last stage."""
+    """Return the fewest pixels along a side that leave two tokens after the last stage, in timm's trunks along that side."""
     own = backbone_of(model)
     reduction = max([info["reduction"] for info in getattr(own or model, "feature_info", ())], default=32)
     return 2 * reduction if own is None else reduction + 1  # timm's trunks pad less
 
 
 def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
-    """Run a written file and the model on one random batch; RuntimeError if the file fails, or their logits differ."""
+    """Run the model and a written file (`run`: images -> logits) on one batch of random images, and return their comparison.
+
+    RuntimeError if the file fails, or their logits differ by more than TOLERANCE.
+    """
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
     image = torch.randn((batch, channels_of(backbone_of(model) or model), *size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -196,7 +201,10 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
 
 
 def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
-    """Return the torch.export program of a model; with dynamic_size it takes any size, else `size` with any batch size."""
+    """Return the torch.export program of a model; with dynamic_size it takes any size, else `size` with any batch size.
+
+    RuntimeError if it cannot be traced.
+    """
     if dynamic_size and backbone_of(model) is None:
         size = 2 * size[0], 2 * size[1]  # more than one window in the last stage, which a graph would take for granted
     free, image = torch.export.Dim.DYNAMIC, torch.randn((2, channels_of(backbone_of(model) or model), *size))
@@ -276,7 +284,7 @@ _WRITERS = {  # each writes to a path and returns a function that runs what it w
 
 
 def _move(part: Path, path: Path) -> None:
-    """Move a finished file or folder to its path, in place of what is there."""
+    """Rename a finished file or folder to `path`, in place of what is there; `part` is in the same folder."""
     if part.is_dir() and path.exists():  # a folder cannot replace another atomically
         old = part.with_name(f"{part.name}.old")
         path.replace(old)
@@ -294,7 +302,7 @@ def _remove(part: Path) -> None:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the first error in the chain of causes of an error."""
+    """Return the error at the end of the chain of `__cause__`: the one that was raised first."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
