@@ -14,7 +14,7 @@ from vitrel.position.terms import Table, Terms
 
 
 class Crop(NamedTuple):
-    """A crop of h x w tokens from a larger grid. It has all prefix tokens of that grid.
+    """A crop of h x w patches from a larger grid. It also has all prefix (class and register) tokens of that grid.
 
     Args:
         whole: the larger grid.
@@ -30,21 +30,23 @@ class Crop(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """Grid of the crop, on which the cropped terms are used."""
+        """Grid of the crop, h x w with the prefix tokens of the whole grid, for which `crop_terms` returns the terms."""
         return Grid(self.h, self.w, self.whole.prefix)
 
 
 def crop_terms(terms: Terms, crop: Crop) -> Terms:
     """Return the terms of a crop from those of the whole grid; the crop's tokens have the same logits as in the whole grid.
 
-    Taken are the rows of the crop's tokens, and of tables the rows of offsets |dy| < h, |dx| < w. The rest is unchanged.
+    Taken are the rows of the crop's tokens, and of tables the rows of offsets |dy| < h, |dx| < w and of prefix tokens. The
+    rest is unchanged.
 
     Args:
         terms: what an encoding returns for `crop.whole`.
         crop: the part of the grid.
 
     Raises:
-        ValueError: the crop is not inside the whole grid, or the terms are not those of the whole grid.
+        ValueError: the crop is not inside the whole grid, or the terms are not those of the whole grid (not checked inside
+            torch.compile).
     """
     if not torch.compiler.is_compiling():
         _check(terms, crop)
@@ -69,14 +71,14 @@ def crop_terms(terms: Terms, crop: Crop) -> Terms:
 
 
 def _tokens(crop: Crop, device: torch.device) -> Tensor:
-    """Return the index of each of the crop's tokens among the tokens of the whole grid, [N']."""
+    """Return the index of each of the crop's N' tokens, prefix tokens first, among the tokens of the whole grid, [N'] int64."""
     y, x = crop.grid.coordinates(device).unbind(-1)
     inside = (y + crop.origin[0]) * crop.whole.w + x + crop.origin[1] + crop.whole.prefix
     return torch.cat((torch.arange(crop.whole.prefix, device=device), inside))
 
 
 def _classes(crop: Crop, axis: str, device: torch.device) -> Tensor:
-    """Return the index of each of the crop's offset classes among those of the whole grid, [R']."""
+    """Return the index of each of the crop's R' offset classes along `axis` (see Grid) among those of the whole grid, [R']."""
     whole, offsets = crop.whole, crop.grid.offsets(axis, device)
     if axis == "hw":
         inside = (offsets[:, 0] + whole.h - 1) * (2 * whole.w - 1) + offsets[:, 1] + whole.w - 1

@@ -26,10 +26,10 @@ class Memory(NamedTuple):
     """Cached keys and values of earlier tiles, which later tiles attend to; `forward_memory` returns it.
 
     Attributes:
-        heights: rows of patches of each cached tile, the topmost first.
+        heights: number of rows of patches of each cached tile, the topmost first.
         width: of the strip, in patches.
         below: first row of the next tile, in patches from the top of the strip.
-        layers: (keys, values) of every block, each [B, H, sum(heights) * width, D].
+        layers: (keys, values) of the cached patches in every block, each [B, H, sum(heights) * width, D].
     """
 
     heights: tuple[int, ...]
@@ -38,23 +38,23 @@ class Memory(NamedTuple):
     layers: tuple[Past, ...]
 
     def detach(self) -> "Memory":
-        """Return the same memory detached from its graph, so that no gradient flows into earlier tiles."""
+        """Return a memory of the same tensors detached from their graph, so that no gradient flows into earlier tiles."""
         return Memory(self.heights, self.width, self.below, tuple((k.detach(), v.detach()) for k, v in self.layers))
 
 
 def forward_memory(
     model: ViT, image: Tensor, memory: Memory | None = None, length: int = 1, height: int | None = None, detach: bool = True
 ) -> tuple[Tensor, Memory]:
-    """Process the next tile of a strip, and return its tokens and the memory for the next tile.
+    """Process the next tile of a strip (an image cut into tiles from top to bottom); return its tokens and the new memory.
 
-    The prefix tokens of a tile see the patches above, but later tiles do not see them. Only the last tile of a strip may end
-    within a patch, and only if height is given; its last row of patches is padded with zeros, as in the whole strip.
+    The prefix tokens of a tile see the cached patches above, but later tiles do not see them. Only the last tile of a strip may
+    end within a patch, and only if height is given; its last row of patches is padded with zeros, as in the whole strip.
 
     Args:
         model: a ViT without windows.
         image: the tile [B, in_chans, h, w]. Tiles of a strip have one width; heights may differ.
         memory: the value returned for the tile above; None for the topmost tile.
-        length: number of tiles whose keys and values are cached.
+        length: number of tiles, this one included, whose keys and values are in the new memory; 0: of none.
         height: pixels of the whole strip: positions are then those in the strip. None: positions are those in the grid of the
             cached rows and the tile. Both give the same for encodings that depend on offsets only, but not for those that
             depend on the grid (table, levit, factorized, decomposed, fire, rope_normalized, RoPE with a policy, log_n), nor for
@@ -62,11 +62,11 @@ def forward_memory(
         detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
 
     Returns:
-        The tokens [B, N, C] as of `forward_features`, and the memory.
+        The tokens [B, N, C] of the tile after the last norm, prefix tokens first, and the memory to pass with the next tile.
 
     Raises:
-        ValueError: a block has windows, the tile does not continue the strip, or height is missing for encodings that add to
-            tokens (absolute, sincos, ...), since every tile would have the positions of the first.
+        ValueError: a block has windows, the tile does not continue the strip, length is negative, or height is missing for
+            encodings that add to tokens (absolute, sincos, ...), since every tile would have the positions of the first.
     """
     if any(block.window is not None for block in model.blocks):
         raise ValueError("memory needs global attention in all blocks, but this model has blocks with a window")
@@ -102,16 +102,16 @@ def forward_memory(
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, keys: Grid, dropout_p: float = 0.0, backend: str = "auto"
 ) -> Tensor:
-    """Compute attention of a segment's tokens to all keys, [B, H, M, D].
+    """Compute attention of a segment's M tokens, prefix tokens first, to N keys: its own and cached ones, [B, H, M, D].
 
-    Prefix tokens see all keys of their segment; later segments do not see them.
+    A segment is a tile of a strip.
 
     Args:
         q: queries of the segment [B, H, M, D].
-        k: keys [B, H, N, D], as `with_past` returns them.
+        k: keys [B, H, N, D], as `with_past` returns them: prefix tokens, cached patches, the segment's patches.
         v: values [B, H, N, D], as `with_past` returns them.
         terms: what an encoding returns for `keys`.
-        keys: grid of all keys.
+        keys: grid of all keys, the cached rows above those of the segment.
         dropout_p: as in vitrel.ops.attention.
         backend: as in vitrel.ops.attention.
     """
@@ -125,7 +125,7 @@ def segment_attention(
 
 
 def with_past(current: Past, past: Past | None, prefix: int) -> Past:
-    """Return the current keys and values with the cached ones, if any, between those of prefix tokens and of patches."""
+    """Return (keys, values) in the order: `prefix` prefix tokens, cached patches, current patches; `past` None: the current."""
     if past is None:
         return current
     k, v = (torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(current, past, strict=True))
@@ -135,7 +135,11 @@ def with_past(current: Past, past: Past | None, prefix: int) -> Past:
 def _run_block(
     block: Block, x: Tensor, terms: Terms, keys: Grid, past: Past | None, remembered: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a block on the tokens of a tile; return its tokens, and the last `remembered` keys and values of all patches."""
+    """Run a block on a tile's tokens x [B, M, C]; return its output, and keys and values of the last `remembered` patches.
+
+    `keys` is the grid of the cached rows and the tile, `terms` are those of this grid, and `past` are the cached (keys, values)
+    or None.
+    """
     attn = block.attn
     last: list[Tensor] = []
 
@@ -152,14 +156,17 @@ def _run_block(
 
 
 def _filled(model: ViT, image: Tensor) -> Tensor:
-    """Pad a tile shorter than a patch with zeros at the bottom, as the patch embedding pads a partial patch."""
+    """Return a tile with fewer rows of pixels than a patch padded with zeros at the bottom, any other tile as it is."""
     patch = model.patch_embed.patch_size[0]
     short = image.dim() == 4 and 0 < image.shape[2] < patch
     return F.pad(image, (0, 0, 0, patch - image.shape[2])) if short else image
 
 
 def _check_tile(model: ViT, image: Tensor, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
-    """Raise ValueError unless a tile `image` with the patches x [B, h, w, C] continues the strip of `memory`."""
+    """Raise ValueError unless a tile `image` with the patches x [B, h, w, C] continues the strip of `memory`, or begins one.
+
+    `whole` is the grid of the whole strip; None if its height is not given.
+    """
     if whole is None and model.pos_embed is not None:
         raise ValueError(
             "this model adds positions to its tokens, and each tile would have those of the first: pass height, in pixels of "

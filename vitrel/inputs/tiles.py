@@ -33,9 +33,9 @@ class TileMargins(NamedTuple):
 
     Attributes:
         alignment: tiles begin at multiples of this.
-        before: margin above and left of the exact features of a tile.
-        after: margin below and right of them.
-        smallest: smallest tile for images of any size.
+        before: margin above and left in which the features of a tile are not those of the whole image.
+        after: the same below and right.
+        smallest: smallest tile with which images of any size can be covered.
     """
 
     alignment: tuple[int, int]
@@ -45,7 +45,7 @@ class TileMargins(NamedTuple):
 
 
 def tile_margins(model: Backbone) -> TileMargins:
-    """Return alignment and overlap of the tiles of a `Swin`, or of a `ViT` with windows in all blocks, for images of any size.
+    """Return alignment, margins and smallest size, in pixels, of tiles for a `Swin`, or a `ViT` with windows in all blocks.
 
     Raises:
         ValueError: the model is another, or has a block with global attention.
@@ -60,8 +60,9 @@ def tiled_features(
 ) -> Tensor | tuple[Tensor, list[Tensor]]:
     """Compute model.forward_features(image), up to rounding, tile by tile: [B, h, w, C] of a Swin, [B, N, C] of a ViT.
 
-    Memory is saved only under torch.no_grad(), since gradients need the activations of all tiles. An absolute embedding is
-    computed for the whole grid at once and stored on `device`.
+    The result equals that of the whole image, since only features are used that no cut influences. Memory is saved only under
+    torch.no_grad(), since gradients need the activations of all tiles. An absolute embedding is computed for the whole grid at
+    once and stored on `device`.
 
     Args:
         model: a Swin, or a ViT with windows in all blocks, in evaluation mode.
@@ -69,7 +70,7 @@ def tiled_features(
             slices numpy can read. Each tile is moved to the model's device.
         tile: largest sides of a tile (h, w) in pixels, or one number for both, overlap included; `tile_margins` gives the
             smallest. Larger tiles are faster, since neighbors overlap by its margins `before` and `after`.
-        device: of the result; None: that of the image.
+        device: of the result; None: that of the image, the CPU for an array.
         pyramid: return (features, [map [B, C, h, w] after each stage]), as `forward_intermediates` of a Swin; a ViT has one
             map.
 
@@ -101,24 +102,32 @@ def tiled_features(
 
 
 class _Kept(NamedTuple):
-    """The features of a tile to keep after a stage, along one axis."""
+    """Features of a tile that go into the result after a stage, along one axis.
 
-    tile: slice  # in tokens of the tile
-    whole: slice  # in tokens of the whole image
+    `tile` is their slice of the tile's tokens, `whole` that of the whole image's.
+    """
+
+    tile: slice
+    whole: slice
 
 
 class _Span(NamedTuple):
-    """A tile along one axis, and which of its features to keep."""
+    """A tile along one axis, patches `start` to `stop` - 1, and which of its features go into the result.
 
-    start: int  # first patch
-    stop: int  # patch after the last
-    kept: tuple[_Kept, ...]  # features after each stage and after the last norm
+    `kept` has an entry for each stage, then one for the features after the last norm.
+    """
+
+    start: int
+    stop: int
+    kept: tuple[_Kept, ...]
 
 
 class _Axis(NamedTuple):
-    """What tiling needs to know of a model along one axis, rows or columns."""
+    """What tiling needs to know of a model along one axis, rows or columns.
 
-    # for each stage the merging factor (1 or 2) and (window, shift) of its blocks, in tokens
+    `stages` has for each stage the factor (1 or 2) by which it first merges tokens, and its blocks' (window, shift) in tokens.
+    """
+
     stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
@@ -131,7 +140,7 @@ class _Axis(NamedTuple):
 
     @property
     def strides(self) -> list[int]:
-        """Number of patches along the axis that a token of each stage covers."""
+        """List of the number of patches along the axis that a token of each stage covers."""
         return list(accumulate((merge for merge, _ in self.stages), mul))
 
     @property
@@ -141,9 +150,9 @@ class _Axis(NamedTuple):
         return math.lcm(*self.strides, *(stride * window for stride, (_, blocks) in stages for window, _ in blocks))
 
     def exact(self, start: int, stop: int, n: int) -> list[tuple[int, int]]:
-        """Return for each stage the range [lo, hi) of the tokens that a tile computes as the whole image would.
+        """Return for each stage the range (lo, hi) of the tokens, lo to hi - 1, that a tile computes as the whole image would.
 
-        Tokens are numbered on the whole axis. The range is empty if lo >= hi.
+        Tokens of a stage are numbered on the whole axis. The range is empty if lo >= hi.
 
         Args:
             start: first patch of the tile.
@@ -166,20 +175,26 @@ class _Axis(NamedTuple):
         return ranges
 
     def margins(self) -> tuple[int, int]:
-        """Return how many patches at the start and at the end of a tile that is cut on both sides give no exact features."""
+        """Return how many patches at the start and at the end of a tile give features other than those of the whole image.
+
+        The tile is cut on both sides; the numbers are the largest of all tile lengths.
+        """
         step, stride = self.alignment, self.strides[-1]
         before = self.exact(step, _ENDLESS, _ENDLESS)[-1][0] * stride - step
         ends = [(stop, self.exact(0, stop, _ENDLESS)[-1][1] * stride) for stop in range(2 * step, 4 * step + 1)]
         return before, max(stop - hi for (_, shorter), (stop, hi) in pairwise(ends) if hi > shorter)
 
     def smallest(self) -> int:
-        """Return the least length of a tile in patches with which the next tile can begin one alignment later."""
+        """Return the least length in patches of a tile whose correct features reach those of a tile one alignment later."""
         step = self.alignment
         target = self.exact(2 * step, _ENDLESS, _ENDLESS)[-1][0]
         return next(n for n in count(step) if self.exact(step, step + n, _ENDLESS)[-1][1] >= target)
 
     def spans(self, n: int, longest: int) -> list[_Span]:
-        """Return the fewest tiles of at most `longest` patches that cover an axis of n patches, each as short as possible."""
+        """Return the fewest tiles of at most `longest` patches whose correct features cover an axis of n patches, in order.
+
+        Each is as short as possible. `longest` must be at least `smallest()`, or n.
+        """
         strides, done = self.strides, [0] * len(self.stages)
         spans: list[_Span] = []
         while not spans or spans[-1].stop < n:
@@ -194,10 +209,10 @@ class _Axis(NamedTuple):
         return spans
 
     def _next(self, done: int, n: int, longest: int) -> tuple[int, int]:
-        """Return start and stop of the next tile, in patches, where the first `done` tokens of the last stage are computed.
+        """Return the first patch of the next tile and that after its last, if `done` tokens of the last stage are computed.
 
         It is the latest tile of at most `longest` patches whose exact tokens continue these, without patches at its end that
-        add none.
+        add none; n is the length of the axis in patches.
         """
         starts = range(done * self.strides[-1] // self.alignment * self.alignment, -1, -self.alignment)
         ends = ((start, min(start + longest, n)) for start in starts)
@@ -209,7 +224,7 @@ class _Axis(NamedTuple):
 
 
 def _stages(model: Backbone) -> list[Stage]:
-    """Return the stages of a Swin, or the blocks of a ViT as one stage; raise ValueError for a model that cannot be tiled."""
+    """Return the stages of a Swin, or the blocks of a ViT as one stage; ValueError for another model or a global block."""
     if not isinstance(model, Backbone):
         raise ValueError(f"tiles need a Swin or ViT of vitrel, not {type(model).__name__}")
     stages = [*model.layers] if isinstance(model, Swin) else [Stage(nn.Identity(), [*model.blocks])]  # type: ignore[misc]
@@ -225,7 +240,10 @@ def _stages(model: Backbone) -> list[Stage]:
 
 
 def _spans(model: Backbone, size: tuple[int, int], tile: tuple[int, int]) -> list[list[_Span]]:
-    """Return the tiles along each axis of an image of `size` (h, w) pixels; raise ValueError if `tile` is too small."""
+    """Return the tiles along rows and along columns of an image of `size` (h, w) pixels, at most `tile` (h, w) pixels large.
+
+    ValueError if `tile` is too small.
+    """
     margins, spans = tile_margins(model), []
     for a, (n, patch) in enumerate(zip(model.token_grid(size)[:2], model.patch_embed.patch_size, strict=True)):
         if tile[a] < min(margins.smallest[a], size[a]):
@@ -240,10 +258,10 @@ def _spans(model: Backbone, size: tuple[int, int], tile: tuple[int, int]) -> lis
 
 
 def _pixels(image: Any, crop: Crop, patch: tuple[int, int]) -> Tensor:
-    """Return the pixels of the crop, [B, C, height, width] floats; TypeError for an image of integers.
+    """Return the pixels of the crop, [B, C, crop's height, width] floats; TypeError for an image of integers.
 
     Args:
-        image: [B, C, height, width], a tensor or an array, of which only the crop is read.
+        image: [B, C, height, width], a tensor or an array, of which only the crop is read; a crop may reach beyond its end.
         crop: in patches.
         patch: (h, w) of a patch in pixels.
     """
@@ -259,8 +277,8 @@ def _run(model: Backbone, pixels: Tensor, added: Terms | None, crop: Crop) -> It
     """Yield the features [B, h, w, C] of a crop after each stage, then after the last norm.
 
     Args:
-        model: as in `tiled_features`.
-        pixels: of the crop, [B, in_chans, height, width].
+        model: as in `tiled_features`; a ViT counts as one stage.
+        pixels: of the crop, [B, in_chans, height, width], any device and dtype; they are converted to those of the model.
         added: the absolute embedding of the whole grid, or None.
         crop: the tile's patches.
     """

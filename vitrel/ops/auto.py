@@ -16,14 +16,23 @@ from vitrel.ops.sdpa import HALF
 
 
 class Row(NamedTuple):
-    """A row: calls of one kind on one device, and the backend that "auto" takes for them."""
+    """A row of ROWS: calls of one kind on one device, and the backend that "auto" takes for them.
+
+    Attributes:
+        backend: a key of vitrel.ops.BACKENDS.
+        device: "cuda": NVIDIA's GPUs, in float16 and bfloat16; "cpu": outside of graphs; or "any".
+        kind: of the calls, in words.
+        applies: whether a call is of this kind.
+        tokens: least number of tokens of the grid; 0: every grid, also where a graph does not know its size.
+        measured: times, sizes and memory that put the row here, as `vitrel.ops.why` returns them.
+    """
 
     backend: str
-    device: str  # "cuda": NVIDIA's GPUs, in float16 and bfloat16 | "cpu": outside of graphs | "any"
-    kind: str  # of the calls, in words
-    applies: Callable[[Call], bool]  # whether a call is of this kind
-    tokens: int  # minimum of the grid; 0: the row counts for every grid, also where a graph does not know its size
-    measured: str  # times, sizes and memory that put the row here, as `vitrel.ops.why` prints them
+    device: str
+    kind: str
+    applies: Callable[[Call], bool]
+    tokens: int
+    measured: str
 
 
 def _windows(call: Call) -> bool:
@@ -97,7 +106,10 @@ ROWS = (
 
 
 def rows_of(call: Call) -> list[Row]:
-    """Return the rows that apply to a call, in order, whether or not their backends refuse it; the last serves every call."""
+    """Return the rows of ROWS that apply to a call, in order, whether or not their backends refuse it.
+
+    The last is that of the reference, which serves every call.
+    """
     if is_exporting() or torch.jit.is_tracing():
         device = "any"
     elif call.device.type == "cuda":

@@ -52,10 +52,11 @@ def attention(
         mask: broadcastable to [B, H, M, N]; bool with True = attend, or floats that are added to the logits. A fully masked
             query returns 0, with finite gradients.
         dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
-        backend: a key of BACKENDS, or "auto".
+        backend: a key of BACKENDS ("triton", "augmented_qk", "sdpa", "reference"), or "auto": see `choose`.
 
     Raises:
-        ValueError: shapes do not fit the grid, the backend is unknown, or one given by name refuses the call.
+        ValueError: shapes do not fit the grid (not checked inside torch.compile), the mask has integers, the backend is
+            unknown, or one given by name refuses the call.
     """
     grid = Grid(*grid)
     if not torch.compiler.is_compiling():
@@ -136,7 +137,7 @@ def choose(backend: str, call: Call) -> ModuleType:
         call: what is to be computed.
 
     Raises:
-        ValueError: the name is unknown, or a backend given by name (or set so) refuses the call.
+        ValueError: the name is unknown, or a backend given by name (or set by the above) refuses the call.
     """
     name = chosen["auto"] if backend == "auto" else backend
     if name == "auto":
@@ -151,7 +152,10 @@ def choose(backend: str, call: Call) -> ModuleType:
 
 
 def row_of(call: Call) -> Row:
-    """Return the row of vitrel.ops.auto by which "auto" takes a backend for a call."""
+    """Return the first row of vitrel.ops.auto that applies to a call and whose backend serves it, as "auto" chooses.
+
+    Triton's kernels may be run on zeros to find out (see `triton_backend.serves`).
+    """
     return next(row for row in rows_of(call) if _serves(row.backend, call))
 
 
@@ -161,7 +165,7 @@ def _serves(name: str, call: Call) -> bool:
 
 @contextlib.contextmanager
 def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
-    """Context manager in which every choice of a backend calls record(backend given, call, backend chosen)."""
+    """Context manager in which every attention call, of any thread, calls record(backend given, its `Call`, backend chosen)."""
     _records.append(record)
     try:
         yield
@@ -170,7 +174,7 @@ def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
-    """Check that tables and rotary terms have the rows of a grid, since lookups with other shapes can be wrong silently.
+    """Check that tables and rotary terms have the shapes that a grid needs, since lookups with others can be wrong silently.
 
     A bias needs a row of its own for each of the H heads; other tables and angles may have 1 head, which serves all.
     Terms.tokens and Terms.query_bias are not checked.
@@ -182,7 +186,7 @@ def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
         width: width D of a head.
 
     Raises:
-        ValueError: a tensor has another shape.
+        ValueError: a tensor has another shape; the message names it, with the shape that it needs.
     """
     on_grid = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
     advice = "compute the terms on this grid (in windows, on Grid(*window))"

@@ -19,28 +19,41 @@ class Call(NamedTuple):
     """Description of one call of `attention` or `window_attention`, by which backends decide whether they serve it.
 
     It is built by keyword.
+
+    Attributes:
+        terms: on `grid`; for window_attention, on the window's grid.
+        grid: of the keys; for window_attention, of the image.
+        heads: number of heads H.
+        width: width D of a head.
+        queries: number of queries M; for window_attention, the tokens of the image.
+        dtype: of q, k and v.
+        device: of q, k and v.
+        grad: whether q, k, v, the mask or a tensor of the terms needs a derivative.
+        window: (h, w) in tokens for window_attention; None for attention.
+        mask: as given to attention.
+        dropout_p: probability of dropping an attention weight.
     """
 
-    terms: Terms  # on `grid`; for window_attention, on the window's grid
-    grid: Grid  # of the keys; for window_attention, of the image
-    heads: int  # H
-    width: int  # D
-    queries: int  # M
-    dtype: torch.dtype  # of q, k and v
-    device: torch.device  # of q, k and v
-    grad: bool  # True if q, k, v, the mask or a tensor of the terms needs a derivative
-    window: tuple[int, int] | None = None  # (h, w) in tokens for window_attention; None for attention
-    mask: Tensor | None = None  # as given to attention
-    dropout_p: float = 0.0  # probability of dropping an attention weight
+    terms: Terms
+    grid: Grid
+    heads: int
+    width: int
+    queries: int
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+    window: tuple[int, int] | None = None
+    mask: Tensor | None = None
+    dropout_p: float = 0.0
 
 
 def refuses(call: Call) -> str:
-    """Return "": every call is served."""
+    """Return "", since the reference serves every call; another backend returns the reason why it refuses one."""
     return ""
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether one of the tensors requires a gradient, and gradients are enabled; in forward mode always True.
+    """Return whether one of the tensors requires a gradient, and gradients are enabled; in forward-mode AD always True.
 
     Under torch.func.vmap, which hides that a tensor requires a gradient, the tensor inside its wrapper is asked.
     """
@@ -69,7 +82,10 @@ def _requires_grad(x: Tensor) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute attention with position terms, as vitrel.ops.attention; q, k, v may have any dimensions before [H, N, D]."""
+    """Compute attention as vitrel.ops.attention, in at least float32 without autocast; the result has v's dtype.
+
+    q, k and v may have any dimensions before [H, N, D]. Shapes are not checked.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device):
         out = _attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid, mask, dropout_p)
@@ -134,7 +150,7 @@ def window_attention(
 
 
 def with_query_bias(q: Tensor, terms: Terms) -> Tensor:
-    """Return q [..., H, M, D] plus Terms.query_bias, if there is one."""
+    """Return q [..., H, M, D] plus Terms.query_bias in q's dtype; q itself if there is none."""
     return q if terms.query_bias is None else q + terms.query_bias[:, None].to(q.dtype)
 
 
@@ -173,9 +189,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
-    """Return the sum of the tables' bias, query, gated and key logits, broadcastable to [..., H, M, N]; None if there are none.
+    """Return the sum of what bias, query, gated and key rows of all tables add to the logits; None if there are none.
 
-    Value tables are ignored.
+    It is broadcastable to [..., H, M, N]. Value rows, which add to the output, are ignored.
 
     Args:
         q: [..., H, M, D], before rotation, with its query_bias: the last M of the grid's N tokens.
@@ -202,7 +218,7 @@ def _of_table(q: Tensor, k: Tensor, table: Table, index: Tensor, scale: float | 
 
 
 def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
-    """Look up bias [H, R] by offset class [M, N] -> [H, M, N]."""
+    """Return the bias of every query and key, [H, M, N], from a table `bias` [H, R] and the offset classes `index` [M, N]."""
     return bias.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
@@ -235,7 +251,7 @@ def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor)
 
 
 def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Limit the finite values of a bias or an additive mask to the range of `dtype`, in which it will be added to logits.
+    """Return a bias or additive mask, its finite values limited to the range of `dtype`, in which it will be added to logits.
 
     Else a large penalty would become -inf, which hides a pair, and a large bonus inf, whose softmax is NaN. -inf stays. The
     result is not rounded to `dtype`. Every backend applies this rule where a bias enters a type of smaller range.
@@ -248,7 +264,7 @@ def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def lattice_bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
-    """Return the sum of all bias tables as one table over the offsets (dy, dx); None if there is no bias.
+    """Return the sum of all bias tables, of any axis, as one table over the offsets (dy, dx); None if there is no bias.
 
     Args:
         terms: whose tables are summed.
@@ -303,7 +319,7 @@ def position_bias(layer: nn.Module, grid: Grid | tuple[int, int] | tuple[int, in
 
 
 def _on_lattice(table: Table, grid: Grid) -> Tensor:
-    """Return the bias of a table of any axis as that of a table over "hw", [H, R] with the prefix classes last."""
+    """Return a table's bias over any axis as one over "hw": [H, R], by offset (dy, dx), with the prefix classes last."""
     if table.axis == "hw":
         return table.bias  # type: ignore[return-value]  # lattice_bias passes tables with a bias only
     rows = rows_by_offset(table.bias[..., None], table.axis, grid).expand(-1, 2 * grid.h - 1, 2 * grid.w - 1, -1)
@@ -311,15 +327,15 @@ def _on_lattice(table: Table, grid: Grid) -> Tensor:
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Arrange the rows of a table by their offsets (dy, dx): [H, R, D] -> [H, 2h-1, 2w-1, D].
+    """Return the rows of a table arranged by their offsets (dy, dx): [H, R, D] -> [H, 2h-1, 2w-1, D].
 
     A table over "h" gives [H, 2h-1, 1, D], one over "w" [H, 1, 2w-1, D]. The rows of prefix tokens, which come last, are
     dropped.
 
     Args:
-        rows: [H, R, D].
-        axis: as of Table.
-        grid: of the table.
+        rows: [H, R, D], by offset class; D is any number of values.
+        axis: of the table: "hw", "h", "w" or "h+w".
+        grid: of the table, h x w.
     """
     rows = rows[:, : grid.offset_classes(axis)]
     if axis == "h+w":

@@ -45,7 +45,7 @@ def refuses(call: Call) -> str:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
+    """Compute attention with position terms as vitrel.ops.attention, for calls of which `refuses` returns ""."""
     q, k, bias, scale = prepare(q, k, terms, grid)
     dtype = computed_in(q)
     if mask is None:
@@ -68,7 +68,7 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
+    """Compute attention in windows as vitrel.ops.window_attention, for calls of which `refuses` returns ""."""
     layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
     dtype = computed_in(qkv)
     mask = window_mask(grid.h, grid.w, window, shift, dtype, qkv.device)  # [L*N, N]
@@ -97,15 +97,15 @@ def window_attention(
 
 
 def _of_slots(angles: tuple[Tensor, Tensor], slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a window's tokens [H|1, N, D/2] for the slots [L*N] of all windows: [H|1, L*N, D/2] each."""
+    """Return (cos, sin) of a window, [H|1, N, D/2], for all L windows, [H|1, L*N, D/2], by each row's `slot` in its window."""
     return angles[0].index_select(1, slot), angles[1].index_select(1, slot)
 
 
 class _IntoWindows(torch.autograd.Function):
-    """Autograd function of (qkv [B, h*w, 3C], source, inverse, number of heads) -> q, k and v [B, H, L*N, D].
+    """Autograd function that gathers windows: (qkv [B, h*w, 3C], source, inverse, number of heads) -> q, k, v [B, H, L*N, D].
 
-    Of plain indexing the gradient would be zeros to which every slot is added. A token has one slot in which its values count,
-    since gradients of padded slots are zero, so the gradient is read from that slot. The three results own their memory, so
+    source and inverse are those of `Windows`. The backward pass of plain indexing would add every slot to zeros. Here it reads
+    the gradient of a token from its one slot, since gradients of padded slots are zero. The three results own their memory, so
     what is stored for the backward pass does not keep the unscaled queries.
     """
 
@@ -122,7 +122,10 @@ class _IntoWindows(torch.autograd.Function):
 
 
 class _OutOfWindows(torch.autograd.Function):
-    """Autograd function of (x [B, H, L*N, D], source, inverse, whether there are padded slots) -> [B, h*w, C]."""
+    """Autograd function that scatters windows back: (x [B, H, L*N, D], source, inverse, padded) -> [B, h*w, C].
+
+    source and inverse are those of `Windows`; padded says whether there are padded slots, whose gradient is then zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor, padded: bool) -> Tensor:
@@ -139,7 +142,7 @@ class _OutOfWindows(torch.autograd.Function):
 
 
 def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N].
+    """Return a bias [H, N, N], the same in all L windows, plus the mask [L*N, N]: [1, H*L, N, N] in `dtype`; None if both are.
 
     n is N, and slots is L*N.
     """
@@ -152,7 +155,7 @@ def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slot
 
 
 def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N].
+    """Return a bias per window [(B,) H, L*N, N] plus the mask [L*N, N]: [1 or B, H*L, N, N] in `dtype`; None if both are.
 
     n is N, and `slots` is not used.
     """
@@ -193,7 +196,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
 
 
 def _is_learned(bias: Tensor, q: Tensor) -> bool:
-    """Return whether SDPA would choose its math kernel, the only one of a CPU whose mask gets a gradient, in full precision."""
+    """Return whether `_with_learned_bias` replaces SDPA: a bias that needs a gradient, on a CPU, in full precision, not traced.
+
+    Only SDPA's math kernel, which is slower, gives a mask a gradient on a CPU.
+    """
     learned = q.device.type == "cpu" and computed_in(q) not in HALF and needs_gradient(bias)
     return learned and not _is_recorded_or_transformed(q)  # graphs and exported programs keep one fused operator
 
@@ -236,13 +242,13 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
 
 @torch._dynamo.assume_constant_result
 def _is_mapped() -> bool:
-    """Return whether this runs in forward mode or inside torch.func.vmap."""
+    """Return whether this runs in forward-mode AD (also inside torch.func.jvp) or inside torch.func.vmap."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return in_forward_mode() or any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def _is_recorded_or_transformed(x: Tensor) -> bool:
-    """Return whether a graph, a transform of torch.func or forward mode sees the operators on x, or it holds no values."""
+    """Return whether a graph, a transform of torch.func or forward-mode AD records operators on x, or x holds no values."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_traced(x.device) or in_forward_mode()
 
 
@@ -256,7 +262,7 @@ def computed_in(q: Tensor | Call) -> torch.dtype:
 
 
 def four_dimensional(bias: Tensor) -> Tensor:
-    """Return a bias [H, N, N] as [1, H, N, N], any other as it is: SDPA is slow with three dimensions (5x on a CPU)."""
+    """Return a bias [H, N, N] as [1, H, N, N], any other as it is: SDPA is 5 times slower with three dimensions on a CPU."""
     return bias[None] if bias.dim() == 3 else bias
 
 
@@ -301,9 +307,10 @@ def prepare(
 
 
 def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tensor, scale: float | Tensor) -> Tensor | None:
-    """Return what `reference.table_logits` returns, for q and k [B, H, L*N, D] of L windows: [(B,) H, L*N, N] or None.
+    """Return what the tables of `terms` add to the logits of L windows of N tokens, [(B,) H, L*N, N]; None if nothing.
 
-    `slot` [L*N] is the place of each row in its window; each row's keys are the N rows of its window.
+    q and k are [B, H, L*N, D] before rotation, `slot` [L*N] is the position of each row in its window, `window` the window's
+    grid, and `scale` as of `reference.table_logits`, of which this is the version for windows.
     """
     total = []
     for table in terms.tables:

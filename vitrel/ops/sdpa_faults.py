@@ -14,25 +14,39 @@ from torch.torch_version import TorchVersion
 
 
 class Stack(NamedTuple):
-    """A GPU and the libraries on it."""
+    """A GPU and the libraries on it.
 
-    capability: tuple[int, int]  # compute capability, (9, 0) for sm_90
-    cudnn: int  # 92600 is 9.26.0; 0 if there is none
-    torch: TorchVersion  # compares with tuples
+    Attributes:
+        capability: compute capability, (9, 0) for sm_90.
+        cudnn: version, 92600 for 9.26.0; 0 if there is none.
+        torch: version, which compares with tuples.
+    """
+
+    capability: tuple[int, int]
+    cudnn: int
+    torch: TorchVersion
 
 
 class Case(NamedTuple):
-    """What decides whether a fault concerns a call of SDPA. Lengths are None in a graph that serves several."""
+    """What decides whether a fault concerns a call of SDPA.
 
-    half: bool  # computed in float16 or bfloat16
-    queries: int | None  # M
-    keys: int | None  # N
-    grad: bool  # q, k or v need a gradient
-    mask_grad: bool  # the mask needs a gradient, as a learned bias does
+    Attributes:
+        half: whether it computes in float16 or bfloat16.
+        queries: number of queries; None in a graph that serves several.
+        keys: number of keys; None in a graph that serves several.
+        grad: whether q, k or v need a gradient.
+        mask_grad: whether the mask needs a gradient, as a learned bias does.
+    """
+
+    half: bool
+    queries: int | None
+    keys: int | None
+    grad: bool
+    mask_grad: bool
 
 
 def excluded(stack: Stack, case: Case) -> set[str]:
-    """Return the names of the kernels (SDPBackend) that SDPA must not choose."""
+    """Return the names of the kernels (members of SDPBackend) that have a known fault for this case on this GPU."""
     found = set()
     # PyTorch may give the call to cuDNN, which serves half precision and masks that need no gradient.
     if stack.cudnn > 0 and case.half and not case.mask_grad:
@@ -58,14 +72,14 @@ def excluded(stack: Stack, case: Case) -> set[str]:
 
 @torch._dynamo.assume_constant_result
 def kernels(index: int | None, *case: bool | int | None) -> str:
-    """Return the names of the kernels left for a call on a CUDA device, joined by spaces; "" if SDPA's choice is free.
+    """Return the kernels (SDPBackend) without a known fault for a call on a CUDA device, their names joined by spaces.
 
-    Kernels that are disabled already, as by torch.nn.attention.sdpa_kernel, stay so. If no other kernel is enabled, the choice
-    is left as it is. The result is a string, since torch.compile handles strings.
+    "" if none has a fault, or no other is enabled: then SDPA's choice is left as it is. Kernels that are disabled already, as
+    by torch.nn.attention.sdpa_kernel, are not named. The result is a string, since torch.compile handles strings.
 
     Args:
         index: of the CUDA device; None: the current one.
-        case: the fields of a Case.
+        case: the fields of a Case, in its order.
     """
     found = stack(torch.cuda.current_device() if index is None else index)
     out = excluded(found, Case(*case)) if found else set()
@@ -83,7 +97,7 @@ def kernels(index: int | None, *case: bool | int | None) -> str:
 
 @functools.cache
 def stack(index: int) -> Stack | None:
-    """Return the GPU with this index and its libraries.
+    """Return the CUDA GPU with this index and its libraries, cached.
 
     None for AMD's, which no known fault concerns, and where there is no GPU, as with fake tensors of one.
     """

@@ -11,10 +11,10 @@ from vitrel.ops.dispatch import BACKENDS, Call, chosen, recording, row_of
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Context manager that makes `name` the backend of every layer and call with backend "auto".
+    """Context manager that makes `name` the backend of every layer and call with backend "auto", in all threads.
 
-    A call that this backend refuses raises ValueError, as does an unknown name. The environment variable VITREL_BACKEND does
-    the same for a whole process.
+    A call that this backend refuses raises ValueError, as does an unknown name; "auto" leaves the choice to vitrel.ops.auto.
+    The environment variable VITREL_BACKEND, read when vitrel is imported, does the same for a whole process.
     """
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
@@ -36,6 +36,9 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
         function: a model, a layer, or a function of `vitrel.ops`. A model from torch.compile is run uncompiled.
         args: its positional arguments.
         kwargs: its keyword arguments.
+
+    Returns:
+        Several lines per kind of call; one that says so if no attention was called. The function's result is dropped.
     """
     calls: Counter[str] = Counter()
     function = getattr(function, "_orig_mod", function)
@@ -66,6 +69,6 @@ def _text(backend: str, call: Call, name: str) -> str:
 
 
 def _refusal(name: str, call: Call) -> str:
-    """Return the reason why a backend refuses a call, or why Triton failed when "auto" tried its kernels; "" if neither."""
+    """Return why the backend `name` refuses a call, or why Triton failed when "auto" tried its kernels; "" if neither."""
     reason = BACKENDS[name].refuses(call)
     return triton_backend.failure(call, known=True) if name == "triton" and not reason else reason

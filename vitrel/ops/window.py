@@ -20,16 +20,23 @@ _PADDING = 2  # label of padded slots along an axis; 0 and 1 label the two sides
 
 
 class Windows(NamedTuple):
-    """Layout of L windows over a grid of h*w tokens; each has N slots in row-major order, which hold a token or padding."""
+    """Layout of L windows over a grid of h*w tokens; each has N slots in row-major order, which hold a token or padding.
 
-    slot: Tensor  # [L*N] int64: position of each slot in its window, 0..N-1
-    source: Tensor  # [L*N] int64: token (raster order) that fills each slot; padded slots repeat a border token
-    visible: Tensor  # [L*N, N] bool: keys of its window that each slot sees; padding sees padding only
-    inverse: Tensor  # [h*w] int64: slot that holds each token
+    Attributes:
+        slot: [L*N] int64, position of each slot in its window, 0..N-1.
+        source: [L*N] int64, token (raster order) that fills each slot; padded slots repeat a border token.
+        visible: [L*N, N] bool, keys of its window that each slot sees; padding sees padding only.
+        inverse: [h*w] int64, slot that holds each token.
+    """
+
+    slot: Tensor
+    source: Tensor
+    visible: Tensor
+    inverse: Tensor
 
 
 def check_window(window: tuple[int, int], shift: tuple[int, int]) -> None:
-    """Raise ValueError unless 0 < window and 0 <= shift < window along both axes."""
+    """Raise ValueError unless 0 < window and 0 <= shift < window along both axes, (h, w) in tokens."""
     for axis, m, s in zip(("height", "width"), window, shift, strict=True):
         if m < 1:
             raise ValueError(f"window {axis} must be at least 1 token, not {m}")
@@ -71,7 +78,7 @@ def window_mask(
     device: torch.device,
     strided: bool = False,
 ) -> Tensor | None:
-    """Return the additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf.
+    """Return the additive mask [L*N, N] of L windows of N slots: 0 where a slot sees a key of its window, else -inf.
 
     None if every slot is known to see all keys. No row is fully masked, since padding sees padding, so -inf is safe; Swin's
     -100 would not hide keys whose logits are that large. The mask is cached and shared: do not change it in place. h, w,
@@ -132,12 +139,16 @@ def _window_mask(
 
 
 class _Axis(NamedTuple):
-    """Layout of windows along one axis of n tokens."""
+    """Layout of windows along one axis of n tokens.
 
-    count: int  # type: ignore[assignment]  # number of windows
-    source: Tensor  # [count*window] coordinate that fills each slot
-    label: Tensor  # [count*window] 0, 1 or _PADDING
-    slot: Tensor  # [n] slot of each coordinate
+    `count` is the number of windows, `source` [count*window] the token that fills each slot, `slot` [n] the slot of each token,
+    and `label` [count*window] 0 or 1, one side of the cyclic border or the other, or _PADDING.
+    """
+
+    count: int  # type: ignore[assignment]
+    source: Tensor
+    label: Tensor
+    slot: Tensor
 
 
 def _axis(n: int, window: int, shift: int, device: torch.device | None) -> _Axis:
@@ -153,6 +164,6 @@ def _axis(n: int, window: int, shift: int, device: torch.device | None) -> _Axis
 
 
 def _divide(index: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """Return quotient and remainder; ONNX does not take `%` of a tensor and a size."""
+    """Return quotient (rounded down) and remainder of `index` and `by`; ONNX does not take `%` of a tensor and a size."""
     quotient = index // by
     return quotient, index - quotient * by

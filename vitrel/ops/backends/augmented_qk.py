@@ -27,7 +27,7 @@ _WIDEST = 256  # largest head width of flash attention on a GPU; on a CPU there 
 
 
 def refuses(call: Call) -> str:
-    """Return the reason why a call cannot be computed by extra columns and flash attention, "" if it can."""
+    """Return the reason why a call cannot be computed by extra columns of q and k and flash attention, "" if it can."""
     tables, on_cpu = call.terms.tables, call.device.type == "cpu"
     if call.window is not None:
         return "shifted and padded windows need a mask, which flash attention does not take"
@@ -59,7 +59,7 @@ def attention(
 ) -> Tensor:
     """Compute attention with position terms, as vitrel.ops.attention, for calls of which `refuses` returns "".
 
-    A bias of -inf becomes a finite number, which changes the result only for queries that see no key at all.
+    `mask` is not read. A bias of -inf becomes a finite number, which changes the result only for queries that see no key.
     """
     q = with_query_bias(q, terms)
     scale = terms.scale * q.shape[-1] ** -0.5
@@ -93,12 +93,12 @@ def _adds_query_columns(table: Table) -> bool:
 
 
 def _axes(terms: Terms) -> list[str]:
-    """Return the axes over which there are tables, each once."""
+    """Return the axes over which there are tables, each once, in the order "h", "w", "h+w"."""
     return [axis for axis in ("h", "w", "h+w") if any(table.axis == axis for table in terms.tables)]
 
 
 def _columns(terms: Terms, grid: Grid) -> int:
-    """Return the number of extra columns: of q and k or of v, whichever has more."""
+    """Return the number of columns that tables on a grid add to the heads: of q and k or of v, whichever has more."""
     logits = values = 0
     for axis in _axes(terms):
         tables = [table for table in terms.tables if table.axis == axis]
@@ -109,9 +109,10 @@ def _columns(terms: Terms, grid: Grid) -> int:
 
 
 def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return offset classes [K, K] (query, key) between the K places of an axis, and the place of every token [N].
+    """Return offset classes [K, K] (query, key) between the K places of an axis, and the number of each token's place, [N].
 
-    Places: one for all prefix tokens together, if there are any, then one for each row ("h"), column ("w") or diagonal ("h+w").
+    Places: one for all prefix tokens together, if there are any, then one for each row ("h"), column ("w") or diagonal ("h+w")
+    of the grid.
     """
     line = Grid(grid.places(axis), 1, 1 if grid.prefix else 0)
     y, x = grid.coordinates(device).unbind(-1)
@@ -120,12 +121,12 @@ def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor, one: float) -> Tensor:
-    """Return the columns of q for bias, query and gated tables: what they add to logits of a place, over scale * one.
+    """Return q's columns for bias, query and gated tables: what they add to logits, divided by scale * one.
 
     Args:
         q: queries [B, H, M, D], before rotation, with its query_bias.
         tables: of one axis.
-        index: offset class of query and place, [M, K].
+        index: offset class of query and place (of `_places`), [M, K].
         scale: of the content logits, without the temperature.
         factor: the temperature, which multiplies all but the biases.
         one: what the one-hot columns hold in place of 1.
@@ -147,7 +148,7 @@ def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, 
 
 
 def _joined(*sides: list[Tensor]) -> list[Tensor]:
-    """Concatenate each side's columns, [B, H, M or N, W], and pad them with zeros to a common W.
+    """Return each list of columns (for queries, keys, values) joined and padded with zeros to a common W: [B, H, M or N, W].
 
     W is a multiple of 8, as flash attention requires.
     """
@@ -166,7 +167,7 @@ def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> 
         out: SDPA's output [B, H, M, W], whose first D columns are the output of v.
         width: D.
         rows: (value table [H|1, R, D], offset class of query and place [M, K]) for each group of K further columns, which hold
-            the attention weights summed over each place; remaining columns are padding.
+            the attention weights summed over the keys of each place (row, column or diagonal); the rest is padding.
     """
     total, at = out[..., :width], width
     for value, index in rows:
