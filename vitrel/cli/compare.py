@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train and evaluate the models of the configuration, one data set after another."""
+    """Train and evaluate the models of the configuration, one data set after another; prints progress and writes into --out."""
     require(*TRAINING, "pandas", "matplotlib")
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
@@ -63,8 +63,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check(comparison: "Comparison") -> None:
-    """Raise ValueError or OSError, before any training, for data that cannot be found and models that cannot be built or
-    evaluated as configured. A comparison of which every model is trained is not checked.
+    """Raise ValueError or OSError for data that cannot be found and models that cannot be built or evaluated as configured.
+
+    It runs before any training. A comparison of which every model is trained is not checked.
     """
     from vitrel.compare.models import untrained_models
     from vitrel.evaluate.policies import at_size_with
@@ -79,11 +80,11 @@ def check(comparison: "Comparison") -> None:
 
 
 def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
-    """Train missing models, evaluate all, and write the results into the comparison's folder.
+    """Train missing models, evaluate all, and write the results into the comparison's folder; prints what and how long it took.
 
     Args:
         jobs: models trained at a time, and processes of the evaluation on a CPU.
-        how: arguments of `at_sizes`.
+        how: arguments of `vitrel.evaluate.run.at_sizes`, such as margin and overwrite.
     """
     from vitrel.common.lock import only_writer
     from vitrel.common.processes import in_processes, local_device

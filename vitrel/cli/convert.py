@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write or upload the converted model and print its properties."""
+    """Convert MODEL, write it to --out or upload it (--push), and print its position, training grid and number of classes."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.export.hub import OtherWeights, check_repository, push_to_hub
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError or FileNotFoundError for invalid options and missing files, before slow imports."""
+    """Raise ValueError for options that do not fit together, and FileNotFoundError for missing inputs, before slow imports."""
     if args.out is None and args.push is None:
         raise ValueError("give a file to write (--out), or a repository to upload to (--push)")
     if args.push is None and (args.evaluation or args.private):
@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _open(args: argparse.Namespace) -> "nn.Module":
-    """Return the model MODEL as a vitrel model, with its weights."""
+    """Return MODEL as a vitrel model in evaluation mode, with the weights of --pretrained or --weights or its own."""
     from vitrel.weights import from_timm, load
 
     if is_name(args.model) and args.pretrained:
@@ -123,7 +123,7 @@ def _open(args: argparse.Namespace) -> "nn.Module":
 
 
 def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
-    """Return the model with the encoding of --position, fitted to the images of --data if given."""
+    """Return the model with the encoding of --position, fitted to the images of --data if given; prints how it was done."""
     from vitrel.weights import absolute_to_relative, relativize
 
     options = dict(position_args=args.position_args, fade_steps=args.fade_steps)
@@ -137,7 +137,10 @@ def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
 
 
 def _images(model: Any, args: argparse.Namespace) -> "Tensor":
-    """Return --n images of --data, drawn with a fixed seed and preprocessed for the model, [n, 3, height, width]."""
+    """Return --n images of --data, chosen at random with a fixed seed and preprocessed for the model, [n, 3, height, width].
+
+    By default --n is IMAGES, or all images if there are fewer. ValueError if there are fewer than --n.
+    """
     import numpy as np
     import torch
 

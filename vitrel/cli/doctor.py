@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the information or write it as JSON."""
+    """Print the result of `examine`, and write it as JSON to --json; with --json - only the JSON is printed."""
     check_folders(args.json)
     information = examine()
     if args.json:
@@ -40,7 +40,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Return {section: {name: value}}: system, versions, devices, extras, and attention backends on each device."""
+    """Return {section: {name: value}}: system, versions, devices, extras, and attention backends on each device.
+
+    Values are text or numbers; those of "attention", by device and mode ("cpu, training"), are lists of lines.
+    """
     import torch
 
     devices = {"cpu": f"{processor_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
@@ -66,7 +69,7 @@ def examine() -> dict[str, Any]:
 
 
 def _serves(device: str, mode: str) -> list[str]:
-    """Return the lines of `vitrel.ops.why`: which backend serves global and window attention with a bias table.
+    """Return the lines of `vitrel.ops.why`: which backend serves global and window attention with a bias table on a device.
 
     Args:
         mode: "inference" or "training".
@@ -91,7 +94,7 @@ def _serves(device: str, mode: str) -> list[str]:
 
 
 def as_text(information: dict[str, Any]) -> str:
-    """Format the result of `examine` for a terminal or an issue."""
+    """Return the result of `examine` as indented text, for a terminal or an issue."""
     lines = []
     for section, values in information.items():
         lines.append(f"{section}:")

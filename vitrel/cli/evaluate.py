@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluate as the options say, in this process or as one of several."""
+    """Evaluate as the options say, in this process or as one of torchrun's; writes into --out, or prints with --dry-run."""
     require("pandas", "matplotlib")
     check_data(args.data)
     check_models(args)
@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _models(args: argparse.Namespace) -> list["TrainedModel"]:
-    """Return the models with unique labels: the path is added to equal ones, which would be taken for seeds of one model."""
+    """Load the models with unique labels: the path is added to equal ones, which would be taken for seeds of one model."""
     from vitrel.evaluate.checkpoint import read_class_indices
 
     names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the explanation."""
+    """Print every term that position adds to attention, for random queries, keys and values (`vitrel.inspect.explain`)."""
     if not Path(args.model).exists():  # else an encoding of the same name comes first
         check_models(args, random=True)
     import torch
@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
-    """Return (encoding, number of heads, head width, number of prefix tokens) of the layer --layer of the model."""
+    """Load the model and return (encoding, number of heads, head width, number of prefix tokens) of its layer --layer.
+
+    ValueError if it has no such layer, or none of vitrel.
+    """
     from vitrel.layers.block import Block
 
     [trained] = open_models(args, random=True)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Export the model and print the errors of the comparison."""
+    """Export the model to --out and print the errors of the comparison with it; ValueError if tracing or a comparison fails."""
     if args.format == "onnx":
         require(*EXTRAS["onnx"])
     check_models(args)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serves(args: argparse.Namespace, out: Path, multiple: int) -> str:
-    """Return how to load the output, or the batch and image sizes that it takes, as text.
+    """Return how to load the output, or the batch and image sizes that it takes, as text to print.
 
     Args:
         multiple: number of pixels of which a side has to be a multiple; 0 for a vitrel model, which takes any.

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure one model after another and print the tables."""
+    """Measure position in one model after another, then accuracy; prints the tables and writes them into --out, if given."""
     check_models(args, random=True)
     check_data(args.data)
     from vitrel.evaluate.frozen import check_task, frozen_rows
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int) -> "Tensor":
-    """Return the first n evaluation images, normalized, at the largest height and width of the sizes, [n, 3, height, width]."""
+    """Return the first n images of the split "val", normalized, [n, 3, height, width], at the largest h and w of the sizes."""
     import torch
 
     from vitrel.data import create_dataset
@@ -84,7 +84,7 @@ def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int)
 
 
 def _write(rows: Sequence[dict[str, Any]], folder: Path | None, name: str) -> None:
-    """Print the rows as a Markdown table, and write them as CSV into the folder, if one is given."""
+    """Print the rows as a Markdown table, and write them as CSV `name` into the folder, if one is given; it is created."""
     head = list(dict.fromkeys(column for row in rows for column in row))
     lines = [
         [f"{value:.3f}" if isinstance(value := row.get(column, ""), float) else str(value) for column in head] for row in rows

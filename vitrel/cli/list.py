@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the list."""
+    """Print the models that match the patterns as a table, or write them as JSON; ValueError for a pattern without a model."""
     check_folders(args.json)
     import timm
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _row(name: str) -> dict[str, Any]:
-    """Return {column: value} of a model, from its row in the registry."""
+    """Return {column: value} of a model, from its arguments in the registry; "weights" is a name on the hub, or ""."""
     import timm
     from timm.layers import to_2tuple
 

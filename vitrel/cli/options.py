@@ -58,10 +58,10 @@ size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget 
 
 
 def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
-    """Add the positional argument MODEL, or with `many` several, and the options of `add_weights`.
+    """Add the positional argument MODEL, or with `many` one or more, and the options of `add_weights`.
 
     Args:
-        random: see `add_weights`.
+        random: the help says that models by name without weights get random ones.
     """
     number: dict[str, Any] = {"nargs": "+"} if many else {}
     parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **number)
@@ -69,7 +69,7 @@ def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add --margin, the loss up to which a size is called safe (`vitrel.evaluate.verdicts`), and what a report leaves out."""
+    """Add --margin, the points of accuracy up to which a loss at a size is called safe, --no-report and --no-images."""
     text = "points of accuracy that may be lost: a size is called safe where less is shown to be; default 2"
     parser.add_argument("--margin", type=points, default=2.0, metavar="POINTS", help=text)
     parser.add_argument("--no-report", dest="report", action="store_false", help="report.html without pictures")
@@ -78,11 +78,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
-    """Add the options for a model given by name: weights, arguments, training size.
+    """Add the options for a model given by name: --weights, --pretrained, --model-args and --img-size.
 
     Args:
         many: several files of weights are possible.
-        random: without any option the weights are random, with a fixed seed.
+        random: the help says that without weights they are random, with a fixed seed.
     """
     add = parser.add_argument_group("models by name").add_argument
     files = "a file for each model by name, in their order" if many else "a file"
@@ -101,7 +101,7 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
     weights.
 
     Args:
-        random: as for `add_weights`.
+        random: a model given by name may have no weights, and then gets random ones with a fixed seed.
         about: any of preprocessing and outputs of `vitrel.evaluate.checkpoint.trained_model`, for all models.
     """
     check_models(args, random)
@@ -121,7 +121,10 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
 
 @contextmanager
 def arguments_given(option: str, given: Mapping[str, Any] | None) -> Iterator[None]:
-    """Context in which a model or encoding gets arguments of the command line: ValueError, with the option, if wrong."""
+    """Context manager for calls with arguments `given` on the command line: TypeError becomes ValueError that names `option`.
+
+    Without such arguments it stays as it is.
+    """
     try:
         yield
     except TypeError as error:
@@ -131,7 +134,7 @@ def arguments_given(option: str, given: Mapping[str, Any] | None) -> Iterator[No
 
 
 def check_models(args: argparse.Namespace, random: bool = False) -> None:
-    """Check the models of the command line before torch and timm are imported.
+    """Check the models and options of the command line before torch and timm are imported; no name is looked up.
 
     Args:
         random: a model given by name may have no weights, and then gets random ones.
@@ -178,20 +181,23 @@ def _models(args: argparse.Namespace) -> list[str]:
 
 
 def _checkpoint(model: str) -> Path:
-    """Return the checkpoint that MODEL is, or that lies in the run's folder MODEL."""
+    """Return the path of the checkpoint MODEL, or of checkpoints/last.ckpt in a folder MODEL; it may not exist."""
     path = Path(model)
     return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
 
 
 def is_name(model: str) -> bool:
-    """Return whether MODEL of the command line is a name of timm's registry, not a file or a folder."""
+    """Return whether MODEL of the command line is taken for a name of timm's registry: it neither exists nor looks like a path.
+
+    Paths are those with a suffix of weights, or "/" without ":"; local-dir:FOLDER is no name. The registry is not read.
+    """
     path = Path(model)
     looks_like_a_path = path.suffix in (".ckpt", ".pth", ".pt", ".safetensors") or ("/" in model and ":" not in model)
     return not (model.startswith(LOCAL) or path.exists() or looks_like_a_path)
 
 
 def packaged(folder: str = "") -> dict[str, Path]:
-    """Return {name: path} of the configurations that come with the package: comparisons, or with "train" those of trainings."""
+    """Return {name: path} of the YAML configurations in the package: comparisons, or with folder "train" those of trainings."""
     package = Path(__file__).parents[1]
     configs = package / "configs"  # a wheel's
     if not configs.is_dir():
@@ -200,7 +206,7 @@ def packaged(folder: str = "") -> dict[str, Path]:
 
 
 def check_data(place: str) -> None:
-    """Raise FileNotFoundError where --data should be a folder and is none; runs before slow imports.
+    """Raise FileNotFoundError if --data (`place`) does not exist; runs before slow imports.
 
     "shapes..." and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
     """
@@ -224,14 +230,14 @@ def add_sizes(parser: argparse.ArgumentParser, what: str, many: bool = True, bud
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """Parse a YAML mapping, as a type for argparse."""
+    """Return the dictionary of a YAML mapping, as a `type` for argparse, which reports text that is none as bad usage."""
     from vitrel.common.plain_yaml import read_mapping
 
     return checked(read_mapping)(text)
 
 
 def add_model_args(add: Callable[..., object], example: str) -> None:
-    """Add --model-args, a mapping of arguments of the models, by the `add_argument` of a parser or group."""
+    """Add --model-args, a YAML mapping of arguments of the model, by `add`, the `add_argument` of a parser or group."""
     add("--model-args", type=mapping, default={}, metavar="YAML", help=f"arguments of the model, e.g. '{example}'")
 
 
@@ -252,7 +258,7 @@ def check_files(*files: Path | None) -> None:
 
 
 def check_folders(*files: Path | str | None) -> None:
-    """Raise OSError, before any work, where an output file has no folder to be in, or is one itself; None and "-" pass."""
+    """Raise OSError, before any work, if the folder of an output file does not exist, or the file is one; None and "-" pass."""
     for file in files:
         if file in (None, "-"):
             continue
@@ -263,7 +269,7 @@ def check_folders(*files: Path | str | None) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    """Write `content` as JSON into a file, or to standard output for "-"."""
+    """Write `content` as JSON into a file, or to standard output for "-"; values that JSON does not have as str(value)."""
     text = json.dumps(content, indent=1, default=str) + "\n"
     if path == "-":
         sys.stdout.write(text)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict and write the CSV."""
+    """Predict the classes of the images and write the CSV; prints the number of images, and on stderr those left out."""
     check_models(args)
     check_folders(args.out)
     from vitrel.common.processes import checked_device
@@ -84,7 +84,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
-    """Return the names of the columns; a class that has the name of another column is called "class NAME"."""
+    """Return the columns of the CSV: path, label, then probabilities, or labels and probabilities of the `top` classes.
+
+    Where images have several labels, a class that has the name of another column is called "class NAME".
+    """
     if task.several:
         return ["path", "label", *(f"class {name}" if name in ("path", "label") else name for name in names)]
     ranks = ["", *(f"_{rank}" for rank in range(2, min(top, len(names)) + 1))]
@@ -92,7 +95,7 @@ def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
 
 
 def _cells(task: "Task", names: Sequence[str], top: int, logits: "Tensor", targets: Sequence[Any]) -> dict[str, Any]:
-    """Return the cells of the rows of a batch, without the paths, as {"cells": object [B, columns]} for `predict`."""
+    """Return {"cells": object array [B, columns]} of a batch, without the paths, from its logits; `targets` are not used."""
     import numpy as np
 
     found = task.probabilities(logits)

@@ -107,7 +107,7 @@ run and trainer
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run `vitrel train` with the options after these two words.
+    """Run `vitrel train` with `argv`, the options after these two words.
 
     Raises:
         SystemExit: with 0 after --help, 1 for bad settings, data or files, or a failure, 2 for bad usage, 130 or 143 if the run
@@ -133,8 +133,9 @@ def run(argv: Sequence[str]) -> None:
 def expanded(argv: list[str]) -> list[str]:
     """Return the arguments as `--key=value`, short options by their keys; without --config that of a recipe comes first.
 
-    Where only keys are given, no recipe is added: the other keys then have the defaults of `--help-all`. SystemExit 2 for a
-    short option with an invalid value.
+    A recipe is a file of configs/train, chosen by task, --distill and weights; "shapes" data is then not augmented. Where only
+    keys are given, none is added: the other keys then have the defaults of `--help-all`. --lr also sets lr_base_size to null.
+    SystemExit 2 for a short option with an invalid value.
     """
     options: list[tuple[str, str | None]] = []
     for arg in argv:
@@ -160,7 +161,10 @@ def expanded(argv: list[str]) -> list[str]:
 
 
 def _keys(name: str, value: str | None) -> list[str]:
-    """Return the arguments `--key=value` that an option stands for; SystemExit 2 for an invalid value of a short option."""
+    """Return the arguments `--key=value` that option `name` stands for; SystemExit 2 for an invalid value of a short option.
+
+    A name that is no short option is a key itself; without a `value` (None) it is returned alone.
+    """
     if name in TYPES and not (value or "").startswith("["):  # [height, width], as in files
         try:
             TYPES[name](value or "")
@@ -186,7 +190,7 @@ def _keys(name: str, value: str | None) -> list[str]:
 
 
 def usage_error(text: str) -> NoReturn:
-    """Print a message about the command line or a configuration as other subcommands do, and end with status 2."""
+    """Print "vitrel train: error: " and the text on stderr, and end with status 2, as for other subcommands."""
     print(f"vitrel train: error: {text}", file=sys.stderr)
     sys.exit(2)
 
@@ -211,10 +215,10 @@ def _check(argv: list[str]) -> None:
 
 
 def _values(option: str, argv: list[str]) -> list[str]:
-    """Return the values of an option in arguments `--key=value`."""
+    """Return the values of an option (`--key`) in arguments `--key=value`, in their order."""
     return [arg.partition("=")[2] for arg in argv if arg.startswith(f"{option}=")]
 
 
 def _without(option: str, argv: list[str]) -> list[str]:
-    """Return the arguments `--key=value` without those of an option."""
+    """Return the arguments `--key=value` without those of an option (`--key`)."""
     return [arg for arg in argv if not arg.startswith(f"{option}=")]
