@@ -222,6 +222,9 @@ def test_a_check_that_says_nothing_gives_its_reason():
     found = vitrel.check(timm.create_model("test_convnext"), sizes=[(64, 96)], checks=["order", "window", "like", "prefix"])
     assert found.ok and found.skipped["window"] == "no attention was seen" and not found.passed
     assert found.encodings == ["not identified"]
+    # timm builds another module for another size
+    one = vitrel.check(swin((28, 28)), sizes=[(28, 56), (56, 28)], checks=["cache"]).skipped
+    assert one == {"cache": "the model is built for one size; another one is another module"}
 
 
 @each(
