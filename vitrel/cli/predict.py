@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
-    """Return the columns of the CSV: path, label, then probabilities, or labels and probabilities of the `top` classes.
+    """Return the columns of the CSV: the path, then label and probability of each of the `top` classes.
 
-    Where images have several labels, a class that has the name of another column is called "class NAME".
+    With several labels an image: path, label and a probability for each class, "class NAME" if its name is that of a column.
     """
     if task.several:
         return ["path", "label", *(f"class {name}" if name in ("path", "label") else name for name in names)]

@@ -73,7 +73,7 @@ class Examined:
                 yield size, found, found.rotation, found.bias
 
     def not_applicable(self, reason: str) -> NotApplicableError:
-        """Return the error for a check that found nothing to compare: with `reason`, or why no attention was located if so."""
+        """Return the error of a check that found nothing to compare, with `reason`, or why no attention was located."""
         surveys = self.surveys.values()
         if not any(one.attentions for one in surveys):
             reasons = [why for one in surveys for why in one.unlocated.values()]
@@ -90,7 +90,7 @@ def order(examined: Examined) -> Iterator[Finding]:
     """Token i lies at (i // w, i % w): one rotation step per axis, one bias per offset, each sine or cosine along one axis.
 
     angle[y + 1, x] - angle[y, x] and angle[y, x + 1] - angle[y, x] are constants; bias[i, j] = f(y_i - y_j, x_i - x_j).
-    Raises NotApplicableError if the model has no position.
+    Yields findings for each rotation and bias, and for wrong embeddings; NotApplicableError if the model has no position.
     """
     for size, found, turn, rows in examined.measured():
         if by_columns(found):
@@ -129,7 +129,7 @@ def _constant(turn: Rotation | None) -> bool:
 
 
 def _wraps(table: Tensor) -> int:
-    """Return the m < 2w - 1 for which a bias table [H, 2h-1, 2w-1] is one of m dy + dx, so that rows overlap; 0 if none is."""
+    """Return the m < 2w - 1 for which a bias table [H, 2h-1, 2w-1] depends on m dy + dx alone; 0 if there is none."""
     width = table.shape[2]
     if not (_depends(table, 1) and _depends(table, 2)):
         return 0
@@ -158,7 +158,7 @@ def _order_of_waves(examined: Examined) -> Iterator[Finding]:
 def rotates(examined: Examined) -> Iterator[Finding]:
     """Rotations preserve the norm of pairs of channels: |(a, b)| is the same at all positions.
 
-    Raises NotApplicableError if queries and keys are the same at all positions.
+    Yields a finding for each attention whose queries or keys vary with position; NotApplicableError if there is none.
     """
     turns = [(size, found, turn) for size, found, turn, _ in examined.measured() if turn is not None]
     for size, found, turn in turns:
@@ -172,7 +172,7 @@ def rotates(examined: Examined) -> Iterator[Finding]:
 def sign(examined: Examined) -> Iterator[Finding]:
     """Keys are rotated as queries are, so a product depends on the difference: step of queries = step of keys, mod 2 pi.
 
-    A step is the angle between neighbors. Raises NotApplicableError if nothing is rotated.
+    A step is the angle between neighbors. Yields a finding for each rotated attention; NotApplicableError if there is none.
     """
     turns = [(size, found, turn) for size, found, turn, _ in examined.measured() if turn is not None and turn.pairs]
     for size, found, turn in turns:
@@ -189,7 +189,8 @@ def sign(examined: Examined) -> Iterator[Finding]:
 def prefix(examined: Examined) -> Iterator[Finding]:
     """Prefix tokens p are not rotated; bias[p, j] and bias[j, p] do not depend on the patch j, nor embedding[p] on the grid.
 
-    Prefix tokens are those that are no patches, as class and registers. Raises NotApplicableError if there are none.
+    Prefix tokens are those that are no patches, as class and registers. Yields a finding for each rotation, bias and embedding
+    of a model that has them; NotApplicableError if it has none.
     """
     seen = False
     for size, found, turn, rows in examined.measured():
@@ -217,8 +218,8 @@ def prefix(examined: Examined) -> Iterator[Finding]:
 def axes(examined: Examined) -> Iterator[Finding]:
     """Position depends on y and on x, and on more than y w + x, the number of the token.
 
-    Attention at the first size is compared, unless an embedding there varies along both axes. Raises NotApplicableError if none
-    has position.
+    Yields a finding for each attention with position at the first size, none if an embedding there varies along both axes;
+    NotApplicableError if there is no such attention.
     """
     size, seen = examined.sizes[0], False
     if any(all(_varies(one.patches)) for one in examined.surveys[size].embeddings):
@@ -257,8 +258,9 @@ def _varies(patches: Tensor) -> tuple[bool, bool]:
 def exchange(examined: Examined) -> Iterator[Finding]:
     """Step down at h x w = step right at w x h, for fixed frequencies; bias_hw[dy, dx] = bias_wh[dy, dx] in equal windows.
 
-    A step is the angle of a rotation between neighbors. h x w and w x h are the first two sizes; frequencies are fixed if each
-    pair of channels turns along one axis only. Raises NotApplicableError if neither can be compared.
+    A step is the angle of a rotation between neighbors. h x w and w x h are the grids at the first two sizes; frequencies are
+    fixed if each pair of channels turns along one axis only. Yields a finding for each layer; NotApplicableError if none can be
+    compared.
     """
     a, b = examined.exchanged
     seen, where = False, f"images of {format_size(a)} and {format_size(b)} px"
@@ -307,8 +309,9 @@ def _grids(one: Derived) -> str:
 def resampling(examined: Examined) -> Iterator[Finding]:
     """embedding(h, w) = resample(master, (h, w)): every learned embedding is its parameter resampled to h rows and w columns.
 
-    If no parameter is recognized, the master is the native embedding. A crop counts as right if a larger image is not filled up
-    with zeros. Raises NotApplicableError as `_learned`, or if no rule is known and no single parameter holds the embedding.
+    If no parameter is recognized, the master is the native embedding. A crop counts as right, unless that of a larger image is
+    filled up with zeros. Yields a finding for each embedding and size; NotApplicableError as `_learned`, or if no rule is known
+    and no single parameter holds the embedding.
     """
     learned = _learned(examined)
     if any(one.how.rule == "cropped" for one in learned):
@@ -323,7 +326,7 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 
 def _resampled(one: Derived, text: str) -> vectors.Later | None:
-    """Return a function that makes the `Vectors` of a finding; None if the rule is not right and `text` (deviation) is ""."""
+    """Return a function that makes the `Vectors` of a finding; None if the rule is neither right nor a deviation (`text`)."""
     return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 
@@ -376,7 +379,8 @@ def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]
 def window(examined: Examined) -> Iterator[Finding]:
     """No token sees the opposite border: visible[i, j] only if place_i - place_j = slot_i - slot_j.
 
-    place is the (row, column) of a token in the image, slot that in its window. Raises NotApplicableError as `_windowed`.
+    place is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention of
+    `_windowed`; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -403,7 +407,7 @@ def _pair(found: Located, pairs: Tensor) -> str:
 def padding(examined: Examined) -> Iterator[Finding]:
     """No token i of the image attends to padding j: not visible[i, j].
 
-    Raises NotApplicableError without windows and padding.
+    Yields a finding for each attention of `_windowed`; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -418,7 +422,8 @@ def mask(examined: Examined) -> Iterator[Finding]:
     """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets.
 
     So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden. place
-    is the (row, column) of a token in the image, slot that in its window. Raises NotApplicableError as `_windowed`.
+    is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention of `_windowed`;
+    NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)
@@ -435,7 +440,8 @@ def mask(examined: Examined) -> Iterator[Finding]:
 def shift(examined: Examined) -> Iterator[Finding]:
     """Where h <= window along an axis, tokens at its two ends see each other: visible[first, last].
 
-    A window that holds a whole axis must not be shifted along it. Raises NotApplicableError if none does (up to 4,096 tokens).
+    A window that holds a whole axis must not be shifted along it. Yields a finding for each such axis, on grids of up to 4,096
+    tokens; NotApplicableError if there is none.
     """
     seen = False
     for size, found, shape, _ in _windowed(examined):

@@ -35,7 +35,7 @@ class Derived(NamedTuple):
 
 
 def single_axis(found: Embedding) -> bool:
-    """Return whether every channel of an embedding varies along rows only or columns only, as sines and cosines of them do."""
+    """Return whether every channel of an embedding varies along rows only or along columns only, as sines and cosines do."""
     rows, columns = (found.patches.std(axis, correction=0).amax(0) for axis in (0, 1))
     scale = found.patches.std().clamp(min=1e-9)
     return bool((torch.minimum(rows, columns) < 1e-3 * scale).all())

@@ -312,7 +312,7 @@ def bias(found: Located, order: Tensor | None = None) -> Bias | None:
 
 
 def _prefix_bias(found: Located, scale: float) -> float:
-    """Return the largest difference over patches of a prefix token's bias to or from them, as a share of `scale`, or 0.0."""
+    """Return the largest difference between patches of a prefix token's bias, as a share of `scale`; 0 without such tokens."""
     if not found.prefix:
         return 0.0
     first, rest = found.tokens[0] < 0, found.tokens[0] >= 0

@@ -17,8 +17,8 @@ from vitrel.conformance.vectors import CHANNELS, given
 def like(examined: Examined) -> Iterator[Finding]:
     """angle, bias, window, mask and embedding of each layer are those of the same layer of the reference.
 
-    Attention is compared at the first size, in order; other numbers of layers are the only finding. Raises NotApplicableError
-    without a reference.
+    Yields a finding for each of them; layers are paired by number, and if their numbers differ, that is the only finding.
+    NotApplicableError without a reference.
     """
     other = examined.reference
     if other is None:
@@ -74,7 +74,10 @@ def _rotation(one: Rotation | None, other: Rotation | None) -> str:
 
 
 def _bias(one: Bias | None, other: Bias | None, models: tuple[nn.Module, nn.Module]) -> str:
-    """Return in words how a bias differs from the reference's, "" if it does not; if one depends on content, only by kind."""
+    """Return in words how a bias differs from that of the reference, `other`; "" if it does not. None is no bias.
+
+    If one depends on content, only their kinds are compared. `models` are the model and the reference.
+    """
     if one is None or other is None:
         return "" if one is other else f"bias: {'missing' if one is None else 'not in the reference'}"
     a, b = one.by_offset, other.by_offset

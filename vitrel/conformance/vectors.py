@@ -28,7 +28,7 @@ class Vectors(NamedTuple):
     inputs: dict[str, Any]  # {name: Tensor, number, text or list}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return values for JSON: tensors as {"dtype", "shape", "data": row-major values}, with null for infinity and NaN."""
+        """Return {"inputs", "expected", "seen"} for JSON: tensors as {"dtype", "shape", "data"}, null for infinity and NaN."""
         return {"inputs": {name: _plain(value) for name, value in self.inputs.items()}} | {
             name: _plain(getattr(self, name)) for name in ("expected", "seen")
         }
@@ -134,7 +134,7 @@ def position(turn: Rotation | None, rows: Bias | None) -> Vectors:
 
 
 def embedding(one: Derived) -> Vectors:
-    """Return `Vectors` of the first channels of an embedding [h, w, C]: as seen, and its master by the nearest right rule."""
+    """Return `Vectors` of the first channels of an embedding [h, w, C]: seen, and by the nearest right rule from its master."""
     found, master = one.found, one.master
     rules = [
         (difference(value.to(found.patches), found.patches), name, value) for name, value in right_rules(master, found.grid)
@@ -145,7 +145,7 @@ def embedding(one: Derived) -> Vectors:
 
 
 def window(found: Located, slots: Tensor, expected: Tensor) -> Vectors:
-    """Return `Vectors` of which slots see each other, bool [N, N]: seen, and `expected` [W, N, N], in the worst window."""
+    """Return `Vectors` of which slots see each other, bool [N, N]: seen, and `expected` [W, N, N], where most pairs differ."""
     which = int((expected != found.visible).flatten(1).sum(1).argmax())
     about = {"grid": list(found.grid), "slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
     return Vectors(expected[which], found.visible[which], about)
