@@ -39,7 +39,7 @@ ANEW = "nothing was saved; the same command starts again from the beginning"
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv`, by default that of the process (sys.argv[1:]).
 
-    Returns on success, and raises SystemExit with the statuses of EPILOG otherwise: 1, 2, 130, 141 or 143, and 0 after --help.
+    Returns on success, and raises SystemExit with the statuses of EPILOG (1, 2, 130, 141, 143) otherwise, 0 after --help.
     """
     argv = [*(sys.argv[1:] if argv is None else argv)]
     if argv[:1] == ["train"]:  # Lightning parses the rest

@@ -14,7 +14,7 @@ PATIENCE = 10.0  # seconds to wait for another process: the loader processes of 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Context manager that locks `folder`: no other process is in it for this folder. The folder is created if needed.
+    """Context manager that locks `folder`, which is created if needed, against other processes that lock it.
 
     It waits up to PATIENCE seconds for another process, then raises BlockingIOError. The lock ends with the process, however
     that ends; its file .lock stays in the folder. A process may enter the same folder several times. On a file system without

@@ -131,9 +131,10 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def on_all(work: Callable[[], Any]) -> list[Any]:
-    """Run `work()` in every process and return the results of all, in the order of ranks; they must be picklable.
+    """Run `work()` in every process, each of which calls this, and return the results of all in the order of ranks.
 
-    If `work()` raises in a process, that process raises the same error, and all others raise OtherProcessError with its text.
+    Results must be picklable. If `work()` raises in a process, that process raises the same error, and all others raise
+    OtherProcessError with its text.
     """
     world = rank_and_world()[1]
     if world == 1:
