@@ -29,7 +29,7 @@ _INSTALLED = importlib.util.find_spec("triton") is not None  # torch 2.11 cannot
 
 
 def refuses(call: Call) -> str:
-    """Return the reason why the kernels do not serve a call, "" if they do."""
+    """Return the reason why the Triton kernels do not serve a call, "" if they do; nothing is run."""
     if not _INSTALLED:
         return MISSING
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -62,12 +62,12 @@ def refuses(call: Call) -> str:
 class Kind(NamedTuple):
     """What decides which kernels a call needs; the entries are those of Call, or are made of them.
 
-    bias and rotary: whether the kernels read a bias table and angles. grads: whether gradients of the bias and of the angles
-    are needed; None in inference. device: number of the GPU.
+    grid: (h, w, prefix) of the keys; with a window, that of the window. bias and rotary: whether the kernels read a bias table
+    and angles. grads: whether gradients of the bias and of the angles are needed; None in inference. device: number of the GPU.
     """
 
     window: tuple[int, int] | None
-    grid: tuple[int, int, int]  # with window, that of the window
+    grid: tuple[int, int, int]
     queries: int
     heads: int
     width: int
@@ -86,8 +86,8 @@ class Kind(NamedTuple):
 def serves(call: Call) -> bool:
     """Return whether "auto" may take the kernels: they do not refuse the call, and Triton runs them here.
 
-    The first call of a kind runs its kernels on zeros, those of the backward pass too in training, so that a kernel which does
-    not compile fails before it is chosen. A warning tells of it once for a shape.
+    The first call of a `Kind` runs its kernels on zeros, those of the backward pass too in training, so that a kernel which
+    does not compile fails before it is chosen. A RuntimeWarning tells of it once for a shape, and once if Triton is missing.
     """
     if not (reason := refuses(call)):
         reason = failure(call)
@@ -97,11 +97,13 @@ def serves(call: Call) -> bool:
 
 
 def failure(call: Call, known: bool = False) -> str:
-    """Return the reason why Triton does not run the kernels of a call that they do not refuse, "" if it does.
+    """Return the reason why Triton fails to run the kernels of a call, "" if it runs them.
+
+    The first call of a `Kind` runs them on zeros and, if they fail, warns; the outcome is stored.
 
     Args:
-        call: what is to be computed.
-        known: try nothing; "" where no call of this kind was tried.
+        call: what is to be computed, which `refuses` must not refuse.
+        known: run nothing; "" where no call of this kind was tried.
     """
     return _failure(known, *_kind(call))
 
@@ -124,7 +126,7 @@ _told: set[str] = set()  # shapes of which a warning has told
 
 @torch._dynamo.assume_constant_result
 def _failure(known: bool, *entries: Any) -> str:
-    """Return what `failure` returns, for the entries of a Kind."""
+    """Return what `failure` returns, for the entries of a `Kind`; a GPU's own errors (out of memory) are raised, not stored."""
     kind = Kind(*entries)
     if kind not in _failures and not known:
         _failures[kind] = ""
@@ -145,20 +147,20 @@ def _failure(known: bool, *entries: Any) -> str:
 
 @torch._dynamo.assume_constant_result
 def _tell_missing(*entries: Any) -> None:
-    """Warn once in a process that Triton is not installed."""
+    """Warn that Triton is not installed, naming the Kind with these entries, if no warning of this module came before."""
     if not _told:
         _tell(str(Kind(*entries)), f"{MISSING} beside torch {torch.__version__}")
 
 
 def _tell(shape: str, reason: str) -> None:
-    """Warn that a shape is left to another backend, once for each shape."""
+    """Warn that another backend computes a shape (the text of a Kind), and why, once for each shape."""
     if shape not in _told:
         _told.add(shape)
         warnings.warn(f"{shape}: {reason}; another backend computes them (vitrel.ops.why)", RuntimeWarning, stacklevel=2)
 
 
 def _try(kind: Kind) -> None:
-    """Run the kernels of a kind of calls on zeros, one image or window of them; raises whatever Triton raises."""
+    """Run the kernels of a kind of calls on zeros of one image or window, if there is a GPU; raises whatever Triton raises."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return  # fake tensors stand for those of a GPU
     from vitrel.ops.backends import triton_global, triton_window
@@ -193,9 +195,9 @@ def _can_run_on(index: int) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute attention with position terms; arguments and result as in vitrel.ops.attention.
+    """Compute attention with a bias table by the kernels, as vitrel.ops.attention, for calls of which `refuses` returns "".
 
-    It is for calls of which `refuses` returns "": mask and dropout_p are ignored.
+    mask and dropout_p are ignored.
     """
     from vitrel.ops.backends import triton_ops  # registers the operators
 
@@ -217,9 +219,9 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention.
+    """Compute attention in windows by the kernels, as vitrel.ops.window_attention, for calls of which `refuses` returns "".
 
-    It is for calls of which `refuses` returns "": dropout_p is ignored.
+    dropout_p is ignored.
     """
     from vitrel.ops.backends import triton_ops
 

@@ -54,7 +54,7 @@ PLAIN_LOADS = tl.constexpr(triton.knobs.runtime.interpret)  # it does not run PT
 
 
 def global_limits(dtype: torch.dtype, width: int, grid: Grid, queries: int) -> str:
-    """Return the reason why the kernels do not serve a call, or "".
+    """Return the reason why the kernels of global attention do not serve a call, "" if they do.
 
     Args:
         dtype: of q, k and v.
@@ -115,7 +115,7 @@ def biased_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, grid: Grid, sc
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, grid: Grid) -> None:
-    """Raise ValueError for mixed dtypes, and for shapes with which the kernels would read out of bounds."""
+    """Raise ValueError if q, k and v have several dtypes, or for shapes with which the kernels would read out of bounds."""
     keys = (*q.shape[:2], grid.tokens, q.shape[-1])
     if q.dim() != 4 or k.shape != keys or v.shape != keys or not q.dtype == k.dtype == v.dtype:
         actual = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
@@ -129,21 +129,21 @@ class _Sizes(NamedTuple):
 
     Aligned tiles hold `rows` whole image rows, in `groups` tiles down (chunks = 1); where a row is wider than a tile, rows = 1,
     and a row is divided into `chunks` tiles. Other tiles hold any consecutive patch keys: `groups` is their number, chunks = 1,
-    and `rows` is not used.
+    and `rows` is not used. h, w and prefix are those of the key grid.
     """
 
-    heads: int  # H
-    h: int  # rows of the key grid
-    w: int  # columns of the key grid
-    prefix: int  # prefix tokens of the key grid
-    queries: int  # M
-    rows: int  # image rows of an aligned tile
-    groups: int  # tiles down, or all tiles
-    chunks: int  # tiles of an image row
+    heads: int
+    h: int
+    w: int
+    prefix: int
+    queries: int
+    rows: int
+    groups: int
+    chunks: int
 
 
 def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) -> _Sizes:
-    """Return the sizes for a launch whose programs iterate over tiles of `lanes` keys.
+    """Return the `_Sizes` for a launch whose programs iterate over tiles of `lanes` keys.
 
     Args:
         grid: of the keys.
@@ -182,40 +182,40 @@ def _whole_rows(rows: int, columns: int, lanes: int) -> int:
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return x [B, H, N, D] and its strides of batch, head and token; a copy of x if its last stride is not 1."""
+    """Return (x, its strides of batch, head and token) of x [B, H, N, D]; a copy of x if its last stride is not 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, head, token, _ = x.stride()
     return x, batch, head, token
 
 
 def _in_log2(bias: Tensor) -> Tensor:
-    """Return a bias table in the kernels' format: contiguous, float32, divided by log 2."""
+    """Return a bias table [H, R] in the kernels' format: contiguous, float32, divided by the natural logarithm of 2."""
     return (bias.float() * LOG2_E.value).contiguous()
 
 
 def like_tokens(x: Tensor) -> Tensor:
-    """Return an uninitialized tensor like x [B, H, N, D], stored as [B, N, H, D], so that merging the heads needs no copy."""
+    """Return an uninitialized tensor of x's shape [B, H, N, D], stored as [B, N, H, D], so that merging heads needs no copy."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 
 @triton.jit
 def _row_of(token, w):
-    """Return token // w for tokens below 2^20, rounded down from a float: an integer division takes twenty instructions."""
+    """Return token // w for tokens below 2^20, by a product in float32: an integer division takes twenty instructions."""
     return ((token + 0.5) * (1.0 / w)).to(tl.int32)
 
 
 @triton.jit
 def _head_line(head, sizes, PREFIX: tl.constexpr):
-    """Return the index in the flat table [H, R] at which the rows of a head start."""
+    """Return the index in the flat table [H, R] at which the R entries of a head start, with `sizes` as of `_Sizes`."""
     return head.to(tl.int32) * ((2 * sizes.h - 1) * (2 * sizes.w - 1) + (3 if PREFIX else 0))
 
 
 @triton.jit
 def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
-    """Return the index of queries i [BLOCK_M] in the flat tables [H, R], and True where a query is a prefix token.
+    """Return the index of queries i [BLOCK_M] in the flat bias table [H, R], and True where a query is a prefix token.
 
     The index is that of the offset to the key at (0, 0); for a key at (y, x), subtract y * (2w-1) + x. Prefix tokens have the
-    index of patch 0, only to keep loads in range. Lanes beyond the last query repeat the last query.
+    index of patch 0, only to keep loads in range. Lanes beyond the last query repeat the last query. `sizes`: see `_Sizes`.
     """
     h, w = sizes.h, sizes.w
     patch = tl.minimum(i, sizes.queries - 1) + (h * w - sizes.queries)
@@ -237,6 +237,10 @@ def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     Lanes without a key have values out of range. The token of the first lane is that of `_first_key`.
 
     Args:
+        group: number of the tile down the image, from 0.
+        chunk: number of the tile within an image row.
+        sizes: see `_Sizes`.
+        LANES: keys of a tile.
         ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored.
     """
     lane = tl.arange(0, LANES)
@@ -253,7 +257,7 @@ def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _first_key(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the token of the first lane of a tile of patch keys, counted with the prefix tokens; the others follow it."""
+    """Return the token of the first lane of the tile of `_key_tile`, counted with the prefix tokens; the others follow it."""
     if ALIGNED:
         return sizes.prefix + group * sizes.rows * sizes.w + chunk * LANES
     else:
@@ -262,7 +266,7 @@ def _first_key(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _row_cells(LANES: tl.constexpr, ROW: tl.constexpr):
-    """Return cell(j) of the lanes of a tile, y (2w-1) + x, less that of its first lane, for a ROW that is not 0."""
+    """Return y (2w-1) + x of the keys of a tile at (y, x), less that of its first lane; ROW as of `_whole_rows`, not 0."""
     lane = tl.arange(0, LANES)
     return lane + lane // ROW * (ROW - 1)
 
@@ -271,8 +275,7 @@ def _row_cells(LANES: tl.constexpr, ROW: tl.constexpr):
 def _load_tokens(x, b, head, first, lane, exist, D: tl.constexpr, ALL: tl.constexpr):
     """Load [len(lane), D] of x [B, H, N, D], given as of `_strided`: tokens first + lane; zeros where `exist` is False.
 
-    Args:
-        ALL: `exist` is not read, every token exists.
+    With ALL, `exist` is not read: every token exists.
     """
     base, of_batch, of_head, of_token = x
     base += b * of_batch + head * of_head + tl.cast(first, tl.int64) * of_token
@@ -294,7 +297,7 @@ def _store_tokens(x, b, head, first, lane, exist, value, D: tl.constexpr):
 
 @triton.jit
 def _look_up(at):
-    """Return the logits of a table at the pointers `at`, one for each score.
+    """Return the values of a bias table at the pointers `at`, one for each score.
 
     tl.load would read them in the order of a copy, and exchange them between the threads through shared memory. This
     instruction leaves each to the thread that holds its score, and constant distances between its pointers cost nothing.
@@ -309,7 +312,11 @@ def _look_up(at):
 def _token_logits(
     query, key, bias, line, is_prefix, group, chunk, y, x, inside, head, scale, sizes, ROW: tl.constexpr, PREFIX: tl.constexpr
 ):
-    """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where no key is."""
+    """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where no key is.
+
+    line and is_prefix are those of `_query_lanes`; group, chunk, y, x and inside those of `_key_tile`; ROW is that of
+    `_whole_rows`.
+    """
     LANES: tl.constexpr = key.shape[0]
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     if ROW:
@@ -329,7 +336,7 @@ def _token_logits(
 
 @triton.jit
 def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
-    """Return content and table logits of the prefix keys, [BLOCK_M, PREFIX_LANES], as `_token_logits`."""
+    """Return content and table logits of the prefix keys, [BLOCK_M, PREFIX_LANES], divided by log 2; -inf where no key is."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     s += tl.load(bias + _prefix_line(head, sizes) + tl.where(is_prefix, 2, 1))[:, None]
     return tl.where((tl.arange(0, PREFIX_LANES) < sizes.prefix)[None, :], s, float("-inf"))
@@ -337,14 +344,14 @@ def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
 
 @triton.jit
 def _attend(s, v, acc, top, total):
-    """Return acc, top and total after one step of the online softmax.
+    """Return acc, top and total after one step of the online softmax over a tile of keys.
 
     Args:
-        s: logits [BLOCK_M, keys] in base 2.
-        v: values of the keys.
-        acc: output [BLOCK_M, D], not yet divided by total.
-        top: maximum of the logits.
-        total: sum of the weights.
+        s: logits [BLOCK_M, keys] divided by log 2.
+        v: values of the keys, [keys, D].
+        acc: output [BLOCK_M, D] so far, not yet divided by total.
+        top: maximum of each query's logits so far.
+        total: sum of exp2(logit - top) so far.
     """
     new = tl.maximum(top, tl.max(s, 1))
     shift = tl.where(new == float("-inf"), 0.0, new)  # all keys so far may be masked
@@ -417,7 +424,7 @@ def biased_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v (in their dtypes) and bias (float32) of `biased_forward`.
 
-    It is deterministic.
+    Two runs give equal bits. The inputs are not checked.
 
     Args:
         grad_out: gradient of the output, [B, H, M, D], any strides.
@@ -443,7 +450,10 @@ def _tile_for(kernel: str, q: Tensor) -> Tile:
 def _query_gradients(
     inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale: float, bias_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch `_queries`: return the gradients of the queries and, with bias_grad, of the table [H, R], else None."""
+    """Launch `_queries`: return the gradients of the queries and, with bias_grad, of the table [H, R], else None.
+
+    inputs: q, k, v, out and grad_out, each as of `_strided`. stats: lse, and delta (out . grad_out), which is written here.
+    """
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
     tile = _tile_for("queries", q)
@@ -483,7 +493,7 @@ def _query_gradients(
 
 
 def _key_gradients(inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
-    """Launch `_keys`: return the gradients of keys and values."""
+    """Launch `_keys`: return the gradients of keys and values. Arguments as of `_query_gradients`, which must run before."""
     q, k = inputs[0][0], inputs[1][0]
     batch, heads, queries, _ = q.shape
     tile = _tile_for("keys", q)
@@ -507,10 +517,10 @@ def _key_gradients(inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale
 
 @triton.jit
 def _logit_gradient(s, norm, mean, dout, value):
-    """Return the gradient ds [queries, keys] with respect to the logits.
+    """Return the gradient [queries, keys] with respect to the logits.
 
     Args:
-        s: the logits divided by log 2.
+        s: the logits [queries, keys] divided by log 2.
         norm: log-sum-exp of each query divided by log 2.
         mean: out . grad_out of each query.
         dout: grad_out [queries, D].
@@ -563,7 +573,10 @@ def _query_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute the gradients of a tile of patch queries, or, if it is the last one, of the prefix queries, if there are any."""
+    """Write dq and delta of a tile of patch queries, or, as the last tile, of the prefix queries; add the table's gradient.
+
+    Arguments as of `_queries`; tile: (its number, tiles of patch queries down, across).
+    """
     q, k, v, out, grad_out = inputs
     lse, delta = stats
     dq, parts, to_prefix = grads
@@ -624,7 +637,7 @@ def _query_tile(
 
 @triton.jit
 def _add_diagonals(table, ds, down, right, sizes, SEVERAL: tl.constexpr):
-    """Add ds [queries backwards, keys] of a square tile to a head's table, in place, by offset class (query minus key).
+    """Add ds [queries backwards, keys] of a square tile to a head's table in memory, by offset class (query minus key).
 
     Lane 0 of the queries lies `down` rows below and `right` columns to the right of lane 0 of the keys. Lanes i and j with the
     same i - j have one offset in tiles that lie in one image row. In tiles of SEVERAL rows they have two, depending on whether
@@ -646,7 +659,7 @@ def _add_diagonals(table, ds, down, right, sizes, SEVERAL: tl.constexpr):
 
 @triton.jit
 def _add_line(table, sums, dy, dx, h, w):
-    """Add sums to the classes of the offsets (dy, dx), as far as the table has them. No two are equal."""
+    """Add `sums` in memory to a table [(2h-1)(2w-1)] at the offsets (dy, dx) that it has; no two offsets may be equal."""
     inside = (tl.abs(dy) < h) & (tl.abs(dx) < w)
     tl.atomic_add(table + (dy + h - 1) * (2 * w - 1) + dx + w - 1, sums, mask=inside, sem="relaxed")
 
@@ -669,7 +682,8 @@ def _add_queries(dkey, dvalue, key, value, query, dout, norm, mean, logits, scal
     """Return the gradients of a tile of keys and values plus what some queries add to them, with transposed logits.
 
     Args:
-        dkey: [BLOCK_N, D], without the factor `scale`, and so is dvalue.
+        dkey: gradient of the keys so far, [BLOCK_N, D], without the factor `scale`.
+        dvalue: gradient of the values so far, [BLOCK_N, D].
         key: keys of the tile.
         value: their values.
         query: queries.
@@ -688,9 +702,9 @@ def _add_queries(dkey, dvalue, key, value, query, dout, norm, mean, logits, scal
 
 @triton.jit
 def _load_queries(inputs, stats, b, head, bh, first, exist, queries, LANES: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr):
-    """Load LANES queries from `first` on, with what the backward pass needs of them: query, dout, norm, mean.
+    """Return (query, dout, norm, mean), see `_add_queries`, of LANES queries from `first` on, loaded from inputs and stats.
 
-    See `_add_queries`; ALL as in `_load_tokens`.
+    Where `exist` is False norm is infinite and the others are 0; with ALL, it is not read.
     """
     lse, delta = stats
     lane = tl.arange(0, LANES)

@@ -37,7 +37,7 @@ def _window_attention(
     qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute windowed attention, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp; see `triton_window.window_forward`."""
+    """Return windowed attention, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp, as `triton_window.window_forward` does."""
     return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, grad)
 
 
@@ -45,7 +45,7 @@ def _window_attention_backward(
     grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, out: _Maybe, lse: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, bias_grad: bool, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of qkv, bias, cos and sin.
+    """Return the gradients of qkv, bias, cos and sin, given that of the output, as `triton_window.window_backward` does.
 
     That of an input that is None is an empty tensor, since an operator cannot return None; so is that of bias without
     bias_grad, and those of cos and sin without rotary_grad.
@@ -76,7 +76,7 @@ window_op.register_autograd(_window_gradients, setup_context=_setup_window_conte
 
 
 class _Windows(torch.autograd.Function):
-    """Autograd function that computes what the operator does; a call takes a third of the operator's time on the host."""
+    """Autograd function of the arguments of `windows` to the output; it takes a third of the operator's time on the host."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -97,10 +97,10 @@ def windows(
     qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: tuple[int, int], shift: tuple[int, int], heads: int, scale: float, grad: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the output [B, h, w, C] of `vitrel::window_attention`, with gradients if grad.
+    """Return the output [B, h, w, C] of windowed attention by the kernels, differentiable once if `grad`.
 
-    The operator itself is called only under torch.compile and with tensors of a subclass, such as those of FakeTensorMode. It
-    takes more time on the host than what else is called.
+    The arguments are those of `triton_window.window_forward`. The operator vitrel::window_attention is called only under
+    torch.compile and with tensors of a subclass, such as FakeTensor, since it takes more time on the host.
     """
     inputs = qkv, bias, cos, sin, window, shift, heads, scale, grad
     if torch.compiler.is_compiling() or not triton_window.is_plain(qkv):
@@ -112,9 +112,9 @@ def windows(
 def biased_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, h: int, w: int, prefix: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute global attention, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D], and its log-sum-exp.
+    """Return global attention with a bias table, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D], and its log-sum-exp.
 
-    See `triton_global.biased_forward`.
+    It is the operator of `triton_global.biased_forward`, whose grid is given as h, w and prefix.
     """
     return triton_global.biased_forward(q, k, v, bias, Grid(h, w, prefix), scale)
 
@@ -129,7 +129,7 @@ def biased_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v and bias; that of bias is empty without bias_grad."""
+    """Return the gradients of q, k, v and bias by `triton_global.biased_backward`; that of bias is empty without bias_grad."""
     dq, dk, dv, dbias = triton_global.biased_backward(grad, q, k, v, bias, out, lse, Grid(h, w, prefix), scale, bias_grad)
     return dq, dk, dv, _or_empty(dbias, q)
 
@@ -158,7 +158,7 @@ biased_op.register_autograd(_biased_gradients, setup_context=_setup_biased_conte
 
 
 def _needed(grads: Sequence[Tensor], inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor | None]:
-    """Return gradients in the dtype of their inputs; None for those that are not needed."""
+    """Return the gradients, one for each of the first inputs, in the dtype of their inputs; None for those not needed."""
     rows = zip(grads, inputs, needs_grad, strict=False)
     return [grad.to(x.dtype) if x is not None and needs else None for grad, x, needs in rows]
 

@@ -17,13 +17,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # logits are multiplied by it, since 
 
 
 class Tile(NamedTuple):
-    """Shape of the work of one program of a kernel."""
+    """Shape of the work of one program of a kernel.
 
-    rows: int  # queries of a tile
-    keys: int  # keys of a tile
-    warps: int  # of a program
-    stages: int  # of the software pipeline
-    hold: bool = True  # of "whole": the bias stays in registers for all windows of a program; False: it is read for each
+    Attributes:
+        rows: queries of a tile.
+        keys: keys of a tile.
+        warps: of a program.
+        stages: of the software pipeline.
+        hold: of "whole": the bias stays in registers for all windows of a program; False: it is read for each.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    hold: bool = True
 
 
 MOST_IN_ONE_TILE = 64  # maximum tokens of a window that one tile holds
@@ -46,10 +54,9 @@ HALF: dict[str, dict[int, Tile]] = {
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """Return the compute capability for which kernels are compiled on a device.
+    """Return the compute capability, such as 90 for sm_90, for which kernels are compiled on a device.
 
-    90 is sm_90, and the result on a CPU (as in the interpreter) and where fake tensors stand for those of a GPU that is not
-    there.
+    90 is also the result on a CPU (as in the interpreter) and where fake tensors stand for those of a GPU that is not there.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 90
@@ -58,25 +65,25 @@ def architecture(device: torch.device) -> int:
 
 
 def generation(arch: int) -> int:
-    """Return 90 for Hopper, 100 for the Blackwell of data centers, whose four warps multiply 64 rows together, else 80."""
+    """Return the key in HALF for a compute capability: 90 for Hopper, 100 for the Blackwell of data centers, else 80."""
     return {90: 90, 100: 100, 103: 100}.get(arch, 80)
 
 
 def half_tile(kernel: str, arch: int) -> Tile:
-    """Return the tile of HALF for a kernel, by its name there, on an architecture."""
+    """Return the tile of HALF for a kernel, by its name there, on an architecture (see `architecture`)."""
     rows, of = HALF[kernel], generation(arch)
     return rows[max(first for first in rows if first <= of)]
 
 
 def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, arch: int) -> Tile:
-    """Return the tile of the forward kernel for windows of `tokens` tokens, with or without angles (rotary)."""
+    """Return the tile of the forward kernel for windows of `tokens` tokens, with or without rotary angles (`rotary`)."""
     side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
     warps = 8 if dtype == torch.float32 or (rotary and generation(arch) > 80) else 4
     return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
 
 
 def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, rotary: bool, arch: int) -> Tile:
-    """Return the tile of the backward kernel for windows of `tokens` tokens and heads of width D = `width`."""
+    """Return the tile of the backward kernel for windows of `tokens` tokens and heads of `width`; `rotary`: with angles."""
     if tokens <= MOST_IN_ONE_TILE:
         side = padded_tokens(tokens)
         many = dtype == torch.float32 or rotary or width > 32  # registers of a thread with four warps
@@ -90,7 +97,7 @@ def global_tile(kernel: str, dtype: torch.dtype, width: int, arch: int) -> Tile:
     """Return the tile of a kernel of global attention, by its name in HALF.
 
     Args:
-        kernel: "forward", "queries" or "keys".
+        kernel: "forward", "queries" (backward pass: gradients of q and the table) or "keys" (of k and v).
         dtype: of q, k and v.
         width: width D of a head.
         arch: see `architecture`.
@@ -109,7 +116,7 @@ def table_tile(tile: Tile, columns: int, arch: int) -> Tile:
 
     Args:
         tile: that of "queries" without a table's gradient.
-        columns: width of the grid. A tile that holds several image rows needs more registers.
+        columns: columns of the grid. A tile that holds several image rows needs more registers.
         arch: see `architecture`.
     """
     side = min(tile.rows, tile.keys)
@@ -119,7 +126,7 @@ def table_tile(tile: Tile, columns: int, arch: int) -> Tile:
 
 
 def compiler_options(tile: Tile, dtype: torch.dtype) -> dict[str, int]:
-    """Return Triton's compiler options for kernels with this tile on inputs of `dtype`."""
+    """Return Triton's options num_warps, num_stages and, in float32, maxnreg for kernels with this tile, inputs of `dtype`."""
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if dtype == torch.float32:
         options["maxnreg"] = 255  # otherwise the assembler spills a few registers for a higher occupancy
@@ -132,5 +139,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def padded_tokens(tokens: int) -> int:
-    """Return the number of lanes for the tokens of a window: a power of two of at least 16, as matrix products need."""
+    """Return the number of lanes for a window's tokens: the next power of two, at least 16, as matrix products need."""
     return max(16, 1 << (tokens - 1).bit_length())  # triton.next_power_of_2 takes microseconds

@@ -69,11 +69,14 @@ _SCRATCH = 64 * 2**20  # bytes of sums of all programs together, about; it limit
 
 
 class Plan(NamedTuple):
-    """How a kernel is compiled: the same for all calls with windows of one kind, whatever the grid and the batch."""
+    """How a kernel is compiled: the same for all calls with windows of one kind, whatever the grid and the batch.
+
+    `sizes` are compile-time sizes, numbered by the constants HEADS to HOLD; `options` are those of Triton's compiler.
+    """
 
     tile: Tile
-    sizes: tuple[int | bool, ...]  # compile-time sizes, by the numbers below
-    options: dict[str, int]  # for Triton's compiler
+    sizes: tuple[int | bool, ...]
+    options: dict[str, int]
 
 
 # Sizes of a kernel. A window has N = WH * WW slots; DP is the head width D padded to a power of two. They are a tuple with
@@ -83,7 +86,7 @@ HEADS, WH, WW, N, SY, SX, D, DP, ROWS, KEYS, HOLD = map(tl.constexpr, range(11))
 
 
 def window_limits(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
-    """Return the reason why the kernels do not serve this dtype, head width D and window (h, w) in tokens, or ""."""
+    """Return why the window kernels do not serve this dtype, head width D and window (h, w) in tokens; "" if they do."""
     if dtype not in DTYPES:
         return f"the Triton window kernels support float32, float16 and bfloat16, not {dtype}"
     if width not in WIDTHS:
@@ -94,7 +97,7 @@ def window_limits(dtype: torch.dtype, width: int, window: tuple[int, int]) -> st
 
 
 def saves_lse(window: tuple[int, int]) -> bool:
-    """Return whether the backward pass of this window (h, w) reads the output and log-sum-exp of the forward pass."""
+    """Return whether the backward pass of this window (h, w) reads output and log-sum-exp: with more than 64 tokens."""
     return window[0] * window[1] > MOST_IN_ONE_TILE
 
 
@@ -150,7 +153,7 @@ def window_forward(
 def forward_plan(
     window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype, rotary: bool, arch: int
 ) -> Plan:
-    """Return the plan of the forward kernel; raises as `window_forward`."""
+    """Return the plan of the forward kernel, cached; ValueError for a window, shift, width or dtype that is not served."""
     return _plan(window_tile(window[0] * window[1], dtype, rotary, arch), window, shift, heads, width, dtype)
 
 
@@ -158,7 +161,7 @@ def forward_plan(
 def backward_plan(
     window: tuple[int, int], shift: tuple[int, int], heads: int, width: int, dtype: torch.dtype, rotary: bool, arch: int
 ) -> Plan:
-    """Return the plan of the backward kernel; raises as `window_forward`."""
+    """Return the plan of the backward kernel, cached; ValueError for a window, shift, width or dtype that is not served."""
     return _plan(window_backward_tile(window[0] * window[1], dtype, width, rotary, arch), window, shift, heads, width, dtype)
 
 
@@ -190,9 +193,7 @@ def _launch(kernel: triton.JITFunction, plan: Plan, tiles: int, windows: int, pe
 
 
 def _run(kernel: triton.JITFunction, grid: tuple[int], arguments: tuple, options: dict[str, int]) -> None:
-    """Launch a kernel, or put it into a graph that is being traced.
-
-    Nothing is launched for tensors on the meta device.
+    """Launch a kernel, or put it into a graph that is being traced. Nothing is launched for tensors on the meta device.
 
     Args:
         kernel: to launch.
@@ -221,7 +222,7 @@ def is_plain(x: Tensor) -> bool:
 def _check_tables(
     bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, window: tuple[int, int], num_heads: int, width: int
 ) -> None:
-    """Raise ValueError for shapes with which the kernels would read out of bounds."""
+    """Raise ValueError for shapes of bias, cos or sin with which the window kernels would read out of bounds."""
     (h, w), angles = window, (window[0] * window[1], width // 2)
     if bias is not None and bias.shape != (num_heads, (2 * h - 1) * (2 * w - 1)):
         expected = [num_heads, (2 * h - 1) * (2 * w - 1)]
@@ -255,7 +256,7 @@ def contiguous_bias(bias: Tensor | None) -> Tensor | None:
 
 
 def packed_angles(cos: Tensor | None, sin: Tensor | None, num_heads: int) -> Tensor | None:
-    """Return cos and sin [H|1, N, D/2] in the kernels' format, [H, 2, N, D/2] float32, or None."""
+    """Return cos and sin [H|1, N, D/2] in the kernels' format, [H, 2, N, D/2] float32; None if cos is None."""
     if cos is None:
         return None
     return torch.stack((cos, sin), 1).float().expand(num_heads, -1, -1, -1).contiguous()
@@ -314,16 +315,17 @@ def _forward(
 
 @triton.jit
 def _job(sizes: tl.constexpr, TILES: tl.constexpr):
-    """Return (head, tile of the window, chunk of windows) of this program; heads, adjacent in memory, vary fastest."""
+    """Return (head, tile, chunk) of this program, heads varying fastest: TILES tiles per window, chunks of several windows."""
     rest = tl.program_id(0) // sizes[HEADS]
     return tl.program_id(0) % sizes[HEADS], rest % TILES, rest // TILES
 
 
 @triton.jit
 def _corner(window, h, w, sizes: tl.constexpr):
-    """Return where a window lies: image, first row and column, shift, grid, whether it contains padding or the cyclic border.
+    """Return where a window lies: (image, top row, left column, sy, sx, h, w, whether it has padding or the cyclic border).
 
-    The shift is 0 along an axis that fits into one window. Rows and columns count on the padded grid, with the shift added.
+    The shift (sy, sx) is 0 along an axis that fits into one window. Rows and columns count on the padded grid, with the shift
+    added. `window` counts those of all images; `sizes` are those of `Plan`, here and below.
     """
     down = (h + sizes[WH] - 1) // sizes[WH]
     across = (w + sizes[WW] - 1) // sizes[WW]
@@ -337,9 +339,9 @@ def _corner(window, h, w, sizes: tl.constexpr):
 
 @triton.jit
 def _place(slot, corner, sizes: tl.constexpr):
-    """Return the token of each slot, numbered over the batch, and its region, -1 where there is no token.
+    """Return the token of each slot of a window (`corner`), numbered over the batch, and its region, -1 where no token is.
 
-    Tokens of the same region see each other.
+    Tokens of one window and the same region see each other.
     """
     image, top, left, sy, sx, h, w, _ = corner
     bottom = (h + sizes[WH] - 1) // sizes[WH] * sizes[WH]
@@ -355,7 +357,10 @@ def _place(slot, corner, sizes: tl.constexpr):
 
 @triton.jit
 def _logits(q, k, bias, region, other_region, corner, scale):
-    """Return logits [ROWS, KEYS] divided by log 2, with `bias` as of `_bias`; -inf where a query does not see a key."""
+    """Return logits q . k * scale [ROWS, KEYS] divided by log 2, plus `bias` of `_bias`; -inf where a query sees no key.
+
+    The regions of queries and keys, and the window's `corner`, are those of `_place` and `_corner`.
+    """
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E) + bias
     if corner[7]:
         s = tl.where(region[:, None] == other_region[None, :], s, float("-inf"))
@@ -378,9 +383,9 @@ def _bias(BIAS, head, query, key, sizes: tl.constexpr):
 
 @triton.jit
 def _channels(sizes: tl.constexpr):
-    """Return the channel of each column of a tile, and whether it exists.
+    """Return the channel of each column of a tile of the width DP, and whether it exists.
 
-    Each half of a head is padded separately, to keep rotary pairs.
+    DP is D padded to a power of two, each half of a head separately, to keep rotary pairs.
     """
     column = tl.arange(0, sizes[DP])
     pair = column % (sizes[DP] // 2)
@@ -389,7 +394,7 @@ def _channels(sizes: tl.constexpr):
 
 @triton.jit
 def _rows(base, offset, region, sizes: tl.constexpr):
-    """Load rows of D elements at base + offset, padded to [rows, dp]; zeros in the padding and where the region is -1."""
+    """Load rows of D elements at base + offset, padded to [rows, DP]; zeros in the padding and where the region is -1."""
     channel, there = _channels(sizes)
     mask = (region >= 0)[:, None]
     if sizes[D] != sizes[DP]:
@@ -419,7 +424,7 @@ def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes: tl.constexpr)
 
 @triton.jit
 def _angles(ANGLES, head, slot, sizes: tl.constexpr):
-    """Return cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half, for `_rotated`."""
+    """Return cos and sin of the slots for every column, [rows, DP]; sin is negated in the first half, for `_rotated`."""
     HALF: tl.constexpr = sizes[D] // 2
     column = tl.arange(0, sizes[DP])
     pair = column % (sizes[DP] // 2)
@@ -461,9 +466,9 @@ def window_backward(
     bias_grad: bool = True,
     rotary_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv, bias, cos and sin of `window_forward`.
+    """Return the gradients of qkv (in its dtype), bias, cos and sin of `window_forward`; None for an input that is None.
 
-    It is deterministic. The gradients of bias [H, R] and of cos and sin [H|1, N, D/2] are float32.
+    Two runs give equal bits. The gradients of bias [H, R] and of cos and sin [H|1, N, D/2] are float32.
 
     Args:
         grad_out: gradient of the output, [B, h, w, C].
@@ -524,7 +529,7 @@ def angle_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of cos and sin, [heads, N, D/2] each.
 
     Args:
-        sums: of the kernels, [H, 2, N, D], in which sin has the signs of `_angles`.
+        sums: of the kernels, [H, 2 (cos, sin), N, D], in which sin has the signs of `_angles`.
         heads: those of cos and sin: H, or 1 if they are shared, where the sum over all heads is returned.
     """
     cos, sin = sums.sum(0, keepdim=True).unbind(1) if heads == 1 else sums.unbind(1)
@@ -678,7 +683,7 @@ def _tiles(
 
 @triton.jit
 def _store_rotated(base, offset, region, grad, ANGLES, head, slot, sizes: tl.constexpr):
-    """Store the gradient of queries or keys, given the gradient of the rotated queries or keys."""
+    """Store the gradient of queries or keys by `_store_rows`, given that of the rotated ones (ANGLES None: not rotated)."""
     if ANGLES is not None:
         cos, sin = _angles(ANGLES, head, slot, sizes)
         grad = _rotated(grad, cos, -sin)
@@ -687,7 +692,7 @@ def _store_rotated(base, offset, region, grad, ANGLES, head, slot, sizes: tl.con
 
 @triton.jit
 def _add_angle_gradients(dcos, dsin, x, grad):
-    """Return the sums for cos and sin plus the contribution of x (queries or keys) and the gradient of rotated x.
+    """Return the sums dcos and dsin plus what x (queries or keys) and the gradient `grad` of rotated x contribute.
 
     The signs are those of `_angles`.
     """
@@ -697,7 +702,7 @@ def _add_angle_gradients(dcos, dsin, x, grad):
 
 @triton.jit
 def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes: tl.constexpr):
-    """Add as `_add_angle_gradients` to the sums number `part` in memory, which have a value for `summed` slots."""
+    """Add in memory, as `_add_angle_gradients`, to the sums number `part` of DANGLES; slots from `summed` on hold none yet."""
     base = DANGLES + part * (2 * sizes[N] * sizes[D])
     region = tl.where(slot < summed, 0, -1)
     dcos = _rows(base, slot * sizes[D], region, sizes)
@@ -709,7 +714,7 @@ def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes: tl.
 
 @triton.jit
 def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes: tl.constexpr):
-    """Store sums for cos and sin, [2, N, D], as number `part`."""
+    """Store the sums dcos and dsin of the slots as number `part` in DANGLES, whose parts are [2, N, D]."""
     base = DANGLES + part * (2 * sizes[N] * sizes[D])
     region = tl.where(slot < sizes[N], 0, -1)
     _store_rows(base, slot * sizes[D], region, dcos, sizes)
@@ -737,7 +742,7 @@ def _by_offset(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Sum the pairs of slots of one head and of BLOCK offset classes."""
+    """Write the sums over pairs of slots for BLOCK offset classes of one head, for `by_offset`; LANES is N padded."""
     CLASSES: tl.constexpr = (2 * WH - 1) * (2 * WW - 1)
     PROGRAMS: tl.constexpr = (CLASSES + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // PROGRAMS
