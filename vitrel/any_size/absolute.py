@@ -52,7 +52,7 @@ class Cait(_Patches, cait.Cait):
 
 
 class GPSA(convit.GPSA):
-    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7) over any map [B, h, w, C]; its position is evaluated there."""
+    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7) over any map [B, h, w, C], whose offsets are evaluated."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]

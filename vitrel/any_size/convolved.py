@@ -146,7 +146,7 @@ def adaptive_means(n: int, bins: int, dtype: str, device: torch.device) -> Tenso
 
 
 class NaFlexEmbeds(naflexvit.NaFlexEmbeds):
-    """timm's embedding of NaFlexViT: a graph of it serves any grid, whichever side is longer, also with factorized position."""
+    """timm's embedding of NaFlexViT; its factorized position (rows + columns) needs no branch on which side is longer."""
 
     def _apply_factorized_pos_embed(self, x: Tensor, grid_size: list[int]) -> None:
         h, w = grid_size

@@ -38,7 +38,7 @@ def _bias(module: Any, size: Size, stride: int = 1) -> Tensor:
 
 
 class Attention(levit.Attention):
-    """timm's attention of LeViT, with biases for any map, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
+    """timm's attention of LeViT for any map: [B, h, w, C], or [B, C, h, w] with use_conv; its biases are resampled to it."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.key_dim, self.key_dim, self.val_dim]
@@ -54,7 +54,7 @@ class Attention(levit.Attention):
 
 
 class AttentionDownsample(levit.AttentionDownsample):
-    """timm's attention of LeViT that halves a map of any size, [B, C, h, w] if convolutional (use_conv), else [B, h, w, C]."""
+    """timm's attention of LeViT that halves any map: [B, h, w, C], or [B, C, h, w] with use_conv; its biases are resampled."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.key_dim, self.val_dim]
@@ -139,7 +139,7 @@ class Attention2d(efficientformer_v2.Attention2d):
 
 
 class Attention2dDownsample(efficientformer_v2.Attention2dDownsample):
-    """timm's attention of EfficientFormer V2 that halves any map [B, C, h, w], to which its biases are resampled."""
+    """timm's attention of EfficientFormer V2 that halves any map [B, C, h, w], odd sides upwards; its biases are resampled."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, v = self.q(x), self.v(x)

@@ -87,7 +87,7 @@ class ParallelPartitionAttention(maxxvit.ParallelPartitionAttention):
 
 
 class PartitionAttention2d(maxxvit.PartitionAttention2d):
-    """As `PartitionAttentionCl`, but with the channels first: for any map [B, C, h, w]."""
+    """timm's block of MaxViT with attention in windows or strided windows (see `in_windows`), for any map [B, C, h, w]."""
 
     def _partition_attn(self, x: Tensor) -> Tensor:
         def attend(tokens: Tensor, mask: Tensor | None) -> Tensor:

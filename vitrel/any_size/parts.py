@@ -121,7 +121,7 @@ def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) ->
 
 
 def table_bias(table: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Return the bias of every query and key [H, N, N] from a table by offset, resampled ("geometric") if the grids differ.
+    """Return the bias of every query and key [H, N, N] from a table, by `resample_table` ("geometric") if the grids differ.
 
     Args:
         table: [(2h-1)(2w-1), H], by offset query minus key, in the order of Grid.
@@ -160,8 +160,8 @@ def distance_bias(biases: Tensor, source: Grid, target: Grid, stride: int = 1) -
     """Return the bias of every query and key [H, N', N] from LeViT's biases by |row offset| and |column offset|.
 
     Args:
-        biases: [H, h*w], by |row offset| * w + |column offset| (arXiv 2104.01136, sec. 4.2), resampled ("geometric", as a
-            table over signed offsets) if the grids differ.
+        biases: [H, h*w], by |row offset| * w + |column offset| (arXiv 2104.01136, sec. 4.2), resampled as a table over signed
+            offsets (`resample_table`, "geometric") if the grids differ.
         source: grid of the biases, h x w.
         target: grid of the keys, N tokens.
         stride: the N' queries are at every stride-th row and column of `target`.

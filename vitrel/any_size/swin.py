@@ -21,7 +21,7 @@ from vitrel.layers.patches import PatchEmbed, pad_to_whole
 
 
 class WindowAttention(swin_transformer.WindowAttention):
-    """timm's attention of Swin with a table, within L windows of N tokens, [B*L, N, C], with a mask [L*N, N] or None."""
+    """timm's attention of Swin with a table, within L windows [B*L, N, C], with an additive mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)

@@ -38,7 +38,10 @@ def timm_sizes(model: Any) -> nn.Module:
 
 
 def _resize(model: Any, arguments: tuple[Tensor, ...]) -> None:
-    """Resize the model, before forward, if its image [B, C, H, W] has another size, and keep its attributes for `_restore`."""
+    """Resize the model, before forward, if its image has another size, and keep its attributes for `_restore`.
+
+    ValueError in training mode. The first of `arguments` is the image [B, C, H, W].
+    """
     size = tuple(arguments[0].shape[-2:])
     if size == to_2tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or model.img_size):
         return

@@ -60,9 +60,8 @@ def tiled_features(
 ) -> Tensor | tuple[Tensor, list[Tensor]]:
     """Compute model.forward_features(image), up to rounding, tile by tile: [B, h, w, C] of a Swin, [B, N, C] of a ViT.
 
-    The result equals that of the whole image, since only features are used that no cut influences. Memory is saved only under
-    torch.no_grad(), since gradients need the activations of all tiles. An absolute embedding is computed for the whole grid at
-    once and stored on `device`.
+    Only features that no cut influences are used. Memory is saved only under torch.no_grad(), since gradients need the
+    activations of all tiles. An absolute embedding is computed for the whole grid at once and stored on `device`.
 
     Args:
         model: a Swin, or a ViT with windows in all blocks, in evaluation mode.

@@ -36,7 +36,7 @@ _HIDDEN = -1e30  # in place of -inf in a learned bias: the softmax of a row with
 
 
 def refuses(call: Call) -> str:
-    """Return the reason why SDPA does not serve a call, "" if it does."""
+    """Return the reason why SDPA (scaled_dot_product_attention) does not serve a call, "" if it does."""
     if any([table.value is not None for table in call.terms.tables]):
         return "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"
     return SCALED_KEYS if call.terms.key_rotary is not None and computed_in(call) in HALF else ""

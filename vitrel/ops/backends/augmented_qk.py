@@ -121,7 +121,7 @@ def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor, one: float) -> Tensor:
-    """Return q's columns for bias, query and gated tables: what they add to logits, divided by scale * one.
+    """Return q's extra columns for bias, query and gated tables: what these add to the logits, divided by scale * one.
 
     Args:
         q: queries [B, H, M, D], before rotation, with its query_bias.

@@ -160,7 +160,7 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
 
 
 def _constants(grid: Grid, x: Tensor, tile: Tile) -> dict[str, int]:
-    """Return the compile-time arguments of the kernels for queries like x, except ROW, QUERY_ROW and SEVERAL."""
+    """Return the kernels' compile-time arguments and compiler options for queries like x, but ROW, QUERY_ROW and SEVERAL."""
     sizes = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
     return sizes | compiler_options(tile, x.dtype)
 
@@ -443,7 +443,7 @@ def biased_backward(
 
 
 def _tile_for(kernel: str, q: Tensor) -> Tile:
-    """Return the tile of "forward", "queries" or "keys" for queries like q on their device."""
+    """Return the tile of the kernel "forward", "queries" or "keys" (see `global_tile`) for queries like q on their device."""
     return global_tile(kernel, q.dtype, q.shape[-1], triton_tiles.architecture(q.device))
 
 

@@ -24,7 +24,8 @@ class Tile(NamedTuple):
         keys: keys of a tile.
         warps: of a program.
         stages: of the software pipeline.
-        hold: of "whole": the bias stays in registers for all windows of a program; False: it is read for each.
+        hold: of "whole", the backward pass of windows of up to 64 tokens: the bias stays in registers for all windows of a
+            program; False: it is read for each.
     """
 
     rows: int
@@ -70,7 +71,7 @@ def generation(arch: int) -> int:
 
 
 def half_tile(kernel: str, arch: int) -> Tile:
-    """Return the tile of HALF for a kernel, by its name there, on an architecture (see `architecture`)."""
+    """Return the tile for half precision of a kernel, by its name in HALF, on an architecture (see `architecture`)."""
     rows, of = HALF[kernel], generation(arch)
     return rows[max(first for first in rows if first <= of)]
 

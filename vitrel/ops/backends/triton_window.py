@@ -369,7 +369,7 @@ def _logits(q, k, bias, region, other_region, corner, scale):
 
 @triton.jit
 def _bias(BIAS, head, query, key, sizes: tl.constexpr):
-    """Return the bias of the slots `query` and `key`, which broadcast, divided by log 2; -inf for keys beyond the window."""
+    """Return the bias (0 for BIAS None) of slots query and key, which broadcast, divided by log 2; -inf beyond the window."""
     if BIAS is None:
         bias = tl.where(key < sizes[N], 0.0, float("-inf"))
     else:
