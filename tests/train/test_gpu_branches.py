@@ -87,9 +87,9 @@ def test_blocks_are_compiled_where_one_size_is_trained(monkeypatch, triton):
 
 
 @pytest.mark.slow
-def test_every_block_has_a_graph_and_evaluation_none(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=2)  # monkeypatch would delete the setting afterwards
+def test_every_block_has_a_graph_and_evaluation_none():
     """Blocks that differ by drop path may be more than torch.compile keeps graphs of a function: 8, and here 2."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     graphs = CompileCounter()
     args = {"depth": 3, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.2}
     module = Classifier("vitrel_vit_n8_table", 4, 32, args, execution=Execution(compile=True, backend=graphs))
