@@ -19,9 +19,9 @@ _SWINS = (swin_transformer.SwinTransformer, swin_transformer_v2.SwinTransformerV
 def timm_sizes(model: Any) -> nn.Module:
     """Let a timm model, in place, take images of any size that timm's own code takes, and return it.
 
-    A Swin gets the attributes of dynamic_img_size. A model with `set_input_size` gets hooks that resize it before forward and
-    restore it afterwards; in training mode they raise ValueError at another size than the model's, since the resized
-    parameters are copies. Any other model is not changed.
+    A Swin gets the attributes of dynamic_img_size. A model with `set_input_size`, but not dynamic_img_size, gets hooks that
+    resize it before forward and restore it afterwards; in training mode they raise ValueError at another size than the model's,
+    since the resized parameters are copies. Any other model is not changed.
     """
     if isinstance(model, _SWINS):
         part: Any

@@ -132,7 +132,7 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
 
 
 class HieraDet(hieradet_sam2.HieraDet):
-    """timm's image encoder of SAM 2, for multiples of 32 pixels: its embedding of a window repeats, the other is resampled."""
+    """timm's image encoder of SAM 2, for multiples of 32 pixels: it resamples one embedding and repeats that of a window."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
