@@ -173,9 +173,9 @@ def _merged(findings: Any, model: str) -> list[Finding]:
 
 
 def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Finding]:
-    """Return the findings, the first with the smallest grid of _SMALLER that shows it, if the model takes smaller ones.
+    """Return the findings of the check `name`, the first with the input, numbers and vectors of a smaller grid that shows it.
 
-    Those are tried if the model is not changed for a size, within _SECONDS; input, found and vectors are then of that grid.
+    The grids of _SMALLER are tried in order, within _SECONDS, if the model is not changed for a size; none may show it.
     """
     subject, unit = examined.subject, examined.subject.unit()
     start = time.monotonic()
@@ -188,7 +188,7 @@ def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Fi
             if examined.native is not None:
                 pair[examined.native] = examined.surveys[examined.native]
             again = [f for f in CHECKS[name](Examined(subject, (size, size), pair, examined.native))
-                     if f.found and format_size(size) in f.input]  # fmt: skip
+                     if f.found and f.expected == findings[0].expected and format_size(size) in f.input]  # fmt: skip
         except (NotApplicableError, *REFUSALS):
             continue
         if again:
