@@ -62,7 +62,7 @@ def _plain(message: Warning | str, category: type[Warning], filename: str, linen
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text and notes as one line; for an OSError of a file, "FILE: what happened to it" and the notes."""
+    """Return an error's text and notes in one line, joined by "; "; an OSError's text is "FILE: reason" if it has a file."""
     text = without_traceback(str(error))
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

@@ -11,8 +11,8 @@ def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) ->
     """Return up to `n` of the `known` names that `name` may be meant for, the most probable first; case does not count.
 
     Names that begin with `name` come first (`rope_axial` for `rope`), then, by similarity, names that contain its last word
-    (`model.optim.lr` for `lr`) and names of similar spelling. `cutoff` is the minimum similarity, 0 to 1 as of `difflib`, of
-    names that are similar in spelling only.
+    (`model.optim.lr` for `lr`) and names of similar spelling. Equal ones are in alphabetical order. `cutoff` is the minimum
+    similarity, 0 to 1 as of `difflib`, of names that are similar in spelling only.
     """
     text = name.lower()
     last = _words(text)[-1:]

@@ -134,7 +134,7 @@ def on_all(work: Callable[[], Any]) -> list[Any]:
     """Run `work()` in every process, each of which calls this, and return the results of all in the order of ranks.
 
     Results must be picklable. If `work()` raises in a process, that process raises the same error, and all others raise
-    OtherProcessError with its text.
+    OtherProcessError with its text, of several that of the lowest rank; so they do if a process ends early.
     """
     world = rank_and_world()[1]
     if world == 1:

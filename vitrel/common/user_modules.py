@@ -12,7 +12,7 @@ def import_modules(names: Sequence[str] = ()) -> None:
     """Import the modules `names` and those of the environment variable VITREL_IMPORT, from the working folder or installed.
 
     Afterwards the variable holds all of these names, so that processes that are started later import the modules too, and
-    sys.path the working folder. Raises ValueError for a name that is found in neither place.
+    sys.path the working folder; without names nothing happens. Raises ValueError for a name that is found in neither place.
     """
     given = dict.fromkeys([*imported_modules(), *names])
     if not given:

@@ -129,7 +129,7 @@ def write_hub_folder(model: nn.Module, folder: Path, repository: str, evaluation
 
 
 def _scores(model: nn.Module, folder: Path) -> str:
-    """Return the card's section, Markdown, with the scores of an evaluation; OtherWeights if none of its models has these."""
+    """Return a card's Markdown section of scores from an evaluation; OtherWeights if none of its models has these weights."""
     from vitrel.evaluate.folder import read_folder
     from vitrel.evaluate.report import first_screen
     from vitrel.evaluate.verdicts import judge

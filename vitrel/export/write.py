@@ -112,7 +112,7 @@ def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 
 def _preprocessing(model: nn.Module) -> dict[str, Any]:
-    """Return {"model": name, "img_size": (h, w), and mean, std and others of its preprocessing}, which every file stores."""
+    """Return {"model": architecture, "img_size": (h, w) of training} | `preprocessing_of` (mean, std, ...), for every file."""
     return {"model": model.pretrained_cfg["architecture"], "img_size": trained_size(model)} | preprocessing_of(model)
 
 
@@ -171,7 +171,7 @@ def _check_size(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> 
 
 
 def _least_size(model: nn.Module) -> int:
-    """Return the fewest pixels along a side that leave two tokens after the last stage, in timm's trunks along that side."""
+    """Return the least side in pixels that leaves two tokens after the last stage, in timm's trunks two along that side."""
     own = backbone_of(model)
     reduction = max([info["reduction"] for info in getattr(own or model, "feature_info", ())], default=32)
     return 2 * reduction if own is None else reduction + 1  # timm's trunks pad less
@@ -201,7 +201,7 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
 
 
 def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
-    """Return the torch.export program of a model; with dynamic_size it takes any size, else `size` with any batch size.
+    """Return the torch.export program of a model, for any batch size, and for any image size if dynamic_size, else `size`.
 
     RuntimeError if it cannot be traced.
     """

@@ -106,7 +106,7 @@ ROWS = (
 
 
 def rows_of(call: Call) -> list[Row]:
-    """Return the rows of ROWS that apply to a call, in order, whether or not their backends refuse it.
+    """Return the rows of ROWS whose device, kind and tokens fit a call, in order, whether or not their backends refuse it.
 
     The last is that of the reference, which serves every call.
     """

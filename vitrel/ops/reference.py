@@ -155,9 +155,9 @@ def with_query_bias(q: Tensor, terms: Terms) -> Tensor:
 
 
 def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return q [..., H, M, D] and k [..., H, N, D] rotated by the rotary terms, or as they are if there are none.
+    """Return q [..., H, M, D] and k [..., H, N, D] rotated by Terms.rotary, or as they are if it is None.
 
-    The queries are the last M of the N tokens, and take the last M rows of the angles.
+    Keys are rotated by Terms.key_rotary instead if it is given. Queries, the last M of the N tokens, take the last M angles.
     """
     if terms.rotary is None:
         return q, k
@@ -240,10 +240,10 @@ def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) 
 
 
 def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor) -> Tensor:
-    """Return the logits that gated rows (Table.gated) add for every query and offset class, [..., H, M, R].
+    """Return scale * softplus(q gates^T) rows^T, what Table.gated = (gates, rows) adds to the logits, [..., H, M, R].
 
-    They are in at least float32. Tables of several axes can cancel (vitrel.position.pape), so the caller adds them all before
-    it rounds the sum.
+    R counts offset classes. The result is in at least float32. Tables of several axes can cancel (vitrel.position.pape), so the
+    caller adds them all before it rounds the sum.
     """
     gates, rows = (t.to(torch.promote_types(q.dtype, torch.float32)) for t in gated)
     with no_autocast(q.device):
@@ -251,9 +251,9 @@ def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor)
 
 
 def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bias or additive mask, its finite values limited to the range of `dtype`, in which it will be added to logits.
+    """Return a bias or additive mask, limited except -inf to the range of `dtype`, in which it will be added to logits.
 
-    Else a large penalty would become -inf, which hides a pair, and a large bonus inf, whose softmax is NaN. -inf stays. The
+    Else a large penalty would become -inf, which hides a pair, and a large bonus inf, whose softmax is NaN. The
     result is not rounded to `dtype`. Every backend applies this rule where a bias enters a type of smaller range.
     """
     limits = torch.finfo(dtype)
@@ -327,10 +327,10 @@ def _on_lattice(table: Table, grid: Grid) -> Tensor:
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Return the rows of a table arranged by their offsets (dy, dx): [H, R, D] -> [H, 2h-1, 2w-1, D].
+    """Return the rows of a table arranged by their ascending offsets (dy, dx): [H, R, D] -> [H, 2h-1, 2w-1, D], a view.
 
-    A table over "h" gives [H, 2h-1, 1, D], one over "w" [H, 1, 2w-1, D]. The rows of prefix tokens, which come last, are
-    dropped.
+    A table over "h" gives [H, 2h-1, 1, D], one over "w" [H, 1, 2w-1, D]. In one over "h+w" (diagonals) a row serves all offsets
+    with one sum dy + dx, which share its memory. The rows of prefix tokens, which come last, are dropped.
 
     Args:
         rows: [H, R, D], by offset class; D is any number of values.

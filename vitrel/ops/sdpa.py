@@ -97,7 +97,7 @@ def window_attention(
 
 
 def _of_slots(angles: tuple[Tensor, Tensor], slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) of a window, [H|1, N, D/2], for all L windows, [H|1, L*N, D/2], by each row's `slot` in its window."""
+    """Return a window's (cos, sin), [H|1, N, D/2] each, gathered for L windows, [H|1, L*N, D/2], by Windows.slot [L*N]."""
     return angles[0].index_select(1, slot), angles[1].index_select(1, slot)
 
 
@@ -142,9 +142,9 @@ class _OutOfWindows(torch.autograd.Function):
 
 
 def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Return a bias [H, N, N], the same in all L windows, plus the mask [L*N, N]: [1, H*L, N, N] in `dtype`; None if both are.
+    """Return a bias [H, N, N], the same in all L windows, plus the mask [L*N, N]: [1, H*L, N, N] in `dtype`.
 
-    n is N, and slots is L*N.
+    None if both are None. n is N, and slots is L*N.
     """
     if bias is None and mask is None:
         return None
@@ -155,9 +155,9 @@ def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slot
 
 
 def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Return a bias per window [(B,) H, L*N, N] plus the mask [L*N, N]: [1 or B, H*L, N, N] in `dtype`; None if both are.
+    """Return a bias per window [(B,) H, L*N, N] plus the mask [L*N, N]: [1 or B, H*L, N, N] in `dtype`.
 
-    n is N, and `slots` is not used.
+    None if both are None. n is N, and `slots` is not used.
     """
     if bias is None and mask is None:
         return None
@@ -219,12 +219,11 @@ def _with_learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p:
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
     """Return the names of the kernels (SDPBackend) among which SDPA may choose, joined by spaces; "" if among all.
 
-    The math kernel, which consists of PyTorch's other operators, is returned in two cases. First, in torch.export, where the
-    runtime may replace it: while torch.export traces, the choice among several kernels compares the batch sizes of images and
-    mask (1), and torch 2.14 records the outcome as a guard, so that the program refuses a batch of one image. Second, in
-    forward mode and for gradients inside torch.func.vmap: a CPU's other kernels have no rules for them, and PyTorch does not
-    see there that a mask requires a gradient. A GPU's other kernels reject masks under vmap in general (pytorch issues 151558,
-    161310).
+    The math kernel alone, which consists of PyTorch's other operators, is named in two cases. First, in torch.export: a choice
+    would compare the batch sizes of images and mask (1), and torch 2.14 records the outcome as a guard, so that the program
+    refuses a batch of one image. Second, in forward mode and torch.func.vmap: on a CPU for gradients (in torch.compile always),
+    for which its other kernels have no rules there, elsewhere if there is a bias, which a GPU's other kernels reject (pytorch
+    issues 151558, 161310). Otherwise, on a GPU, they are those of `sdpa_faults.kernels`.
     """
     if is_exporting():
         return "MATH"
@@ -274,7 +273,7 @@ def prepare(
     Args:
         q: [B, H, M, D], before rotation; with `slot` [B, H, L*N, D].
         k: [B, H, N, D], before rotation; with `slot` [B, H, L*N, D].
-        terms: what an encoding returns for `grid`; with `slot` the caller has gathered terms.rotary by it, [H|1, L*N, D/2].
+        terms: what an encoding returns for `grid`; with `slot` the caller has gathered its angles by it, [H|1, L*N, D/2].
         grid: of the keys; with `slot` the window.
         slot: None, or [L*N], the place of each row in its window, where q and k hold L windows.
 
@@ -282,7 +281,7 @@ def prepare(
         q plus query_bias, rotated, times the temperature; k rotated; the bias or None; the scale, a number, in which the
             temperature is not contained. The bias is the sum of what bias, query, gated and key tables add to the logits,
             [..., H, M, N], with `slot` [..., H, L*N, N]. It lies within the range of the dtype in which SDPA computes
-            (`reference.in_range`), but is not yet rounded to it.
+            (`reference.in_range`), but is not yet rounded to it. If `_is_learned`, it has `_HIDDEN` in place of -inf.
     """
     q = with_query_bias(q, terms)
     scale = terms.content_scale(q.shape[-1])

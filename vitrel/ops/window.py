@@ -142,7 +142,7 @@ class _Axis(NamedTuple):
     """Layout of windows along one axis of n tokens.
 
     `count` is the number of windows, `source` [count*window] the token that fills each slot, `slot` [n] the slot of each token,
-    and `label` [count*window] 0 or 1, one side of the cyclic border or the other, or _PADDING.
+    and `label` [count*window] 1 for tokens that the shift moves from the start to the end, 0 for others, or _PADDING.
     """
 
     count: int  # type: ignore[assignment]

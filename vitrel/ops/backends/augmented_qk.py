@@ -93,12 +93,12 @@ def _adds_query_columns(table: Table) -> bool:
 
 
 def _axes(terms: Terms) -> list[str]:
-    """Return the axes over which there are tables, each once, in the order "h", "w", "h+w"."""
+    """Return the axes of the tables, each once, in the order "h", "w", "h+w" (diagonals, offset dy + dx); none is "hw"."""
     return [axis for axis in ("h", "w", "h+w") if any(table.axis == axis for table in terms.tables)]
 
 
 def _columns(terms: Terms, grid: Grid) -> int:
-    """Return the number of columns that tables on a grid add to the heads: of q and k or of v, whichever has more."""
+    """Return by how many columns the tables on a grid widen each head: those of q and k or those of v, whichever are more."""
     logits = values = 0
     for axis in _axes(terms):
         tables = [table for table in terms.tables if table.axis == axis]
@@ -132,7 +132,7 @@ def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, 
         one: what the one-hot columns hold in place of 1.
 
     Returns:
-        [(B,) H, M, K].
+        [B, H, M, K], or [H, M, K] from biases alone.
     """
     largest = torch.finfo(computed_in(q)).max
     columns = [logits for table in tables for logits in query_logits(q, table, index, factor / one)]
@@ -161,7 +161,7 @@ def _joined(*sides: list[Tensor]) -> list[Tensor]:
 
 
 def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the output of attention [B, H, M, D] with that of the value tables.
+    """Return the output of attention, [B, H, M, D]: that of v plus that of the value tables.
 
     Args:
         out: SDPA's output [B, H, M, W], whose first D columns are the output of v.

@@ -62,8 +62,8 @@ def refuses(call: Call) -> str:
 class Kind(NamedTuple):
     """What decides which kernels a call needs; the entries are those of Call, or are made of them.
 
-    grid: (h, w, prefix) of the keys; with a window, that of the window. bias and rotary: whether the kernels read a bias table
-    and angles. grads: whether gradients of the bias and of the angles are needed; None in inference. device: number of the GPU.
+    grid: (h, w, prefix) of the keys, and queries: their number; with a window, those of the window. bias and rotary: whether
+    the kernels read a bias table and angles. grads: whether these two need gradients; None in inference. device: GPU's number.
     """
 
     window: tuple[int, int] | None
@@ -160,7 +160,10 @@ def _tell(shape: str, reason: str) -> None:
 
 
 def _try(kind: Kind) -> None:
-    """Run the kernels of a kind of calls on zeros of one image or window, if there is a GPU; raises whatever Triton raises."""
+    """Run a kind's kernels on zeros of one image or window, forward and, unless `grads` is None, backward.
+
+    Whatever Triton raises is raised. Without a GPU nothing is run, except in Triton's interpreter.
+    """
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return  # fake tensors stand for those of a GPU
     from vitrel.ops.backends import triton_global, triton_window
@@ -187,7 +190,7 @@ def _try(kind: Kind) -> None:
 
 @torch._dynamo.assume_constant_result
 def _can_run_on(index: int) -> bool:
-    """Return whether the kernels are written for the GPU with this index; True where fake tensors stand for those of none."""
+    """Return whether GPU number `index` is NVIDIA's, of compute capability 8.0 or later; True without one (fake tensors)."""
     gpu = sdpa_faults.stack(index)
     return torch.version.hip is None and (gpu is None or gpu.capability >= (8, 0))
 

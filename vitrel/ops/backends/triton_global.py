@@ -160,21 +160,16 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
 
 
 def _constants(grid: Grid, x: Tensor, tile: Tile) -> dict[str, int]:
-    """Return the kernels' compile-time arguments and compiler options for queries like x, but ROW, QUERY_ROW and SEVERAL."""
+    """Return the kernels' constexpr arguments, without ROW, QUERY_ROW and SEVERAL, and compiler options for queries like x."""
     sizes = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
     return sizes | compiler_options(tile, x.dtype)
 
 
 def _whole_rows(rows: int, columns: int, lanes: int) -> int:
-    """Return how many consecutive lanes lie in one image row, if tiles aligned with image rows have no lane without a token.
+    """Return min(columns, lanes), the lanes in one image row, if tiles aligned with image rows have a token in every lane.
 
-    0 if they have such lanes. The kernels receive the result as ROW: if it is not 0, they have no masks, and the place of a
-    lane relative to the first one of its tile is known when they are compiled.
-
-    Args:
-        rows: rows of the grid.
-        columns: its columns.
-        lanes: tokens of a tile.
+    Else 0. The kernels receive the result as ROW: if it is not 0, they have no masks, and the place of a lane relative to the
+    first one of its tile is known when they are compiled. rows and columns are the grid's, lanes a tile's tokens.
     """
     if columns % lanes == 0:
         return lanes
@@ -226,7 +221,7 @@ def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
 
 @triton.jit
 def _prefix_line(head, sizes):
-    """Return the index in the flat table [H, R] at which the three prefix classes of a head start (order as in Grid)."""
+    """Return the index in the flat table [H, R] at which a head's prefix classes start: prefix query, prefix key, both."""
     return _head_line(head, sizes, True) + (2 * sizes.h - 1) * (2 * sizes.w - 1)
 
 
@@ -266,7 +261,11 @@ def _first_key(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _row_cells(LANES: tl.constexpr, ROW: tl.constexpr):
-    """Return y (2w-1) + x of the keys of a tile at (y, x), less that of its first lane; ROW as of `_whole_rows`, not 0."""
+    """Return y (2w-1) + x for the token (y, x) of each lane of an aligned tile, minus the same for lane 0: [LANES].
+
+    These are distances in a flat bias table. ROW, of `_whole_rows` and not 0, is the grid's width w, or LANES where the tile
+    lies in one image row.
+    """
     lane = tl.arange(0, LANES)
     return lane + lane // ROW * (ROW - 1)
 
@@ -453,6 +452,7 @@ def _query_gradients(
     """Launch `_queries`: return the gradients of the queries and, with bias_grad, of the table [H, R], else None.
 
     inputs: q, k, v, out and grad_out, each as of `_strided`. stats: lse, and delta (out . grad_out), which is written here.
+    table: the bias as of `_in_log2`.
     """
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
@@ -517,7 +517,7 @@ def _key_gradients(inputs: tuple, stats: tuple, table: Tensor, grid: Grid, scale
 
 @triton.jit
 def _logit_gradient(s, norm, mean, dout, value):
-    """Return the gradient [queries, keys] with respect to the logits.
+    """Return the gradient [queries, keys] with respect to the logits themselves, not divided by log 2.
 
     Args:
         s: the logits [queries, keys] divided by log 2.
@@ -573,9 +573,10 @@ def _query_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write dq and delta of a tile of patch queries, or, as the last tile, of the prefix queries; add the table's gradient.
+    """Write dq and delta of a tile of patch queries, or, as the last tile, of the prefix queries.
 
-    Arguments as of `_queries`; tile: (its number, tiles of patch queries down, across).
+    The bias gradient is added to `parts`, in `grads`, unless that is None. Arguments as of `_queries`; tile: (its number, tiles
+    of patch queries down, across).
     """
     q, k, v, out, grad_out = inputs
     lse, delta = stats
@@ -637,7 +638,7 @@ def _query_tile(
 
 @triton.jit
 def _add_diagonals(table, ds, down, right, sizes, SEVERAL: tl.constexpr):
-    """Add ds [queries backwards, keys] of a square tile to a head's table in memory, by offset class (query minus key).
+    """Add ds [queries backwards, keys] of a square tile to `table`, a program's sums by offset class (query minus key).
 
     Lane 0 of the queries lies `down` rows below and `right` columns to the right of lane 0 of the keys. Lanes i and j with the
     same i - j have one offset in tiles that lie in one image row. In tiles of SEVERAL rows they have two, depending on whether

@@ -24,8 +24,8 @@ class Tile(NamedTuple):
         keys: keys of a tile.
         warps: of a program.
         stages: of the software pipeline.
-        hold: of "whole", the backward pass of windows of up to 64 tokens: the bias stays in registers for all windows of a
-            program; False: it is read for each.
+        hold: read by "whole" alone, the backward pass of windows of up to 64 tokens: whether the bias stays in registers for
+            all windows of a program; False: it is loaded for each.
     """
 
     rows: int
@@ -66,12 +66,12 @@ def architecture(device: torch.device) -> int:
 
 
 def generation(arch: int) -> int:
-    """Return the key in HALF for a compute capability: 90 for Hopper, 100 for the Blackwell of data centers, else 80."""
+    """Return a compute capability's generation, as in HALF: 90 for Hopper, 100 for the Blackwell of data centers, else 80."""
     return {90: 90, 100: 100, 103: 100}.get(arch, 80)
 
 
 def half_tile(kernel: str, arch: int) -> Tile:
-    """Return the tile for half precision of a kernel, by its name in HALF, on an architecture (see `architecture`)."""
+    """Return a kernel's tile in HALF for the generation of `arch` (see `architecture`), or else for the last one before it."""
     rows, of = HALF[kernel], generation(arch)
     return rows[max(first for first in rows if first <= of)]
 

@@ -357,7 +357,7 @@ def _place(slot, corner, sizes: tl.constexpr):
 
 @triton.jit
 def _logits(q, k, bias, region, other_region, corner, scale):
-    """Return logits q . k * scale [ROWS, KEYS] divided by log 2, plus `bias` of `_bias`; -inf where a query sees no key.
+    """Return q . k * scale [ROWS, KEYS] divided by log 2, plus `bias` of `_bias`; -inf for keys that a query does not see.
 
     The regions of queries and keys, and the window's `corner`, are those of `_place` and `_corner`.
     """
@@ -702,7 +702,7 @@ def _add_angle_gradients(dcos, dsin, x, grad):
 
 @triton.jit
 def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes: tl.constexpr):
-    """Add in memory, as `_add_angle_gradients`, to the sums number `part` of DANGLES; slots from `summed` on hold none yet."""
+    """Add in memory, as `_add_angle_gradients`, to the sums number `part` of DANGLES; from slot `summed` on they count as 0."""
     base = DANGLES + part * (2 * sizes[N] * sizes[D])
     region = tl.where(slot < summed, 0, -1)
     dcos = _rows(base, slot * sizes[D], region, sizes)
@@ -742,7 +742,7 @@ def _by_offset(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Write the sums over pairs of slots for BLOCK offset classes of one head, for `by_offset`; LANES is N padded."""
+    """Write to OUT the sums of PAIRS over the pairs of slots of BLOCK offset classes of one head; LANES is N padded."""
     CLASSES: tl.constexpr = (2 * WH - 1) * (2 * WW - 1)
     PROGRAMS: tl.constexpr = (CLASSES + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // PROGRAMS
