@@ -22,7 +22,7 @@ class Run:
         label: name of the model in tables.
         seed: seed of the training.
         folder: folder of the training, its own or that of the run whose weights it has.
-        training: configuration of this training, as `vitrel train --config` reads it.
+        training: configuration of the training in `folder`, as `vitrel train --config` reads it.
         options: arguments of the model that differ from those of the weights; None for a run that is trained.
         tuned: whether its training starts from the weights of another run.
     """
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def images(self) -> float:
-        """Number of training images times epochs; infinite where the configuration does not give both."""
+        """Number of training images (data.n_train) times epochs; infinite where the configuration does not give both."""
         epochs, images = self.training["trainer"]["max_epochs"], self.training["data"].get("n_train")
         return epochs * images if isinstance(epochs, int) and isinstance(images, int) else math.inf
 
@@ -102,7 +102,7 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
 
     Args:
         config: content of the file.
-        several: the file has several data sets, so this one's name is part of the folder.
+        several: whether the file has several data sets; name and folder of the comparison then end with this one's name.
         path: the file, for errors.
         out: folder in which that of the comparison is.
     """
@@ -154,7 +154,7 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
 
 
 def _section(section: Any, keys: Collection[str], needed: Collection[str], where: str) -> dict[str, Any]:
-    """Return `section`; ValueError (naming `where`) if it is no mapping, has others than `keys`, or lacks one of `needed`."""
+    """Return `section`; ValueError (naming `where`) for no mapping, other `keys`, or one of `needed` missing or empty."""
     if not isinstance(section, dict):
         raise ValueError(f"{where}: keys and values are expected ({', '.join(keys)}), got {section!r}")
     if unknown := [key for key in section if key not in keys]:
@@ -165,7 +165,7 @@ def _section(section: Any, keys: Collection[str], needed: Collection[str], where
 
 
 def _folder_name(value: Any, where: str) -> str:
-    """Return a text or number as text; ValueError, which begins with `where`, if no folder can have this name."""
+    """Return a name, a text or number, as text; ValueError, which begins with `where`, if no folder can have this name."""
     if not isinstance(value, str | int | float) or Path(str(value)).name != str(value) or value == "..":
         raise ValueError(f"{where}: a folder is named by it, so it is text without slashes, got {value!r}")
     return str(value)

@@ -46,10 +46,10 @@ def evaluate(comparison: Comparison, how: Mapping[str, Any]) -> None:
 
 
 def untrained_models(comparison: Comparison) -> list[TrainedModel]:
-    """Build each model of the comparison once, with its first seed, as training will, in eval mode and not trained.
+    """Build each model of the comparison once, by the configuration of its first run, in eval mode and not trained.
 
-    A model that is tuned from another run is built without the weights of that run. ValueError or OSError where a model cannot
-    be built.
+    No seed is set, so its random weights are not those that training begins with. A model that is tuned from another run is
+    built without the weights of that run. ValueError or OSError where a model cannot be built.
     """
     models = []
     for run in {run.label: run for run in reversed(comparison.runs)}.values():
@@ -72,9 +72,9 @@ def untrained_models(comparison: Comparison) -> list[TrainedModel]:
 
 
 def _with_options(source: nn.Module, name: str, options: Mapping[str, Any], label: str) -> nn.Module:
-    """Build the model `name` with the arguments of `source`, changed by `options` also in nested ones, and its weights.
+    """Return a new model `name` with the weights of `source` and its arguments, changed by `options` also in nested ones.
 
-    ValueError, which names `label`, where the weights do not fit.
+    ValueError, which names `label`, where it cannot be built or the weights do not fit.
     """
     backbone = source.backbone if isinstance(source, Segmenter) else source
     try:

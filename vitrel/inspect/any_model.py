@@ -62,7 +62,7 @@ class Call(NamedTuple):
     It attends in W windows of N slots; a slot holds a token or padding: `tokens` [W, N] is the token's index, -1 for padding.
     Global attention is one window, and `window` is None. `grid` is None if the tokens are no grid of the image. `visible` [W, H
     or 1, N, N] are the pairs that no mask hides, None: all; `bias` [2h-1, 2w-1, H] is added to logits by offset, query minus
-    key; `rotation` are the cosines and sines of queries and keys.
+    key; `rotation` are the cosines and sines of queries and keys. `square` is False if keys are pooled.
     """
 
     name: str  # path of the module
@@ -86,14 +86,15 @@ class Call(NamedTuple):
 
     @property
     def windows(self) -> StageWindows:
-        """Windows of this layer, as a `StageWindows` of one block. `grid` must not be None."""
+        """The windows of this layer, as a `StageWindows` of one block; `grid` must not be None."""
         return one_block(self.grid[:2], self.window, self.shift, self.strided)
 
 
 class Trace(NamedTuple):
     """The result of `trace`: the attention layers and vitrel's encodings in one forward pass at one image size, in their order.
 
-    `resampled` is {policy: number of parameter values that forward resamples}; `attends` whether there is a softmax at all.
+    `resampled` is {"pos_embed bicubic": number of values that forward resamples}, by parameter and policy; `attends` is False
+    if there is no softmax at all.
     """
 
     calls: tuple[Call, ...]
@@ -291,7 +292,7 @@ def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> 
 
 
 def located(found: Seen, size: Size, model: nn.Module) -> Call:
-    """Return the `Call` of a recorded attention: its grid, its windows, the token in each slot, and the bias and masks.
+    """Return the `Call` of an attention that the recorder saw: its grid, windows, the token in each slot, bias and masks.
 
     The first three follow from the pixels at which the patches of its queries begin. If these are no complete grid of the
     image, `grid` is None in the result. `size` is that of the image, (h, w) in pixels; `model` tells the window size.
@@ -372,7 +373,7 @@ def _named_window(name: str, model: nn.Module) -> Size | None:
 
 
 def _without_copies(tokens: Tensor) -> Tensor:
-    """Return `tokens` [W, N] with -1 for every repetition of a token: a model may fill padding with copies of tokens."""
+    """Return `tokens` [W, N] with -1 where a token occurs again: a model may fill padding with copies of tokens."""
     flat = tokens.flatten()
     slots = torch.arange(len(flat))
     numbers = torch.where(flat >= 0, slots, len(flat))
@@ -527,7 +528,7 @@ def one_block(grid: Size, window: Size | None, shift: Size = (0, 0), strided: bo
 def stage_windows(blocks: Iterable[StageWindows]) -> tuple[StageWindows, ...]:
     """Merge and count blocks that have the same grid, window and kind (strided or not), in the order of their first block.
 
-    The `shift` of the result is the largest of the blocks.
+    The `shift` (rows, columns) of the result is the largest of the blocks, by rows, then by columns.
     """
     lines: dict[tuple, StageWindows] = {}
     for block in blocks:

@@ -36,6 +36,8 @@ class Layer(NamedTuple):
     position adds to the logits. What an encoding adds to tokens before attention stays in all of them. A field of view (xpos,
     lookhere) is a table, so `content` includes the keys that it hides. A factor that depends on the grid (log_n, yarn:
     `Terms.temperature`) is 1 in `content`; a constant factor (deberta) and the learned scale of cosine attention remain.
+
+    `tokens` [W, N] is the token in each slot, -1 for padding; `stride` and `image` are in pixels (h, w).
     """
 
     name: str  # path of the module
@@ -128,7 +130,7 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
 
 
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return the means of `layer_statistics` over a model's layers, {name: mean}: entropy, span and distances of its attention.
+    """Return the means over a model's layers of the statistics of `layer_statistics`, under the same four keys.
 
     attention_span is the exp of the mean entropy instead. One layer at a time is in memory. `images` [B, C, height, width] and
     errors are as for `record`.
@@ -196,7 +198,7 @@ def _acts_in_attention(module: nn.Module) -> bool:
 
 
 def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:
-    """Return the terms of an encoding with zeros in place of what it adds to tokens: a forward hook."""
+    """Return `terms` with zeros in place of what the encoding adds to tokens: a forward hook of the encoding."""
     return terms._replace(tokens=None if terms.tokens is None else torch.zeros_like(terms.tokens))
 
 
@@ -206,7 +208,7 @@ def _logits(weights: Tensor) -> Tensor:
 
 
 def _spread(layer: Layer, logits: Tensor) -> Tensor:
-    """Return the root mean square (0-d) of logits [B, W, H, N, N] over the layer's visible pairs, without each query's mean."""
+    """Return the root mean square (0-d) of logits [B, W, H, N, N] over visible pairs, after subtracting each query's mean."""
     real = layer.tokens >= 0
     pairs = (real[:, :, None] & real[:, None])[None, :, None]  # [1, W, 1, N, N]
     visible = (pairs if layer.visible is None else pairs & layer.visible).expand(logits.shape)
@@ -301,7 +303,8 @@ def _own_layer(
 ) -> Layer:
     """Return the `Layer` of vitrel's attention `module` at path `name`, from the arguments of its forward.
 
-    The tokens are given as `qkv` [..., 3C], the output of the first linear layer. position=False: as in `for_each_layer`.
+    The tokens are given as `qkv` [..., 3C], the output of the first linear layer; `mask` is not used in windows, which have
+    their own. position=False: as in `for_each_layer`.
     """
     call = own_call(name, module, grid, qkv.device)
     if call.window is None:

@@ -59,9 +59,9 @@ class BiasChange(NamedTuple):
 class StageDiagnosis(NamedTuple):
     """Leaks and padding in one stage: the blocks that have the same grid, window and kind (strided or not).
 
-    `layer` is the attention whose tokens see most across a border, and `leaks` are its `Leaks`, None if it has no windows of
-    neighbors. `padded` is the largest share of tokens that attend to padding in a layer. `frozen` is True for several windows
-    that no block shifts, although other blocks of the model shift theirs.
+    `layer` is the path of the attention whose tokens see most across a border, and `leaks` are its `Leaks`, None if it has no
+    windows of neighbors. `padded` is the share of tokens that attend to padding, in the layer where it is largest. `frozen` is
+    True if no block of several shifts its windows along an axis with several, although other blocks of the model shift theirs.
     """
 
     layer: str  # the attention whose tokens see most across a border, or the last examined; the first if none was
@@ -93,8 +93,8 @@ class SizeDiagnosis:
     """What images of `size` (h, w) pixels do to position in a model; with a `refusal` the other fields have no meaning.
 
     `unseen` is the share of offsets that no pair of training tokens had, in the layer where it is largest, None if unknown;
-    `saturated` the part of it that reads a trained edge row. `unread` are the rows below and columns right of all patches, in
-    pixels. `attends` is False if the model has no attention.
+    `saturated` the share of offsets that are unseen but read a trained edge row. `unread` are the rows below and columns right
+    of all patches, in pixels. `attends` is False if the model has no attention.
     """
 
     size: Size
@@ -129,7 +129,7 @@ class Diagnosis:
         }
 
     def _at(self, affected: Sequence[tuple[SizeDiagnosis, str]]) -> str:
-        """Return a finding's size, or "2 of 3 sizes, the last 448x448" of several; `affected` has (diagnosis, text) of each."""
+        """Return the size of a finding, of several "2 of 3 sizes, the last 448x448"; `affected` has their (diagnosis, text)."""
         sizes = format_size(affected[-1][0].size)
         return sizes if len(affected) == 1 else f"{len(affected)} of {len(self.sizes)} sizes, the last {sizes}"
 
@@ -308,7 +308,10 @@ def _relative_change(a: Tensor, b: Tensor) -> float:
 
 
 def _neighbors(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
-    """Return angles [2, ..., D] (radians) from the first token to those below and right, by sines and cosines [..., h*w, D]."""
+    """Return the angles (radians) from the first token to that below and that right of it, stacked as [2, ..., D].
+
+    They follow from sines and cosines [..., h*w, D] of tokens on an h x w `grid`.
+    """
     sin, cos = (part.unflatten(-2, grid) for part in sin_and_cos)
     first, below, right = ((..., y, x, slice(None)) for y, x in ((0, 0), (min(1, grid[0] - 1), 0), (0, min(1, grid[1] - 1))))
     return torch.stack(
@@ -336,7 +339,7 @@ def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
 
 
 def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
-    """Yield the diagnosis of each stage of the model at the size."""
+    """Yield the diagnosis of each stage of a model that was brought to a size, in the order of `found.windows`."""
     calls = [call for call in found.trace.calls if call.grid is not None]
     shifts = any(any(call.shift) for call in calls)
     for line in found.windows:
@@ -351,7 +354,7 @@ def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
 
 
 def _different(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls without those whose slots and masks equal an earlier call's, so that each is examined once."""
+    """Return the calls without those that equal an earlier one in `tokens` and in the pairs visible to any head."""
     kinds: list[Call] = []
     for call in calls:
         for other in kinds:

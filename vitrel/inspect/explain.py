@@ -92,7 +92,7 @@ class Explanation:
         yield from (f"  {line}" for line in aligned([[title, meaning] for title, (meaning, _) in self._columns().items()]))
 
     def _of_query(self, h: int, m: int) -> Iterator[str]:
-        """Yield the lines of the m-th query in the h-th head: a table with a line for each key (64 at most), and the output."""
+        """Yield the lines of the m-th query in the h-th head: a table of all keys, or the 64 of most weight, and the output."""
         query, columns = self.queries[m], self._columns()
         keys: Sequence[int] = range(self.grid.tokens)
         if self.grid.tokens > KEYS:

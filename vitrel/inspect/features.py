@@ -246,10 +246,10 @@ def _equivariances(
     shifts: Sequence[tuple[int, int]],
     layers: Sequence[int],
 ) -> list[float]:
-    """Return for each of `layers`, all of this grid, the mean cosine of tokens with those of the same pixels after a shift.
+    """Return for each of `layers`, all of this grid, the mean cosine of tokens with those of the same pixels in shifted images.
 
-    `features(images, chosen=layers)` gives the maps [B, C, h, w]. ValueError if a token is no whole number of pixels, or a
-    shift leaves the grid.
+    It is the mean over `shifts`, (down, right) in tokens. `features(images, chosen=layers)` gives the maps [B, C, h, w].
+    ValueError if a token is no whole number of pixels, or a shift leaves the grid.
     """
     if any(n % m for n, m in zip(size, grid, strict=True)):
         where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"

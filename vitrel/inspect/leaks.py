@@ -15,10 +15,11 @@ from vitrel.inspect.any_model import Call, trace
 
 
 class Leaks(NamedTuple):
-    """What tokens of a windowed layer attend to outside their window: the opposite border or padding, on its grid [h, w].
+    """Which tokens of a layer's grid [h, w] attend, in its windows, to the opposite border of the image or to padding.
 
-    The tokens of `rows` and `columns` see the opposite border; `padding` [h, w] bool are those that attend to padding. `sees`
-    [h, w] shows all that the one at `token` (row, column) sees: 0 not seen, 1 seen, 2 seen across a border.
+    The tokens of `rows` and `columns` see the opposite border; `padding` [h, w] bool are those that attend to padding. `token`
+    is (row, column) of the one on the diagonal that sees most across a border; `sees` [h, w] is 1 where it sees a token, 2
+    where across a border, 0 elsewhere.
     """
 
     rows: tuple[int, ...]  # rows whose tokens see the opposite border
@@ -47,7 +48,7 @@ def border_leak(model: nn.Module, size: Size) -> float | None:
 
 
 def find_leaks(call: Call) -> Leaks | None:
-    """Return which tokens attend across a border or to padding; None if attention is global or strided, or the grid unknown."""
+    """Return the `Leaks` of a layer, across borders and to padding; None if it is global or strided, or its grid unknown."""
     if call.grid is None or call.window is None or call.strided:
         return None
     (h, w), tokens = call.grid[:2], call.tokens.cpu()  # [W, N]

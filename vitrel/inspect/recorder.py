@@ -560,7 +560,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _key_place(self, key: Tensor, columns: Tensor) -> Tensor | None:
-        """Return the pixel of the token of each value of keys, as [B, H, D, N], the right operand; heads may share keys."""
+        """Return the place (pixel of the token) of each value of `columns` [B, H, D, N], made of `key`; None if unknown."""
         place = self._trail[key].place if key in self._trail else None
         return None if place is None else place.repeat_interleave(columns.shape[1] // key.shape[1], 1).mT
 
@@ -607,7 +607,7 @@ class _Recorder(TorchDispatchMode):
         return _tensors(moved) if len(_tensors(moved)) == len(made) else [_nowhere(value) for value in made]
 
     def _pointwise(self, image: list[Tensor], made: Tensor) -> Tensor:
-        """Return the places (pixels of tokens) of the result of an operator that computes value by value."""
+        """Return the places (pixels of tokens) of `made`, computed value by value: of the first operand with its shape."""
         for value in image:
             place = self._trail[value].place
             if place is not None and value.shape == made.shape:
@@ -619,7 +619,7 @@ class _Recorder(TorchDispatchMode):
             return _nowhere(made)
 
     def _row(self, value: Tensor) -> Tensor:
-        """Return the first place (pixel of a token) in each row of a tensor [..., D], as [..., 1]; -1 if a row has none."""
+        """Return the smallest place (pixel of a token) in each row of a tensor [..., D], as [..., 1]; -1 if a row has none."""
         place = self._trail[value].place
         if place.stride(-1) == 0 or place.shape[-1] == 1:
             return place[..., :1]
@@ -628,7 +628,7 @@ class _Recorder(TorchDispatchMode):
         return first.masked_fill(first == large, -1)
 
     def _rows(self, value: Tensor, columns: bool = False) -> Tensor | None:
-        """Return the place (pixel of the token) of each row or column of an operand, [..., N, 1]; None if one has several."""
+        """Return the place (pixel of the token) of each row or column, [..., N, 1]; None if unknown, or if one has several."""
         if value not in self._trail or self._trail[value].place is None:
             return None
         place = self._trail[value].place
@@ -638,7 +638,7 @@ class _Recorder(TorchDispatchMode):
         return place[..., :1]
 
     def _product_place(self, left: Tensor, right: Tensor, made: Tensor) -> Tensor:
-        """Return the places (pixels of tokens) of a product: of the rows of `left`, or else of the columns of `right`."""
+        """Return the places (pixels of tokens) of a product: of the rows of `left`, else of the columns of `right`, else -1."""
         row = self._rows(left)
         if row is not None:
             return row.expand(made.shape)
@@ -721,7 +721,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def rotates(factor: Tensor) -> float | None:
-    """Return 1 for cosines of positions [..., N, D], 0 for sines (their values at the angle 0), None for any other factor.
+    """Return 1 for cosines [..., N, D] of positions or complex rotations, 0 for sines (their values at 0), None for others.
 
     Where positions begin at 0, there is a token where all cosines are 1 and all sines 0. Where they are on both sides of 0,
     cosines are even and sines odd. Elsewhere the lowest frequency tells, whose angles are small on the whole grid.
@@ -831,6 +831,6 @@ def _nearest(place: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _same_rows(out: Tensor, seed: int, channels: int) -> Tensor:
-    """Return random rows, the same for every token, in the shape of `out`: [..., C] (channels = -1), or [B, C, h, w] (1)."""
+    """Return random values in the shape of `out`, equal for all tokens; `channels` is its axis of channels, -1 or 1."""
     row = torch.randn(out.shape[channels], generator=torch.Generator().manual_seed(seed)).to(out)
     return (row[:, None, None] if channels == 1 else row).expand_as(out)

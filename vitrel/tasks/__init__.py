@@ -121,7 +121,7 @@ class Task(ABC):
         return num_classes
 
     def with_head(self, backbone: nn.Module, num_classes: int, head: str) -> nn.Module:
-        """Return the model that is trained: the backbone itself, or where the task has its own heads with that named `head`."""
+        """Return the model that is trained: the backbone, with the head named `head` if the task has its own heads."""
         return backbone
 
     @abstractmethod

@@ -15,7 +15,7 @@ ECE_BINS = 15
 
 
 class LearningClasses(Learning):
-    """Loss and metrics of classification: the loss of the objective, top-1, and with more than 5 classes top-5.
+    """Loss of the objective, and metrics of classification: cross-entropy, top-1, and with more than 5 classes top-5.
 
     ValueError for a Dice loss or class weights, which are of segmentation.
     """

@@ -17,7 +17,7 @@ from vitrel.tasks import ImageMean, Kept, Learning, Losses, Row, Task, finite
 
 
 class MeanPrecision(MultilabelAveragePrecision):
-    """Mean average precision of logits [B, K] and targets [B, K] of 0 and 1, over the classes that occur in the targets.
+    """Mean average precision of scores [B, K] and targets [B, K] of 0 and 1, over the classes that occur in the targets.
 
     torchmetrics would count a class that no image has with a precision of 0. Images of target -1 are left out.
     """
@@ -113,7 +113,7 @@ class Multilabel(Task):
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
         """Return the contribution of each image to the mAP, [n], NaN for those that could not be read; their mean is the mAP.
 
-        It is the mean over classes of `contributions`. `metric` is ignored.
+        It is the mean of `contributions` over the classes that occur. `metric` is ignored.
         """
         weights, values = self.by_class(kept, kept.arrays["labels"].shape[-1])
         scores = np.full(len(kept.seen), math.nan)

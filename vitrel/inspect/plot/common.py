@@ -41,7 +41,7 @@ def source_name(source: Source) -> str:
 
 
 def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
-    """Return (name of the layer, encoding, grid) of every encoding of a model; of an encoding alone, that one with the name "".
+    """Return (layer, encoding, grid) of every encoding of a model; layer is "blocks.0" or "all blocks", "" for one alone.
 
     Args:
         source: a model or an encoding.
@@ -95,7 +95,10 @@ def whole_numbers(panel: Axes) -> None:
 
 
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
-    """Return the height in inches of panels with square cells for arrays [.., rows, columns]: 2 `width` at most, + title."""
+    """Return the height in inches of panels `width` wide, with square cells for the tallest of arrays [.., rows, columns].
+
+    It is 2 `width` at most, plus 0.35 for a title.
+    """
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
 
 

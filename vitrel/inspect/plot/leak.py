@@ -25,11 +25,10 @@ _SEEN_MEANING = ("not attended", "attended", "attended across the image border",
 
 
 def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
-    """Draw the leaks that `vitrel.diagnose` found, one row per model, at the size and stage where the first model's leak is
-    largest.
+    """Draw leaks, a row per model, at the size and stage where the first of the `diagnoses` with windows leaks most.
 
-    Left: whether each token of that stage sees across a border or attends to padding. Right: all that one token sees in one
-    block. Models without examined windows at that size and stage are left out; ValueError if none remains.
+    Left: whether each token of that stage, at that size, sees across a border or attends to padding. Right: all that one
+    token sees in one block. Models without examined windows there are left out; ValueError if none remains.
     """
     shown = list(_shown(diagnoses))
     if not shown:
@@ -53,7 +52,7 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
 
 
 def _shown(diagnoses: Sequence[Diagnosis]) -> Iterator[tuple[str, Size, int, StageDiagnosis, Leaks]]:
-    """Yield (model, size, number of the stage, stage, its leaks) for each row of the figure."""
+    """Yield (model, size, number of the stage from 1, stage, its leaks) for each row of the figure."""
     chosen = None
     for diagnosis in diagnoses:
         candidates = [

@@ -124,7 +124,7 @@ def _row(
 ) -> None:
     """Draw a row of panels: the image, the weights with position and without it, and their difference.
 
-    `at` is (index of the window, (row, column) of the query's patch), `both` its weights with and without position [N].
+    `at` is (index of the window, (row, column) of the query's patch), `both` its weights with and without position, [N] each.
     """
     window, query = at
     weights, content = both
