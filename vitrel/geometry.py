@@ -131,7 +131,7 @@ def _is_recorded() -> bool:
 def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[Tensor, ...]:
     """Return the cached tensors of a function (by name) and key; compute and cache them if they are not.
 
-    The least recently used are then dropped above `limit` bytes, but what a captured CUDA graph reads is kept for good.
+    The least recently used are then dropped until all have at most `limit` bytes; what a captured CUDA graph reads is kept.
     Raises RuntimeError if they would be computed while a CUDA graph is captured.
     """
     global _cached_bytes
@@ -159,9 +159,9 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
 
 
 def _traced(function: Callable[..., Any], kinds: Sequence[type], key: tuple, device: torch.device | str | None) -> Any:
-    """Compute a function's result in a trace, which records its operators; torch.export records them once, for all layers.
+    """Return function(*key, device=device) in a trace, which records its operators; an export records them once per key.
 
-    Those of an export are stored in the trace's mode; `kinds` are the types of the parts of the key.
+    It stores the result in its tracing mode, export(strict=True) excepted. `kinds` are the types of the parts of the key.
     """
     mode = None
     if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is

@@ -47,13 +47,13 @@ class Grid(NamedTuple):
         return self.h if axis == "h" else self.w if axis == "w" else self.h + self.w - 1
 
     def offset_classes(self, axis: str = "hw") -> int:
-        """Return the number of different offsets between patches along `axis`; prefix tokens do not count."""
+        """Return how many different offsets patches have along an axis, "hw", "h", "w" or "h+w"; prefix tokens do not count."""
         if _checked(axis) == "hw":
             return (2 * self.h - 1) * (2 * self.w - 1)
         return 2 * self.places(axis) - 1
 
     def classes(self, axis: str = "hw") -> int:
-        """Return the number of offset classes R, with the three prefix classes if there are prefix tokens."""
+        """Return the number R of offset classes along `axis`: `offset_classes`, plus 3 if there are prefix tokens."""
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
@@ -72,7 +72,7 @@ class Grid(NamedTuple):
         return _coordinates(self.h, self.w, device=device)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:  # type: ignore[override]
-        """Return the offset class of every pair (query i, key j), [N, N] int64; shared, so do not change it in place."""
+        """Return the offset class of every pair (query i, key j) of tokens, [N, N] int64; shared: do not change it in place."""
         return _index(self.h, self.w, self.prefix, _checked(axis), device=device)
 
 

@@ -27,7 +27,8 @@ class Attention(nn.Module):
         dim: width C of the tokens.
         num_heads: number of heads H; head width D = C / H.
         window: (h, w) in tokens; None: global attention.
-        shift: (h, w) in tokens by which windows are shifted; ignored without a window.
+        shift: (h, w) in tokens by which windows are shifted down and right; opposite borders do not see each other. Ignored
+            without a window.
         qkv_bias: the projection to q, k and v has a bias.
         attn_drop: probability of dropping an attention weight in training.
         proj_drop: dropout of the output in training.
@@ -100,7 +101,7 @@ class Attention(nn.Module):
         """Return the layer's output, of the shape of x.
 
         Args:
-            x: tokens; [B, N, C], or in windows also [B, h, w, C].
+            x: tokens [B, N, C], or in windows also [B, h, w, C].
             terms: what an encoding returns for `grid`, or in windows for Grid(*window).
             grid: of the tokens.
             mask: for global attention only: broadcastable to [B, H, N, N]; bool with True = attend, or added to the logits.
@@ -132,7 +133,7 @@ class Attention(nn.Module):
         return self.normalized(self.qkv(x))
 
     def normalized(self, qkv: Tensor) -> Tensor:
-        """Return the output of the linear layer, `qkv` [..., 3C], with q and k normalized by the option qk_norm.
+        """Return `qkv` [..., 3C], the output of the linear layer, with q and k of every head normalized, if qk_norm is set.
 
         With cosine, the biases of q and v are added, k gets length 1 and q length scale * sqrt(D). Without both options the
         result is `qkv` itself.
@@ -149,7 +150,7 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(self.norm(x)))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [B, N, 3C] into q, k and v [B, H, N, D]."""
+        """Split [B, N, 3C], the result of `project`, into q, k and v, [B, H, N, D] each."""
         return qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     @property

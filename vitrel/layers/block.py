@@ -93,9 +93,10 @@ class Block(nn.Module):
         """Apply the block and return tokens of the shape of x.
 
         Args:
-            x: [B, N, C], or, if windowed, [B, h, w, C].
+            x: tokens [B, N, C], or in windows also [B, h, w, C].
             grid: of the tokens.
-            terms: position terms used instead of those of the block's encoding, where several blocks share one.
+            terms: position terms on `grid`, in windows on that of one window, where several blocks share an encoding; None: the
+                block's own encoding is called.
             mask: as in `Attention.forward`.
         """
         terms = self.position(self.window or grid) if terms is None else terms

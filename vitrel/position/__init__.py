@@ -84,7 +84,7 @@ _UNIVERSAL = {"temperature"}  # option of create_position, for any encoding
 
 
 def split_position(position: str) -> tuple[str, str]:
-    """Return the keys in `position` that add to tokens, and those that act in attention, each joined by '+' ("" for none).
+    """Return two strings, the keys in `position` that add to tokens and those that act in attention, joined by '+' ("": none).
 
     >>> split_position("absolute+rope_mixed+table")
     ('absolute', 'rope_mixed+table')
@@ -115,15 +115,19 @@ def create_position(
         grid: the training grid in tokens, (h, w) or (h, w, prefix) with class and register tokens.
         num_heads: number of heads H of the attention layer.
         head_dim: width D of a head; token embeddings are num_heads * head_dim wide.
-        temperature: of the logits on other grids: "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
+        temperature: "log_n" (p = 1/2) or a power p: on a grid of N tokens, all logits but biases are multiplied by
+            (log N / log N_train)^p (vitrel.position.log_n). "none": they are not.
         device: of the parameters, as for torch's modules.
         dtype: of the parameters, as for torch's modules.
-        options: of the encodings; each goes to every part of a composition that has it. `policy` is one policy or several
-            joined by '+', each for the parts that have it.
+        options: of the encodings; each goes to every part that has it. `policy` is one policy or several joined by '+', each
+            for the parts that have it.
+
+    Returns:
+        The encoding, or for several keys a Composition of them.
 
     Raises:
         TypeError: no part has the option.
-        ValueError: a key, size or value is unknown or impossible.
+        ValueError: a key, size or value is unknown or impossible, or a reference grid is combined with a policy.
     """
     check_options(position, options)
     grid, built = Grid(*grid), {}
@@ -154,17 +158,18 @@ def key_of(encoding: PositionEncoding) -> str:
 
 
 def select_options(position: str, options: dict) -> dict:
-    """Return those of `options` that some encoding in `position` has, and `temperature`; {} if `position` is ""."""
+    """Return the items of `options` whose names an encoding in `position` has, or `temperature`; {} if `position` is ""."""
     taken = _options(position) | _UNIVERSAL if position else ()
     return {name: value for name, value in options.items() if name in taken}
 
 
 def check_options(position: str, options: dict) -> None:
-    """Check that some encoding in `position` has each option (all have `temperature`), and that some values are possible.
+    """Check that an encoding in `position` has each option (all have `temperature`), and the values named below.
 
     Raises:
         TypeError: no encoding in `position` has the option.
-        ValueError: a key, or a policy, is unknown, an option that must be positive is not, or a perturbation is too small.
+        ValueError: a key or policy is unknown, an option that must be above 0 is not, shift_coords is below 0, jitter_coords
+            or rescale_coords below 1, or one of these infinite.
     """
     taken, parts = _options(position) | _UNIVERSAL, [POSITIONS[key] for key in _keys(position)]
     policies = [policy for part in parts for policy in part.policies]

@@ -20,16 +20,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_prefix
 
 
 class Absolute(PositionEncoding):
-    """Learned embedding of every token, which is added to the tokens; the parameter is `pos_embed` as in timm.
+    """Learned embedding of every token, which is added to the tokens; on other grids that of patches is resampled bicubically.
 
     Args:
         init_std: standard deviation of the initial values.
-        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
-        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
-        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+        shift_coords: in training, each axis moves by a random number of patches up to this, either way; None: no shift.
+        jitter_coords: s; in training, each axis is multiplied by its own random factor in 1/s..s; None: no stretch.
+        rescale_coords: s; in training, both axes are multiplied by one random factor in 1/s..s; None: no scale.
 
     Attributes:
-        pos_embed: learned rows [1, P + h*w, C] of P prefix tokens and all patches, C = num_heads * head_dim.
+        pos_embed: learned rows [1, P + h*w, C] of P prefix tokens, then all patches, as in timm; C = num_heads * head_dim.
     """
 
     site = "tokens"

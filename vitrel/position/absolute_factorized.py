@@ -18,14 +18,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, upcast
 
 
 class AbsoluteFactorized(PositionEncoding):
-    """Learned embedding of a patch's row plus one of its column, which are added to the tokens.
+    """Learned embedding of a patch's row plus one of its column, added to the patches; both are resampled on other grids.
 
     Args:
         init_std: standard deviation of the initial values.
 
     Attributes:
-        pos_embed_h: learned rows [1, h, C], C = num_heads * head_dim.
-        pos_embed_w: learned columns [1, w, C].
+        pos_embed_h: learned embeddings of the rows, [1, h, C], C = num_heads * head_dim.
+        pos_embed_w: learned embeddings of the columns, [1, w, C].
     """
 
     site = "tokens"
@@ -52,5 +52,5 @@ class AbsoluteFactorized(PositionEncoding):
 
 
 def _resampled(part: Tensor, length: int) -> Tensor:
-    """Resample an embedding along its only axis, [n, C] -> [length, C], bicubically; half precision becomes float32."""
+    """Resample an embedding along its only axis, [n, C] -> [length, C], antialiased bicubic; float32 if it was half."""
     return resample_embedding(upcast(part)[:, None], Grid(length, 1))

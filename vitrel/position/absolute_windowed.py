@@ -19,14 +19,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_pair, 
 
 
 class AbsoluteWindowed(PositionEncoding):
-    """Learned embedding that is interpolated over the grid, plus one that repeats in every window, added to the tokens.
+    """Learned embedding, interpolated from one row per window to all patches, plus one that repeats in every window.
+
+    Both are added to patches; a prefix token gets its row of `pos_embed`.
 
     Args:
         period: sides (m, m') of the windows in patches, one number for both.
         init_std: standard deviation of the initial values.
 
     Attributes:
-        pos_embed: learned rows [1, P + ceil(h/m)*ceil(w/m'), C] of P prefix tokens and all windows, C = num_heads * head_dim.
+        pos_embed: learned rows [1, P + ceil(h/m)*ceil(w/m'), C] of P prefix tokens, then all windows, C = num_heads * head_dim.
         pos_embed_win: learned rows [1, m*m', C] of the patches of a window.
 
     Raises:

@@ -24,7 +24,7 @@ class Alibi(PositionEncoding):
 
     Args:
         distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.
-        learnable: learn one slope per head, starting at these.
+        learnable: learn one slope per head, starting at 2^(-8n/H).
         directional: learn four factors per head on the offset's components, one for each direction, starting at 1.
 
     Attributes:

@@ -19,7 +19,7 @@ def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, 
         grid: the training grid.
 
     Raises:
-        ValueError: the width is any other.
+        ValueError: 4 does not divide the width, and the case for 2 does not apply.
     """
     if width % 4 == 0:
         return "hw", width // 4

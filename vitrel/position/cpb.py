@@ -24,8 +24,8 @@ class CPB(PositionEncoding):
 
     Args:
         hidden: width of the MLP.
-        pretrained_window: M0, the side in patches by which offsets are divided, or (h, w) of both, for weights trained in a
-            window that is not `grid`; None: the sides of `grid`. The policy "renormalize" takes the current grid instead.
+        pretrained_window: M0, a side in patches or (h, w), for weights trained in a window that is not `grid`; offsets are
+            divided by M0 - 1. None: the sides of `grid`. The policy "renormalize" takes those of the current grid instead.
 
     Attributes:
         cpb_mlp: Linear(2, hidden), ReLU, Linear(hidden, H) without bias, as in Swin V2.

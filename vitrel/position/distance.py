@@ -21,9 +21,9 @@ def scaled_distances(
     axis: str = "hw",
     direction: Tensor | None = None,
 ) -> Tensor:
-    """Return the lengths of all R offsets between patches, [R] float32, or [H, R] with `direction`, in the order of classes.
+    """Return the lengths of the R offsets between patches (no prefix classes), [R] float32, or [H, R] with `direction`.
 
-    Without direction the result is cached and shared: do not change it in place.
+    The order is that of `Grid.offsets`. Without direction the result is shared: do not change it in place.
 
     Args:
         trained: the training grid.
@@ -42,7 +42,7 @@ def scaled_distances(
 
 @cached_geometry
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], policy: str, axis: str, device: torch.device) -> Tensor:
-    """Return all offsets (dy, dx) between patches, [R, 2] float32; those along "h" or "w" alone have 0 as the other one.
+    """Return all offsets (dy, dx) between patches, [R, 2] float32; for axis "h" those of dx = 0, for "w" those of dy = 0.
 
     They are in patches with the policy "keep", else multiplied by trained side / side, `trained` being (h, w) of the training
     grid.

@@ -19,7 +19,7 @@ def checked_power(power: str | float) -> float:
     """Return the power p that the option `temperature` gives: 0 for "none", 1/2 for "log_n", or the number itself.
 
     Raises:
-        ValueError: it is anything else; a number must be finite and above 0.
+        ValueError: it is another string, or a number that is not finite and above 0.
     """
     if isinstance(power, int | float) and not isinstance(power, bool):
         if not 0 < power < float("inf"):

@@ -28,12 +28,12 @@ FIELDS_OF_VIEW = (180, 90, 45)
 class LookHere(PositionEncoding):
     """Bias that falls linearly with the distance; a directed head also hides the keys outside its field of view.
 
-    The last min(4, num_heads // 3) heads, at least one, are undirected, the heads before them directed, so a single head is
-    undirected. There are no parameters.
+    The last min(4, num_heads // 3) heads, at least one, are undirected, with slopes 1/4, 1/16, ..; the heads before them are
+    directed and cycle through the views, with slope 1/2 in the first round, 1/4 in the second, .. There are no parameters.
 
     Args:
         fov: field of view of the directed heads in degrees, 180, 90 or 45.
-        slope: factor on the slopes of all heads, by which their biases fall per patch.
+        slope: factor on these slopes, by which the biases fall per patch.
 
     Raises:
         ValueError: fov is another number.
@@ -75,9 +75,9 @@ def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, d
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:
-    """Return for each of V fields of view whether it contains the key at each offset (y, x): [R, 2] -> [V, R] bool.
+    """Return for each of V fields of view whether it contains the key at each offset (dy, dx): [R, 2] -> [V, R] bool.
 
-    Offsets are query minus key; `fov` is the angle of a field of view in degrees. V is 4 for 180, otherwise 8.
+    Offsets are query minus key; `fov` is the angle of a view in degrees. V is 4 for 180 (up, down, left, right), else 8.
     """
     y, x = offsets.unbind(-1)
     halves = up, down, left, right = y >= 0, y <= 0, x >= 0, x <= 0  # "up": keys above the query

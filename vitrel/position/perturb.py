@@ -23,7 +23,7 @@ def perturb(
     jitter_coords: float | None = None,
     rescale_coords: float | None = None,
 ) -> Tensor:
-    """Return the coordinates shifted, stretched along each axis, then rescaled, by numbers drawn in this call for all n.
+    """Return the coordinates shifted, stretched along each axis, then rescaled, by numbers drawn once per call, not per row.
 
     Args:
         coordinates: (y, x) [n, 2].

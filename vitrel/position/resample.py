@@ -22,7 +22,7 @@ POLICIES = ("geometric", "clip", "bicubic")
 
 
 class Taps(NamedTuple):
-    """The K source rows of which each of T target rows is a weighted sum, and their weights."""
+    """Numbers and weights of the K source rows whose weighted sum is a target row, for T target rows: [T, K] each."""
 
     index: Tensor  # type: ignore[assignment]  # [T, K] int64
     weight: Tensor  # [T, K] float32
@@ -75,7 +75,7 @@ def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Ta
 
 
 def _line_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """Return the taps of `axis_taps` before they are padded; for an axis that does not grow they are the exact rows."""
+    """Return the taps of `axis_taps` before they are padded; on an axis that does not grow each row has weight 1 alone."""
     exact = clipped_rows(target, source - 1, device=device)
     taps, weights = (t.mT for t in _TAPS[policy](source, target, device))  # [2*target-1, K] each
     grows = torch.ones((), dtype=torch.int64, device=device) * target > source  # a tensor, to avoid a branch on the size
@@ -138,9 +138,9 @@ def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
 
 @cached_geometry
 def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
-    """Return the row of a table over the offsets of `source` that every offset of `target` reads if clipped to them.
+    """Return for every offset of `target` the number of the row that it reads, if clipped, in a table over those of `source`.
 
-    Both are (h, w) in patches. The numbers of the `prefix` rows that follow in the table come last.
+    Both are (h, w) in patches. The numbers of the `prefix` rows that follow in the table come last; the type is int64.
     """
     y, x = (clipped_rows(m, n - 1, device=device) for n, m in zip(source, target, strict=True))
     index = (y[:, None] * (2 * source[1] - 1) + x).flatten()
@@ -148,7 +148,7 @@ def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: i
 
 
 def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
-    """Return the sums of rows by the taps of T target rows, [S, X] -> [T, X], computed in at least float32, rounded once."""
+    """Return the sums of rows by the taps of T target rows, [S, X] -> [T, X], in at least float32, then in the type of rows."""
     exact = upcast(rows)
     weight = taps.weight.to(exact.dtype)
     if torch.compiler.is_compiling() or is_traced(rows.device):
@@ -190,7 +190,7 @@ def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
 
     Args:
         embedding: [h, w, C].
-        at: positions (y, x) in patches, [n, 2]; those outside read the border.
+        at: positions (y, x) in patches, [n, 2], (0, 0) the first patch; those outside read the border.
     """
     (h, w, _), rows, out = embedding.shape, upcast(embedding).flatten(0, 1), 0
     for y, down in zip(*_between(at[:, 0], h), strict=True):

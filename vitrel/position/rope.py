@@ -35,8 +35,8 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
     Args:
         grid: the training grid.
-        policy_strength: exponent of s = side / training side, which policies use (vitrel.position.rope_policies).
-        yarn_turns: numbers of turns over the training grid between which yarn changes bands gradually.
+        policy_strength: p: policies use s^p for s = side / training side; below 1 they lower frequencies less.
+        yarn_turns: numbers of turns over the training grid below which yarn divides a band by s, and above which it keeps it.
         perturbation: shift_coords, jitter_coords and rescale_coords of PositionEncoding.
 
     Attributes:
@@ -75,7 +75,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         Others are ignored; with a reference grid, which excludes policies, all are.
 
         Raises:
-            ValueError: policy_strength is not finite and above 0, or yarn_turns not above 0 and ascending; they stay set.
+            ValueError: policy_strength is not finite and above 0, or yarn_turns not ascending above 0; wrong values stay set.
         """
         applied = super().switch(options)
         for name in self.switchable[1:]:
@@ -101,14 +101,14 @@ class RopeAxial(RotaryEncoding):
     """Rotation by fixed frequencies, of half the channel pairs by the row, of the others by the column; without parameters.
 
     Args:
-        base: of the fixed frequencies base^(-4t/D), in radians per patch.
-        policy_strength: exponent of s = side / training side, which policies use (vitrel.position.rope_policies).
-        yarn_turns: numbers of turns over the training grid between which the policy yarn changes bands gradually.
+        base: of the fixed frequencies base^(-4t/D), t = 0..D/4-1, in radians per patch; D = head_dim.
+        policy_strength: p: policies use s^p for s = side / training side; below 1 they lower frequencies less.
+        yarn_turns: numbers of turns over the training grid below which yarn divides a band by s, and above which it keeps it.
         reference: side or (h, w) in patches of a fixed grid to which positions are scaled, y h_ref / h instead of y; it
             excludes policies. None: positions are counted on the grid itself.
-        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
-        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
-        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+        shift_coords: in training, each axis moves by a random number of patches up to this, either way; None: no shift.
+        jitter_coords: s; in training, each axis is multiplied by its own random factor in 1/s..s; None: no stretch.
+        rescale_coords: s; in training, both axes are multiplied by one random factor in 1/s..s; None: no scale.
 
     Raises:
         ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or an option has an
@@ -171,9 +171,9 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, policy: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], dtype: str, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the radians per patch along y and x on an h x w grid, [2, bands], by policy and reference grid ((0, 0): none).
+    """Return the radians per patch along y and x on an h x w grid, [2, bands]: those of the policy times reference / side.
 
-    The arguments from `policy` to `strength` are those of RotaryPolicy; `trained` is (h, w), (slow, fast) are its turns.
+    There is no such factor for reference (0, 0). `policy` to `strength` are those of RotaryPolicy, (slow, fast) its turns.
     """
     lowered = RotaryPolicy(policy, Grid(*trained), (slow, fast), strength)
     theta = lowered.frequencies(band_frequencies(bands, base, dtype, device).expand(2, -1), bands, Grid(h, w))
@@ -204,11 +204,11 @@ class RopeMixed(RotaryEncoding):
 
     Args:
         base: of the magnitudes base^(-4t/D) at which the learned frequencies start (`reset_parameters`).
-        policy_strength: exponent of s = side / training side, which policies use (vitrel.position.rope_policies).
-        yarn_turns: numbers of turns over the training grid between which the policy yarn changes bands gradually.
-        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
-        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
-        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+        policy_strength: p: policies use s^p for s = side / training side; below 1 they lower frequencies less.
+        yarn_turns: numbers of turns over the training grid below which yarn divides a band by s, and above which it keeps it.
+        shift_coords: in training, each axis moves by a random number of patches up to this, either way; None: no shift.
+        jitter_coords: s; in training, each axis is multiplied by its own random factor in 1/s..s; None: no stretch.
+        rescale_coords: s; in training, both axes are multiplied by one random factor in 1/s..s; None: no scale.
 
     Attributes:
         freqs: learned frequencies [2, H, D/2] in radians per patch; freqs[0] along y, freqs[1] along x.
@@ -243,9 +243,9 @@ class RopeMixed(RotaryEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the frequencies (f_y, f_x) of each head with magnitudes base^(-4t/D), t = 0..D/4-1, in both halves.
+        """Initialize the frequencies (f_y, f_x) of channel pairs t and t + D/4 with magnitude base^(-4t/D), t = 0..D/4-1.
 
-        The first half of them lies along a direction drawn at random for the head, the second half at right angles.
+        Pairs t lie along a direction drawn at random for the head, pairs t + D/4 at right angles to it.
         """
         _, heads, pairs = self.freqs.shape
         n = math.ceil(pairs / 2)

@@ -21,13 +21,13 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class RopeNormalized(PositionEncoding):
-    """Rotation by angles proportional to row and column from -1 to 1; it has no parameters and is the same for all heads.
+    """Rotation by angles 2 pi y / period or 2 pi x / period, y and x from -1 to 1 over the grid; it has no parameters.
 
     Args:
-        base: of the periods base^(4t/D), in units of half a side of the grid.
-        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
-        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
-        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+        base: of the periods base^(4t/D), t = 0..D/4-1, in half sides of the grid; D = head_dim.
+        shift_coords: in training, each axis moves by a random number of half sides up to this, either way; None: no shift.
+        jitter_coords: s; in training, each axis is multiplied by its own random factor in 1/s..s; None: no stretch.
+        rescale_coords: s; in training, both axes are multiplied by one random factor in 1/s..s; None: no scale.
 
     Raises:
         ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column).

@@ -33,8 +33,9 @@ class RotaryPolicy(NamedTuple):
     Args:
         name: one of POLICIES.
         trained: the training grid.
-        turns: yarn divides bands that make fewer turns over the training grid than the first, and keeps those above the second.
-        strength: exponent of s = side / training side, at least 1.
+        turns: yarn divides by s the bands that make fewer turns over the training grid than the first, keeps those that make
+            more than the second, and changes gradually between them.
+        strength: p: policies use s^p, s = side / training side, or 1 where the side is not longer.
     """
 
     name: str
@@ -89,12 +90,12 @@ class RotaryPolicy(NamedTuple):
 
 @cached_geometry
 def _growth(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
-    """Return s to the power `strength` along y and along x, [2]; s is side / trained side, at least 1."""
+    """Return s^strength along y and along x, [2]; s is side / trained side, or 1 where the side is not longer."""
     one = torch.ones((), device=device)  # tensors: a float would cost a compiled graph per size
     return torch.stack((one * h / trained[0], one * w / trained[1])).clamp(min=1) ** strength  # [2]
 
 
 @cached_geometry
 def _temperature(h: int, w: int, trained: tuple[int, int], strength: float, device: torch.device) -> Tensor:
-    """Return yarn's factor of content logits, (0.1 mean(log s) + 1)^2 over the two numbers s of `_growth`, 0-d."""
+    """Return yarn's factor of content logits, (0.1 mean(log g) + 1)^2 over the two numbers g of `_growth`, 0-d."""
     return (0.1 * _growth(h, w, trained, strength, device=device).log().mean() + 1).square()

@@ -23,10 +23,10 @@ class T5(PositionEncoding):
 
     Args:
         num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch has
-            one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows. None: chosen for each
-            axis of the training grid.
+            one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows. None: about half of the
+            training axis per sign, at most 16, such that no bucket is empty.
         max_distance: in patches, one number or (rows, columns), the end of the logarithmic range; all larger distances share
-            the last bucket. None: chosen for each axis of the training grid.
+            the last bucket. None: the largest distance on the training axis.
         mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
         bidirectional: False puts all offsets below 0 into bucket 0, for causal attention.
         init_std: standard deviation of the initial values.
@@ -101,7 +101,7 @@ class T5(PositionEncoding):
 
 
 class Rule(NamedTuple):
-    """How the offsets along one axis are divided into buckets."""
+    """Division of the offsets along one axis into buckets, by first distances, with a choice for offsets below 0."""
 
     first: tuple[int, ...]  # first distance of every bucket of one sign, from 0
     bidirectional: bool  # False: all offsets below 0 are in bucket 0
@@ -115,13 +115,13 @@ class Rule(NamedTuple):
 
 @cached_geometry
 def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bool, device: torch.device) -> Tensor:
-    """Return the bucket of every offset along an axis of `length` patches, [2*length-1] int64.
+    """Return the bucket of every offset, 1-length to length-1, along an axis of `length` patches, [2*length-1] int64.
 
     Args:
         length: of the axis, in patches.
-        first: as in Rule.
-        bidirectional: as in Rule.
-        signed: as in Rule; negative offsets then have the buckets from len(first) on.
+        first: first distance of every bucket of one sign, from 0.
+        bidirectional: False: all offsets below 0 are in bucket 0.
+        signed: negative offsets have buckets of their own, from len(first) on.
         device: of the result.
     """
     offset = torch.arange(1 - length, length, device=device)

@@ -63,7 +63,7 @@ class OffsetTable(PositionEncoding):
             offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT count.
 
         Raises:
-            ValueError: the training grid does not have an offset.
+            ValueError: an offset does not occur on the training grid, or `offset` is another word.
         """
         sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1
         h, w = self.grid.h, self.grid.w  # type: ignore[union-attr]

@@ -102,9 +102,9 @@ class PositionEncoding(nn.Module, abc.ABC):
     Subclasses are final and are built as (grid, num_heads, head_dim, **options), with the training grid.
 
     Args:
-        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
-        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
-        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+        shift_coords: in training, each axis moves by a random number of units up to this, either way; None: no shift.
+        jitter_coords: s; in training, each axis is multiplied by its own random factor in 1/s..s; None: no stretch.
+        rescale_coords: s; in training, both axes are multiplied by one random factor in 1/s..s; None: no scale.
 
     Attributes:
         site: of the class: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
@@ -162,7 +162,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def perturbs(self) -> bool:
-        """Whether forward itself, not its parts, draws random numbers: in training with shift_, jitter_, rescale_coords set."""
+        """Whether forward draws random numbers: in training with shift_, jitter_ or rescale_coords; False for a Composition."""
         strengths = self.shift_coords, self.jitter_coords, self.rescale_coords
         return self.training and strengths != (None, None, None)
 
@@ -207,8 +207,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         A Composition has none: switch its parts (`parts_of`).
 
         Args:
-            options: {name: value} of `policy`, one name or several joined by "+", and in subclasses of the numbers that belong
-                to it. Options and policies that this encoding does not have are ignored.
+            options: {name: value} of `policy`, names joined by "+" (the last that this encoding has applies), and in subclasses
+                of the numbers that belong to it. Options and policies that this encoding does not have are ignored.
         """
         applied = set()
         for policy in options.get("policy", "").split("+"):
@@ -220,8 +220,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     def resampled(self, grid: Grid) -> dict[str, int]:
         """Return how forward(grid) departs from the trained values: {"key policy": number of values interpolated}.
 
-        The name is the encoding's key in POSITIONS and its policy, as in "table geometric". It is empty if every value is read
-        as trained. The number is 0 for a policy that interpolates no parameter (clip, yarn, renormalize).
+        The name is the encoding's key in POSITIONS and its policy, as in "table geometric". The result is {} if every value is
+        read as trained. The number is 0 for a policy that interpolates no parameter (clip, yarn, renormalize).
         """
         key = type(self).__module__.rpartition(".")[2]
         return {f"{key} renormalize": 0} if self.policy == "renormalize" and grid[:2] != self.grid[:2] else {}
@@ -264,7 +264,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return perturb(coordinates, self.shift_coords, self.jitter_coords, self.rescale_coords)
 
     def mark_device(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Register an empty buffer, not in the state dict, that records device and type of an encoding without parameters."""
+        """Register `device_marker`, an empty buffer outside the state dict, for the device and dtype of constants."""
         self.register_buffer("device_marker", torch.empty(0, device=device, dtype=dtype), persistent=False)
 
     @property
@@ -274,9 +274,9 @@ class PositionEncoding(nn.Module, abc.ABC):
 
 
 class Composition(PositionEncoding):
-    """Several encodings whose terms are combined by `combine`; `create_position("a+b", ...)` builds it.
+    """Several encodings, {key: encoding}, whose terms `combine` joins; `create_position("a+b", ...)` builds it.
 
-    `unseen` and `saturated` are the largest of its parts, `resampled` joins theirs.
+    `unseen` and `saturated` return the largest value of its parts, `resampled` adds up their counts by name.
     """
 
     def __init__(self, parts: dict[str, PositionEncoding]):
@@ -426,7 +426,7 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Merge dictionaries {name: count} by adding the counts of equal names."""
+    """Return one new dictionary {name: count}, in which the counts of equal names are added up."""
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)

@@ -30,7 +30,7 @@ class XPos(PositionEncoding):
     zeta_t^(distance / scale_base), zeta_t = (t/T + gamma) / (1 + gamma), for the distance in patches along that direction.
 
     Args:
-        base: of the frequencies base^(-t/T), as in rope_axial.
+        base: of the frequencies base^(-t/T), T = D/4 bands per axis, D = head_dim.
         scale_base: patches over which band t decays by zeta_t; None: half of the longer training side.
         gamma: the larger, the slower the decay.
 
@@ -85,7 +85,7 @@ def _rotations(
     h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
     gamma: float, scale_base: float, dtype: str, device: torch.device,
 ) -> _Rotations:  # fmt: skip
-    """Return the rotations of all tokens, with the factors of the decay.
+    """Return the rotations of all tokens, multiplied by the factors of the decay, [H, N, D/2] each.
 
     `trained` is (h, w) of the training grid, `axes` and `bands` are those of `split_axes`, base, gamma and scale_base of XPos.
     """
