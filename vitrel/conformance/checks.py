@@ -51,7 +51,7 @@ class Examined:
 
     @functools.cached_property
     def embeddings(self) -> list[Derived]:
-        """Every position embedding at every size, with the rule by which it follows from its master (`Derived`)."""
+        """Every position embedding at every size, with the rule by which it follows from its parameter or native embedding."""
         return derived(self.surveys, trained_size(self.subject.model), self.subject.model)
 
     @functools.cached_property
@@ -67,13 +67,13 @@ class Examined:
         return self.sizes[0], self.sizes[1]
 
     def measured(self, *sizes: Size) -> Iterator[tuple[Size, Located, Rotation | None, Bias | None]]:
-        """Yield (size, attention, rotation or None, bias or None) of attention located on the image, at these or all sizes."""
+        """Yield (size, attention, rotation or None, bias or None) of each located attention; no `sizes`: all, native first."""
         for size in sizes or self.surveys:
             for found in self.surveys[size].attentions:
                 yield size, found, found.rotation, found.bias
 
     def not_applicable(self, reason: str) -> NotApplicableError:
-        """Return the error of a check that found nothing to compare, with `reason`, or why no attention was located."""
+        """Return the error of a check with nothing to compare: with `reason`, or, if no attention was located, with why."""
         surveys = self.surveys.values()
         if not any(one.attentions for one in surveys):
             reasons = [why for one in surveys for why in one.unlocated.values()]
@@ -90,7 +90,8 @@ def order(examined: Examined) -> Iterator[Finding]:
     """Token i lies at (i // w, i % w): one rotation step per axis, one bias per offset, each sine or cosine along one axis.
 
     angle[y + 1, x] - angle[y, x] and angle[y, x + 1] - angle[y, x] are constants; bias[i, j] = f(y_i - y_j, x_i - x_j).
-    Yields findings for each rotation and bias, and for wrong embeddings; NotApplicableError if the model has no position.
+    Yields findings for each rotation and bias (`found` is "" where right), and for wrong embeddings; NotApplicableError if the
+    model has no position.
     """
     for size, found, turn, rows in examined.measured():
         if by_columns(found):
@@ -129,7 +130,7 @@ def _constant(turn: Rotation | None) -> bool:
 
 
 def _wraps(table: Tensor) -> int:
-    """Return the m < 2w - 1 for which a bias table [H, 2h-1, 2w-1] depends on m dy + dx alone; 0 if there is none."""
+    """Return the least m, w - 1 to 2w - 2, for which a bias table [H, 2h-1, 2w-1] depends on m dy + dx alone, 0 if none."""
     width = table.shape[2]
     if not (_depends(table, 1) and _depends(table, 2)):
         return 0
@@ -142,7 +143,7 @@ def _wraps(table: Tensor) -> int:
 
 
 def _order_of_waves(examined: Examined) -> Iterator[Finding]:
-    """Yield findings where channels of sines and cosines vary along both axes, but along one at another size or transposed."""
+    """Yield a finding for each embedding whose channels vary along both axes, but along one at another size or transposed."""
     found = [(size, one) for size, each in examined.surveys.items() for one in each.embeddings]
     pure = [single_axis(one) for _, one in found]
     for (size, one), good in zip(found, pure, strict=True):
@@ -243,7 +244,7 @@ def axes(examined: Examined) -> Iterator[Finding]:
 
 
 def _depends(table: Tensor, axis: int) -> bool:
-    """Return whether a head's bias table, of [H, 2h-1, 2w-1], varies along an axis (1: dy, 2: dx); unseen offsets are NaN."""
+    """Return whether a bias table [H, 2h-1, 2w-1] varies along axis 1 (dy) or 2 (dx) in any head; NaN is left out."""
     ends = table.nan_to_num(-math.inf).amax(axis) - table.nan_to_num(math.inf).amin(axis)
     return bool((ends[ends.isfinite()] > 1e-6).any())
 
@@ -288,9 +289,10 @@ def exchange(examined: Examined) -> Iterator[Finding]:
 
 
 def _learned(examined: Examined) -> list[Derived]:
-    """Return the learned embeddings (no sines and cosines) of all sizes that can be compared with a master (see `Derived`).
+    """Return the learned embeddings (no sines and cosines) at all sizes that can be compared with a master.
 
-    Raises NotApplicableError if none can, as if only the native size, which then is the master, was examined.
+    The master is the parameter, or else the native embedding, which is not compared with itself. NotApplicableError if there
+    is none to compare.
     """
     waves = {one.found.where for one in examined.embeddings if single_axis(one.found)}
     found = [one for one in examined.embeddings if one.found.where not in waves]
@@ -310,8 +312,8 @@ def resampling(examined: Examined) -> Iterator[Finding]:
     """embedding(h, w) = resample(master, (h, w)): every learned embedding is its parameter resampled to h rows and w columns.
 
     If no parameter is recognized, the master is the native embedding. A crop counts as right, unless that of a larger image is
-    filled up with zeros. Yields a finding for each embedding and size; NotApplicableError as `_learned`, or if no rule is known
-    and no single parameter holds the embedding.
+    filled up with zeros. Yields a finding for each embedding and size; NotApplicableError if none can be compared, or (at the
+    end) if no rule is known and no single parameter holds the embedding.
     """
     learned = _learned(examined)
     if any(one.how.rule == "cropped" for one in learned):
@@ -326,7 +328,7 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 
 def _resampled(one: Derived, text: str) -> vectors.Later | None:
-    """Return a function that makes the `Vectors` of a finding; None if the rule is neither right nor a deviation (`text`)."""
+    """Return a function that makes the `Vectors` of a finding; None if its `text` is "" and its rule is not a right one."""
     return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 
@@ -344,7 +346,8 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
     """Patch centers stay at (i + 1/2) / n of the image: no align_corners, no scale factor other than n / n0.
 
     n and n0 are the patches along an axis, here and in the master. Where the native embedding is resampled with other centers
-    too, the weights were trained so, and it is no error. Raises NotApplicableError as `_learned`, or if a rule is unknown.
+    too, the weights were trained so, and it is no error. Yields a finding for each learned embedding and size;
+    NotApplicableError if none can be compared, or (at the end) if a rule is unknown.
     """
     learned = _learned(examined)
     trained = {one.found.where for one in learned if one.size == examined.native and one.how.kind == "centers"}
@@ -358,7 +361,7 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
     """Yield (size, attention, window (h, w), (row, column) of its slots [N, 2]) for attention in windows, or with padding.
 
-    Windows of tokens at distances are left out. Raises NotApplicableError if nothing is left.
+    Windows of tokens that are no neighbors in the image are left out. Raises NotApplicableError if nothing is left.
     """
     seen, strided = False, False
     for size, found, *_ in examined.measured():
@@ -379,8 +382,8 @@ def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]
 def window(examined: Examined) -> Iterator[Finding]:
     """No token sees the opposite border: visible[i, j] only if place_i - place_j = slot_i - slot_j.
 
-    place is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention of
-    `_windowed`; NotApplicableError if there is none.
+    place is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention in windows
+    or with padding; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -407,7 +410,7 @@ def _pair(found: Located, pairs: Tensor) -> str:
 def padding(examined: Examined) -> Iterator[Finding]:
     """No token i of the image attends to padding j: not visible[i, j].
 
-    Yields a finding for each attention of `_windowed`; NotApplicableError if there is none.
+    Yields a finding for each attention in windows or with padding; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -422,8 +425,8 @@ def mask(examined: Examined) -> Iterator[Finding]:
     """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets.
 
     So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden. place
-    is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention of `_windowed`;
-    NotApplicableError if there is none.
+    is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention in windows or
+    with padding; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)

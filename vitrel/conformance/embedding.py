@@ -51,7 +51,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
     """Return the parameter or buffer that an embedding is made of, as a map [h, w, C]; None if it is no map, or not known.
 
-    A sequence of rows is read as a map of `grid` (h, w), after rows of prefix tokens.
+    A sequence of rows is read as a map of `grid` (h, w), after rows of prefix tokens; a 4-D parameter has a grid of its own.
     """
     value = {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(found.parameter)
     channels = found.patches.shape[-1]
@@ -68,11 +68,11 @@ def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
 
 
 def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list[Derived]:
-    """Return every embedding at every size, with the rule by which it follows from its master; embeddings are paired by number.
+    """Return every embedding at every size, with its master and the rule by which it follows from that.
 
     The master is the model's parameter if the embedding at the native size follows from it, else the embedding at that size;
-    without either, master and rule are None. `native` is the image size that the model was built for, examined or not; `model`
-    has the parameters of that size.
+    without either, master and rule are None. Embedding n at one size belongs to n at the others; surplus ones are left out.
+    `native` is the image size that the model was built for, examined or not; `model` has the parameters of that size.
     """
     found = []
     for number in range(min(len(one.embeddings) for one in surveys.values())):
@@ -91,7 +91,7 @@ def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list
 def resampled(master: Embedding, found: Embedding) -> Resampled:
     """Return the rule by which `found` follows from `master`: a right one, one that moves patch centers, or a common error.
 
-    The first within SAME_ROWS is taken, in this order; the kind is "" if none is.
+    The first whose `difference` is below SAME_ROWS is taken, in this order; kind and rule are "" if none is.
     """
     nearest = math.inf
     for kind, rules in (("right", right_rules), ("centers", _off_center), ("error", _errors)):

@@ -33,7 +33,7 @@ class Identity(NamedTuple):
 
 
 def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Derived]) -> list[Identity]:
-    """Return the encodings of a model: those at the first size of `surveys`, whose keys are (h, w) in pixels.
+    """Return the encodings of a model at the first size of `surveys`, in pixels: of embeddings, then of attention in order.
 
     The other sizes show units and resampling. "none" means that equal patches give equal queries and keys, without a bias. Any
     other position that is seen but not named is "not identified". `embeddings` are those of `derived`.
@@ -88,8 +88,8 @@ def named_rotation(turn: Rotation, others: Sequence[Rotation | None] = ()) -> tu
 
     Returns:
         The kind ("rope_axial", "rope_normalized", "rope_mixed", "rope over the number of the token", "rotation of no pairs" or
-        "none") and its details: pairs (key of PAIRS), and by kind heads ("one for all" or "each its own"), first (the axis of
-        the first pair, "y" or "x"), base, unit.
+        "none") and its details, {} for the last two: pairs ("half", "interleaved" or "quarter"), and by kind heads ("one for
+        all" or "each its own"), first (the axis of the first pair, "y" or "x"), base (absent if not geometric), unit.
     """
     if not turn.pairs:
         return "rotation of no pairs", {}
@@ -131,7 +131,7 @@ def frequency_base(steps: Tensor) -> float:
 def _unit(turn: Rotation, others: list[Rotation]) -> str:
     """Return what positions are measured in, as the change of angles with the grid shows: "patches", or a share of the grid.
 
-    A share is one of "height and width" or of the "longer side"; "another" if none fits.
+    A share is one of "height and width" or of the "longer side"; "another" if none fits; "patches" without `others`.
     """
     bands = turn.steps[0][0]
     slow = [int((axis.abs() + 9 * (axis.abs() < _FLAT)).argmin()) for axis in bands]  # the slowest band cannot exceed pi
@@ -149,7 +149,8 @@ def _unit(turn: Rotation, others: list[Rotation]) -> str:
 def named_bias(rows: Bias, model: nn.Module) -> tuple[str, dict[str, Any]]:
     """Return the kind of a bias and its details, from its values by offset and the model's parameters.
 
-    Kinds are "decomposed" and "shaw" (depend on content), those of `_of_distance`, "factorized", "cpb" and "table".
+    The first that fits is taken: "decomposed" or "shaw" (depend on content), those of `_of_distance`, "factorized", "cpb",
+    "table". Details: "biases" (their range or dependence, in words) of content and "cpb", "sign" of "table"; else none.
     """
     if rows.content > SAME:
         kind = "decomposed" if _separates(rows.by_offset) else "shaw"
@@ -224,7 +225,7 @@ def _memory(rows: Bias, model: nn.Module) -> str:
 
 
 def _embedding(first: Derived, all_sizes: list[Derived]) -> Identity:
-    """Return the identity of an embedding: "sincos", or "absolute" with the rule of its resampling (at any size), if known."""
+    """Return the identity of an embedding: "sincos", or "absolute" with the first known rule of its resampling at any size."""
     if single_axis(first.found):
         return Identity(first.found.where, "sincos", {})
     same = [one.how for one in all_sizes if one.found.where == first.found.where and one.how is not None]

@@ -90,7 +90,10 @@ class Bias(NamedTuple):
 
 
 def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
-    """Measure the rotation of an attention; None as for `Located.rotation`. `order` is that of `maps`."""
+    """Return the rotation of an attention; None if queries and keys are alike for all patches, or windows have no known order.
+
+    `order` [h, w] is the index of the token at each place, None for row by row; several windows ignore it.
+    """
     if found.window is None:
         return None
     query, key = (maps(found, part, order) for part in (found.query, found.key))  # [B, H, h, w, D]
@@ -111,18 +114,21 @@ def rotation(found: Located, order: Tensor | None = None) -> Rotation | None:
 
 
 def pairing(found: Located) -> str:
-    """Return the key of PAIRS for which the norms of pairs of channels vary least over the tokens, in queries and keys."""
+    """Return "half", "interleaved" or "quarter" (see PAIRS): the pairing of channels whose norms vary least over tokens."""
     scores = _scores(maps(found, found.query), maps(found, found.key))
     return min(scores, key=lambda name: scores[name])
 
 
 def _scores(query: Tensor, key: Tensor) -> dict[str, float]:
-    """Return {key of PAIRS: largest change of a pair's norm over tokens, share of the mean}, for maps [B, H, h, w, D]."""
+    """Return {way to pair channels, a key of PAIRS: largest change of a pair's norm over tokens, as a share of the mean norm}.
+
+    `query` and `key` are maps [B, H, h, w, D]; the larger of their changes counts.
+    """
     return {name: max(_norm_change(as_pairs(part, name)) for part in (query, key)) for name in _patterns(query.shape[-1])}
 
 
 def in_pairs(found: Located, pairs: str) -> Tensor:
-    """Return the mean steps [H, 2 (down, right), P] of queries in radians; `pairs` (see PAIRS) says which channels pair."""
+    """Return the mean angles [H, 2 (down, right), P] between neighbors in queries, radians; `pairs` is a key of PAIRS."""
     turned = as_pairs(maps(found, found.query), pairs)
     return torch.stack([phase_step(turned, axis)[0] for axis in (2, 3)], 1)
 
@@ -135,9 +141,9 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def transposed_order(found: Located) -> dict[str, Tensor]:
-    """Return {error: order for `maps`}: where tokens would lie by common errors, the token's index [h, w] at each place.
+    """Return {error in words: [h, w] index of the token at each place} for two errors: axes exchanged, columns first.
 
-    The map of exchanged height and width is [w, h]. The result is {} for windows and with padding.
+    Of exchanged height and width it is [w, h]. The result is {} for windows and with padding.
     """
     h, w = found.grid
     if found.windows > 1 or found.tokens.shape[1] != h * w + found.prefix:
@@ -179,7 +185,7 @@ def aligned(found: Located, slots: Tensor) -> Tensor:
 
 
 def window_slots(found: Located) -> tuple[Size, Tensor] | None:
-    """Return the (h, w) of the window and the (row, column) of each slot [N, 2]; None without this order, or with a prefix."""
+    """Return the (h, w) of the window and the (row, column) of each slot [N, 2]; None if unknown, or with prefix tokens."""
     if found.window is None or found.prefix:
         return None
     (h, w), slot = found.window, torch.arange(found.tokens.shape[1])
@@ -209,12 +215,12 @@ def _varies(values: Tensor) -> float:
 
 
 def _patterns(width: int) -> list[str]:
-    """Return the keys of PAIRS that are possible for heads of `width` channels."""
+    """Return the pairings of channels, keys of PAIRS such as "half", that are possible for heads of `width` channels."""
     return [name for name, n in (("half", 2), ("interleaved", 2), ("quarter", 4)) if width % n == 0]
 
 
 def as_pairs(values: Tensor, pattern: str) -> Tensor:
-    """Return channels [..., D] as complex numbers [..., D/2] in float64; `pattern`, a key of PAIRS, says which are paired."""
+    """Return pairs of channels of [..., D] as complex128 [..., D/2]; `pattern`, a key of PAIRS ("half", ...), says which."""
     values = values.double()
     if pattern == "interleaved":
         return torch.view_as_complex(values.unflatten(-1, (-1, 2)).contiguous())

@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     definition: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {field: value} for JSON; `vectors`, of a report, with tensors as {"dtype", "shape", "data"}."""
+        """Return {field: value} for JSON, of a finding in a report: tensors of `vectors` as {"dtype", "shape", "data"}."""
         return self._asdict() | {"vectors": self.vectors and self.vectors.to_dict()}
 
 

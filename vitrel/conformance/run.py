@@ -101,7 +101,8 @@ def assert_position_conforms(model: str | nn.Module, sizes: Sequence[int | Size]
 def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, ...]:
     """Return the sizes to examine: those given (a single one also with height and width exchanged), or the default ones.
 
-    The default are `sizes_of` and the native size up to MOST_TOKENS patches. ValueError if the model does not take a size.
+    By default 6 x 8 and 8 x 6 patches (`sizes_of`), then the native size up to MOST_TOKENS patches; the native one alone if the
+    model refuses the two. ValueError if it takes none of these, or not a given size.
     """
     if given is not None:
         found = tuple(dict.fromkeys(checked_size(size) for size in given))
@@ -121,7 +122,7 @@ def _sizes(subject: Subject, given: Sequence[int | Size] | None) -> tuple[Size, 
 
 
 def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], None]) -> Examined:
-    """Run `survey` at each size, the native one first, calling `say` with a text before each."""
+    """Survey the model at each size, the native one first, and return them as `Examined`; `say` gets a text before each."""
     native, surveys = trained_size(subject.model), {}
     for size in sorted(sizes, key=lambda size: size != native):  # the native one first
         say(f"{subject.name} at {format_size(size)} px")
@@ -130,9 +131,9 @@ def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], Non
 
 
 def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding], str]:
-    """Run a check; return its findings (merged), comparisons that hold and have numbers, and why it is not applicable, or "".
+    """Run a check of CHECKS; return its deviations (merged), what holds and has numbers, and why it is not applicable, or "".
 
-    An error of the model makes a check not applicable only where the check runs the model.
+    An error of the model makes a check not applicable only where the check itself runs the model, and is raised elsewhere.
     """
     found, held, reason = list[Finding](), list[Finding](), ""
     try:
@@ -154,13 +155,13 @@ def _resolved(finding: Finding) -> Finding:
 
 
 def _named(finding: Finding, model: str) -> Finding:
-    """Return the finding with `definition`, the first paragraph of its check's docstring; an empty `where` becomes `model`."""
+    """Return the finding with the first paragraph of its check's docstring as `definition`; "" for `where` becomes `model`."""
     definition = (CHECKS[finding.check].__doc__ or "").partition("\n\n")[0]
     return finding._replace(where=finding.where or model, definition=definition)
 
 
 def _merged(findings: Any, model: str) -> list[Finding]:
-    """Return one finding for each (check, expected): the first, whose `where` also counts the other layers that have it."""
+    """Return the first finding of each (check, expected); its `where` (if "", the name `model`) counts the other layers too."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.check, finding.expected), []).append(_named(finding, model))

@@ -45,7 +45,7 @@ class Subject:
         return pseudo_random((batch, channels_of(self.model), *size), seed)
 
     def refusal(self, size: Size) -> str:
-        """Run the model on an image of `size` (h, w) pixels, once; return the first line of its error, "" if it takes it."""
+        """Return the first line of the model's error at images of `size` (h, w) pixels, "" if it runs; a size is run once."""
         if size not in self._refusals:
             try:
                 self.output(self.at(size), self.images(size))

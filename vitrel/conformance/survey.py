@@ -46,7 +46,7 @@ class Survey:
 
 
 def survey(model: nn.Module, size: Size, call: Callable[[Tensor], Any] | None = None) -> Survey:
-    """Examine position in `model`, in float32 on the CPU, at images of `size` (h, w) pixels, by up to five forward passes.
+    """Return what up to five forward passes of a float32 model on the CPU, at `size` (h, w) pixels, show of position.
 
     Raises what the model raises for the size. `call` runs the model on images; by default it is `on_images(model)`.
     """

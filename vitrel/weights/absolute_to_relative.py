@@ -46,7 +46,7 @@ class ConversionReport:
         seconds: duration of the fit.
         fitted: whether the encoding has parameters.
         before: agreement of each block's attention with the original's before the fit, on up to 16 images: `explained`, the
-            share of the variance of its weights within rows, 1 at best, and `divergence`, Kullback-Leibler's, in nats.
+            share of the variance of the original's weights within rows, 1 at best; `divergence`, KL(original, model) in nats.
         after: the same after the fit.
         prefix: mean squared distance of each block's output from the original's after refitting, divided by the variance of
             each of the original's tokens, over class and register tokens; nan where there are none.
@@ -101,7 +101,7 @@ def absolute_to_relative(
         position_args: as in `relativize`.
         absolute: "drop" removes the embedding, also that of a Swin. "fade", of a ViT alone, scales it to 0 over the first
             `fade_steps` steps of fine-tuning: encodings are fitted as for "drop" and act beside the full embedding at first;
-            nothing else is fitted.
+            `refit` and `steps` are ignored.
         fade_steps: number of training steps, for "fade".
         refit: refit the last linear layers of attention and MLP, in pre-norm blocks.
         steps: updates at the end, of 32 images each, in which all weights learn to give the original's last features; 0 for
@@ -164,7 +164,7 @@ class Observed(NamedTuple):
 
 
 def observe(block: Block, x: Tensor, grid: Grid) -> Observed:
-    """Run a block once on tokens `x`, [B, N, C] or [B, h, w, C], and return its intermediate tensors and its output."""
+    """Run a block once on tokens `x`, [B, N, C] or [B, h, w, C]; return inputs of three of its layers, and its output."""
     seen: dict[str, Tensor] = {}
     recorded = {"attended": block.attn.proj, "between": block.norm2, "hidden": block.mlp.fc2}
     hooks = [m.register_forward_pre_hook(lambda _, args, n=n: seen.update({n: args[0]})) for n, m in recorded.items()]
@@ -177,7 +177,7 @@ def observe(block: Block, x: Tensor, grid: Grid) -> Observed:
 
 
 def layers(model: Backbone) -> Iterator[tuple[nn.Module, Block]]:
-    """Yield every block of a model in order, as (module that is applied to the tokens before the block, the block)."""
+    """Yield (module to apply to the tokens before the block: Swin's downsampling or an identity, the block) in order."""
     if isinstance(model, Swin):
         for stage in model.layers:
             yield from zip([stage.downsample, *(nn.Identity() for _ in stage.blocks[1:])], stage.blocks, strict=True)
@@ -238,7 +238,7 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
 
 
 def _few(block: Block, grid: Grid, images: int) -> int:
-    """Return the number of images whose attention logits an encoding is fitted to: 1 to 16 of `images`, fewer for memory."""
+    """Return how many of `images` images an encoding is fitted to: at most 16, fewer where their logits need much memory."""
     keys = grid.tokens if block.window is None else block.window.tokens
     return max(1, min(images, 16, _LOGITS // (block.attn.num_heads * grid.tokens * keys)))
 
@@ -295,9 +295,9 @@ def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
 
 
 def _unfold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Subtract from the model's learned embedding, in place, what `_fold` has moved to prefix tokens and patch embedding.
+    """Set the rows of prefix tokens in a model's learned embedding to 0, and subtract the mean over patches, both in place.
 
-    `added` [N, C] is the embedding on `grid`, as of `_fold`.
+    `_fold` adds them elsewhere. `added` [N, C] is the embedding on `grid`, of which the mean is taken.
     """
     rows = model.pos_embed.pos_embed  # [1, P + h*w, C]
     rows[:, : grid.prefix] = 0

@@ -50,7 +50,7 @@ class Attended(NamedTuple):
     weight: Tensor  # of each query, [B, N], with sum 1
 
     def logits(self, terms: Terms) -> Tensor:
-        """Return the logits before the softmax, [B, H, N, N], with position's `terms` and the mask."""
+        """Return the logits before the softmax, [B, H, N, N], with the mask and an encoding's `terms` for the grid."""
         return masked_logits(self.q, self.k, terms, self.grid, self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -59,9 +59,10 @@ class Attended(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How closely some attention follows other attention.
+    """How closely attention follows a target's attention.
 
-    `explained` is the explained share of the variance of its weights within rows, 1 at best; `divergence` is in nats.
+    `explained` is the share of the variance of the target's weights within rows, 1 at best; `divergence` is KL(target,
+    attention) in nats.
     """
 
     explained: float  # share of the variance of its weights within rows that is explained; 1 is all
@@ -170,9 +171,9 @@ def fit_encoding(
 
 
 def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> None:
-    """Fit the parameters that an encoding's bias depends on, in place, by least squares to `target` less all other logits.
+    """Fit the parameters that an encoding's bias depends on, in place: by least squares to `target` less logits without bias.
 
-    Both are means over images; queries count by their weights, and a constant for each query is ignored.
+    The difference is averaged over images first; queries count by their weights; a constant for each query is ignored.
     """
     with torch.no_grad():
         terms = encoding(here.grid)
@@ -279,9 +280,9 @@ def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
 
 @torch.no_grad()
 def agreement(here: Attended, target: Tensor, logits: Tensor) -> Agreement:
-    """Return how closely attention with `logits` follows attention with the logits `target`, both [B, H, N, N].
+    """Return how closely attention with `logits` follows attention with the logits `target`, both [B, H, N, N], mask included.
 
-    `here` has the queries' weights and the mask. With nothing to explain, `explained` is 1 if both are equal, else 0.
+    `here` has the queries' weights and the mask. With a target uniform in every row, `explained` is 1 or 0: equal or not.
     """
     log_p, log_q = target.log_softmax(-1), logits.log_softmax(-1)
     p = log_p.exp()

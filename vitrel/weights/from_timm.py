@@ -174,7 +174,7 @@ def _trained_size(state: dict[str, Tensor], model: Any, wanted: int | tuple[int,
     """Return the image size (h, w) in pixels at which weights in a file were trained; None if it is that of `model` or unknown.
 
     It follows from the number of rows of the absolute embedding, or else of a relative table. A `wanted` size in pixels is
-    preferred where that number allows it. `model` is the timm model at its own size.
+    preferred where that number allows it. `model` is the timm model at its own size; of a Swin the size stays unknown.
 
     Raises:
         ValueError: the number of rows fits neither size nor a square, or a Swin's tables are of another window.

@@ -84,7 +84,7 @@ def to_vitrel(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | N
 
 
 def _join_qkv(state: dict[str, Tensor]) -> None:
-    """Join separate projections of q, k and v into one qkv, in place. If only q and v have a bias, that of k is zeros."""
+    """Join separate projections of q, k and v into qkv, in place; a missing bias of k is 0, other gaps are a ValueError."""
     for name in [name for name in state if name.endswith((".attn.q_proj.weight", ".attn.q_proj.bias"))]:
         stem, kind = name.split("q_proj.")
         q, k, v = (state.pop(f"{stem}{part}_proj.{kind}", None) for part in "qkv")
@@ -128,7 +128,7 @@ def _order(channels: int, rotation: Rotation) -> Tensor:
 
 
 def _positions(state: dict[str, Tensor], own: list[str]) -> dict[str, Tensor]:
-    """Return the tensors with those of encodings under the model's names `own`; a shared table is copied to every block."""
+    """Return the tensors, encodings under the model's names `own`; a table shared only in the file is copied to all blocks."""
     shared = "shared_position.relative_position_bias_table"
     if shared in state and not any(name.startswith("shared_position.") for name in own):
         blocks = [name for name in own if re.fullmatch(r"blocks\.\d+\.position\..*relative_position_bias_table", name)]

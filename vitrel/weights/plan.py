@@ -133,8 +133,8 @@ def fitted(
 ) -> WeightPlan:
     """Return the plan for a state dict without wrappers, as `plan_weights` does; the model is not changed.
 
-    `record` is of the encodings that the tensors were trained with (see vitrel.weights.record), {} if unknown; `rotation` is as
-    in `to_vitrel`.
+    `record` is of the encodings that the tensors were trained with (see vitrel.weights.record), {} if unknown; `rotation` is
+    the order of their rotary channels, None if unknown.
     """
     own = model.state_dict()
     check_record(model, record)
@@ -178,7 +178,7 @@ def model_for(
     The model has as many classes as the file's classifier, 0 if the file has none, unless model_args sets num_classes.
 
     Args:
-        name: of the model in timm's registry.
+        name: of the model in timm's registry, "vitrel_...".
         model_args: constructor arguments.
         loaded: the result of `read_file`.
 
@@ -219,7 +219,7 @@ def _but(names: Iterable[str], patterns: list[str]) -> list[str]:
 def _misfit(plan: WeightPlan, own: dict[str, Tensor], allow_unused: list[str], allow_unset: list[str]) -> str:
     """Return an error's text that names the tensors that do not fit a model, "" if all fit; `own` is the model's state dict.
 
-    Names that match a pattern of `allow_unused` or `allow_unset` are no misfit.
+    Unused names that match a pattern of `allow_unused`, and unset or differing ones of `allow_unset`, are no misfit.
     """
     unset, unused, differ = _but(plan.unset, allow_unset), _but(plan.unused, allow_unused), _but(plan.differ, allow_unset)
     if not (unset or unused or differ):

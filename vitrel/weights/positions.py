@@ -50,7 +50,10 @@ def fit_positions(state: dict[str, Tensor], model: nn.Module, record: dict[str, 
 
 
 def _source(name: str, value: Tensor, owner: Any, recorded: list[int] | None) -> Grid:
-    """Return the grid that a file's tensor was trained on, as in `fit_positions`; `recorded` is that of the file's record."""
+    """Return the grid that a file's tensor was trained on, found as in `fit_positions`, for the encoding `owner` that reads it.
+
+    `recorded` is the grid [h, w, prefix] in the file's record, None if there is none.
+    """
     # numbers of rows for prefix tokens; of an embedding for all, for none (DeiT III), for the class token (DINOv2)
     extra = (owner.grid.prefix, 0, 1) if isinstance(owner, Absolute) else (0,) if isinstance(owner, Decomposed) else (3, 0)
     rows = value.shape[1] if isinstance(owner, Absolute) else len(value)
@@ -76,7 +79,10 @@ def _source(name: str, value: Tensor, owner: Any, recorded: list[int] | None) ->
 
 
 def _fitted(name: str, value: Tensor, owner: PositionEncoding, source: Grid) -> tuple[Tensor, str]:
-    """Return a tensor resampled to the grid of its encoding `owner`, and how ("14x14 -> 24x24, bicubic"; "": not)."""
+    """Return a tensor resampled from grid `source` to that of its encoding `owner`, with its rows for prefix tokens, and how.
+
+    The second is a text such as "14x14 -> 24x24, bicubic", "" if the grids are equal.
+    """
     own: Any = owner.grid
     same = source[:2] == own[:2]
     if isinstance(owner, Decomposed):

@@ -126,7 +126,7 @@ def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
 
 
 def _find(loaded: object, origin: str) -> dict[str, Tensor] | None:
-    """Return the state dict that `unwrap` prefers in nested dictionaries, None if there is none."""
+    """Return the state dict that `unwrap` prefers in nested dictionaries, None if there is none; `origin` is for errors."""
     if not isinstance(loaded, dict) or not loaded:
         return None
     if all(isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()):

@@ -266,7 +266,7 @@ def _shared(model: Any) -> nn.Module | None:
 
 
 def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
-    """Return {"mlp": kind} for a ViT's `block_args`; {} if vitrel lacks the activation or the order of the gate."""
+    """Return {"mlp": kind}, such as "gelu" or "swiglu", for a ViT's `block_args`; {} if vitrel lacks the activation or gate."""
     act = type(getattr(mlp, "act", None)).__name__
     if isinstance(mlp, Mlp):
         tanh = getattr(mlp.act, "approximate", "none") == "tanh"
@@ -375,7 +375,7 @@ def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
 
 
 def _strange(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
-    """Yield as texts what vitrel does not have: modules of classes beside `kinds` and _PARTS, hooks, overlapping patches."""
+    """Yield as texts what vitrel does not have: modules of unknown classes (`kinds` are known), hooks, overlapping patches."""
     for name, part in model.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
             yield f"{name or 'it'} has a hook, or a forward that is not its class's"

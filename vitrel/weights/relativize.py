@@ -117,7 +117,7 @@ def _checked(model: nn.Module) -> ViT:
 
 
 def _check_position(position: str, args: dict) -> None:
-    """Raise ValueError for encodings that add to tokens, and for init_std where learned rows start at 0."""
+    """Raise ValueError if `position` has encodings that add to tokens, or `args` has init_std for rows that start at 0."""
     tokens, _ = split_position(position)
     if tokens:
         raise ValueError(
@@ -132,7 +132,7 @@ def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
     """Return the model's own keys: (those that add to tokens, joined by '+'; the one that rotates), "" if there is none.
 
     Raises:
-        ValueError: the model cannot be relativized.
+        ValueError: a Swin has `position` already; a ViT has a bias in attention, or its blocks share one rotation.
     """
     tokens, attention = split_position(model.current_arguments()["position"])
     keys = [key for key in attention.split("+") if key and key != "none"]

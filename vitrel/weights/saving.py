@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_rebuilds(model: nn.Module, built: nn.Module) -> None:
-    """Raise ValueError unless the model has weights and encodings of the names, shapes and options of `built`, built anew."""
+    """Raise ValueError unless names and shapes of weights and options of encodings are those of `built`, a new model."""
 
     def described(part: nn.Module) -> dict[str, Any]:
         shapes = {name: getattr(value, "shape", None) for name, value in part.state_dict().items()}
@@ -84,7 +84,7 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
             timm checkpoint with its config.json beside it; or bare weights.
         like: for bare weights, the name of their timm or vitrel model; with a timm name the file is read as by
             `from_timm(like, checkpoint_path=path, **changes)`. Not needed for a file that holds its model's configuration,
-            which decides; another vitrel name is then an error.
+            which decides; another vitrel name is then an error. Ignored for a folder.
         changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another
             `img_size` tables and embeddings are resampled to it; with another `in_chans` the first convolution is adapted as by
             timm.
@@ -167,7 +167,10 @@ def not_finite(model: nn.Module) -> str:
 
 
 def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
-    """Return the model of a file of `save`, in evaluation mode, by its content and metadata `about`; `changes` as in `load`."""
+    """Return the model of a file of `save`, in evaluation mode, by its content and metadata `about`; `changes` as in `load`.
+
+    Without `changes` the weights keep the file's dtypes, else they are cast to the new model's. `path` is for errors.
+    """
     check_encodings(about.get("position"), path)
     if about.get("format") != FORMAT or "model" not in about:
         raise ValueError(
@@ -221,7 +224,8 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> nn.Module:
     """Return a model in evaluation mode with weights that come without a configuration; `like` and `changes` are as in `load`.
 
-    ValueError if `like` is None; `path` names the file in errors.
+    For a vitrel name `loaded` is used, and `path` names the file in errors; for a timm name `from_timm` reads `path` again.
+    ValueError if `like` is None.
     """
     if like is None:
         first = ", ".join([*unwrap(loaded, str(path))][:5])
