@@ -39,7 +39,7 @@ def in_turns(n: int, images: Sequence[int]) -> list[int]:
 
 
 class Order(Sampler[list[Draw]], ABC):
-    """Abstract batch sampler of one rank: the batches of every epoch, as `Draw`s of images."""
+    """Abstract batch sampler of one rank: it yields batches, each a list of `Draw` (image index, size or None, repeat)."""
 
     epoch = first = 0
 
@@ -56,7 +56,7 @@ class Order(Sampler[list[Draw]], ABC):
 
     @abstractmethod
     def batches(self, epoch: int) -> list[list[Draw]]:
-        """Return all batches of this rank in an epoch."""
+        """Return all batches of this rank in an epoch, whatever `start` was told."""
 
 
 class EpochOrder(Order):
@@ -76,7 +76,7 @@ class EpochOrder(Order):
             (arXiv 1901.09335). The number of batches per epoch stays, so an epoch shows 1 / repeats of the images.
         even: round every batch down to an even number of images, because mixup pairs them.
         rank, world: this rank, and the number of ranks.
-        seed: seed of both orders.
+        seed: seed of the two orders, of the images and of the batches.
 
     Raises:
         ValueError: the images do not fill the smallest batch of all ranks, or `batch_size` leaves no image (with `even`, no
@@ -131,9 +131,9 @@ class EpochOrder(Order):
 class NativeOrder(Order):
     """Batches of one rank at native shape (near each image's aspect ratio): every image once (or `repeats` times) per epoch.
 
-    In every epoch the images are sorted by the logarithm of their aspect ratio plus noise (the change by up to half a patch)
-    and cut into batches, which are then shuffled; noise and order depend on (seed, epoch). A batch has the `native_size` of its
-    median image. If the images do not fill the last batch, the last two batches divide their images evenly. All ranks have the
+    In every epoch the images are sorted by log(height / width) plus noise (as if a side changed by up to half a patch) and cut
+    into batches, which are then shuffled; noise and order depend on (seed, epoch). A batch has the `native_size` of its median
+    image. If the images do not fill the last batch, the last two batches divide their images evenly. All ranks have the
     same size at the same step, and their shares of a batch differ by at most one image.
 
     An epoch leaves out two kinds of images, different ones each time: with `even`, one image of every share of odd length;
@@ -141,7 +141,7 @@ class NativeOrder(Order):
 
     Args:
         sizes: (height, width) of every image file, pixels.
-        batch_size: images per batch and rank at `tokens`; at other budgets, the number with the same total of tokens.
+        batch_size: images per batch and rank at `tokens`; at another budget, times `tokens` / budget, rounded down.
         tokens: maximum number of tokens of an image.
         patch: (height, width) of a patch, pixels.
         budgets: several values of `tokens` that batches alternate between; by default `tokens` only.
@@ -152,7 +152,7 @@ class NativeOrder(Order):
         seed: seed of the order.
 
     Raises:
-        ValueError: a batch would have no images on some rank.
+        ValueError: every batch of a budget, or the only batch, would have no image (with `even`, no pair) on some rank.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class EpochLoader(DataLoader):
     Lightning sets the epoch of a sampler only after it has created the first iterator, whose workers already read ahead.
 
     Args:
-        dataset: `Readable`, of a data set with `set_epoch`.
+        dataset: `Readable`, whose data set is told the epoch by its `set_epoch`.
         progress: called at the start of an iteration; returns (epoch, number of its batches that are done).
         options: further keywords of DataLoader; `batch_sampler` is an `Order`.
     """
@@ -237,11 +237,11 @@ class EpochLoader(DataLoader):
 
 
 def evaluation_batches(sizes: Sequence[Size], batch_size: int, rank: int = 0, world: int = 1) -> list[list[Draw]]:
-    """Return the batches of one rank in an evaluation of all images, grouped by size; for a `Filled` data set.
+    """Return the batches of one rank in an evaluation of all images, for a `Filled` data set; a batch has one size.
 
-    Every image is on exactly one rank. All ranks have the same number of batches of the same lengths and sizes, padded by
-    draws of index -1: padding by real images, as DistributedSampler does, would count some images twice, and without padding
-    the other ranks would wait for those with fewer batches.
+    Every image is on exactly one rank; sizes follow in the order in which they first occur, images of a size in their order.
+    All ranks have the same number of batches of the same lengths and sizes, padded by draws of index -1: padding by real images
+    would count some twice, and without padding the other ranks would wait for those with fewer batches.
 
     Args:
         sizes: (h, w) at which every image is evaluated, pixels.
@@ -294,7 +294,7 @@ class Filled(Dataset):
         return len(self.dataset)
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, Any]]:
-        """Return the (image, target) pairs of a batch, for a draw of index -1 an image of zeros of the batch's size and -1."""
+        """Return the (image, target) pairs of a batch; for a draw of index -1, the pair (zeros of the batch's size, -1)."""
         items = _read(self.dataset, [draw for draw in draws if draw.index >= 0])
         empty = torch.zeros_like(items[0][0]) if items else torch.zeros(3, *(draws[0].size or ()))
         left = iter(items)

@@ -148,9 +148,9 @@ class ImageData(LightningDataModule):
         return self.train_sizes or [self.size]
 
     def _native_order(self, model: nn.Module, even: bool) -> NativeOrder:
-        """Return the batches at native shape, and set `patch`, `budget` and `budgets` (tokens) from the model's patches.
+        """Return the order of the training batches at native shape; ValueError if the model takes one image size only.
 
-        `even` as in `NativeOrder`. ValueError for a model whose patch embedding takes one size only.
+        Sets `patch` (h, w), `budget` (`tokens`, or those of `size`) and `budgets` (those of `train_sizes`, or `budget` alone).
         """
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
@@ -187,7 +187,7 @@ class ImageData(LightningDataModule):
 
     @cached_property
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of the training images' names, labels and sizes, and of their times (`ImageSet.fingerprints`).
+        """Two hashes: of the training images' classes, names, labels and file sizes; and of their times of modification.
 
         A resumed run compares them with its checkpoint's. Both are "" for synthetic images, which the settings define. To
         compute them takes a few seconds per million images on a local disk.
@@ -195,7 +195,7 @@ class ImageData(LightningDataModule):
         return ("", "") if isinstance(self.train_set, Drawn) else self.train_set.fingerprints()
 
     def names(self, epoch: int, batch: int) -> list[str]:
-        """Return the names of the images in batch `batch` (from 0) of this rank in a training epoch: paths, members of a tar.
+        """Return the names (paths, members of a tar) of the images in batch `batch` (from 0) of this rank in a training epoch.
 
         Unreadable images, which are left out, are named too.
         """
@@ -264,7 +264,7 @@ def default_batch_size(images: int, devices: int = 1) -> int:
 def divided_batch(images: int, batch_size: int, devices: int, even: bool = False) -> tuple[int, int]:
     """Return (images per batch and device, batches accumulated) for updates of about `images` images on all devices.
 
-    A batch has `batch_size` images at most. Where `images` cannot be divided into equal batches, an update has fewer of them.
+    The result is the largest update of at most `images` images in equal batches; among equal ones, that with fewest batches.
 
     Args:
         images: images per update.

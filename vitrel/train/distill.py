@@ -79,7 +79,7 @@ class Distillation:
 
     Args:
         teacher: timm name of the teacher, a vitrel model or any other. Null: the student itself as it is before training, with
-            the weights and the position encoding that it starts from (`Tuning`), at their image size.
+            the weights and encoding that it starts from (`Tuning`), at their image size (with `features`, at the student's).
         checkpoint: file with the teacher's weights; a checkpoint of vitrel train also holds its model arguments, image size
             and class names.
         pretrained: use timm's pretrained weights for `teacher`, downloaded unless they are in timm's cache.
@@ -164,9 +164,9 @@ class Outputs(NamedTuple):
 
 
 def outputs(model: nn.Module, images: Tensor, blocks: Sequence[int] = ()) -> Outputs:
-    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`, if any.
+    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`, if any, all in float32.
 
-    ValueError for a block that the model does not have, or one without `forward_intermediates`.
+    ValueError if the model does not have a block, or with `blocks` no `forward_intermediates`.
     """
     patches, class_tokens = [], []
     if not blocks:
@@ -205,7 +205,7 @@ class Teacher:
         num_classes: number of classes of the data, which must be the teacher's, if it has any, unless labels are ignored.
         initial: (the student with its initial weights, before an encoding is added; names of its classes or None), which is
             the teacher where `settings` names none.
-        img_size: (H, W) of the student's images in pixels, at which its tokens are compared with those of `initial`.
+        img_size: (H, W) of the student's images in pixels; with `features`, the size at which `initial` sees them as teacher.
 
     Attributes:
         classes: the class names stored in its checkpoint, or those of `initial`; None if unknown.
@@ -260,7 +260,7 @@ class Teacher:
         self.model = DistillationTeacher(model).requires_grad_(False).eval()
 
     def set_normalization(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Set the mean and standard deviation per channel with which the student's images are normalized."""
+        """Set the mean and std per channel with which the student's images are normalized; has to precede `check` and calls."""
         self.mean, self.std = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -269,8 +269,9 @@ class Teacher:
     def check(self, student: nn.Module, size: Size) -> None:
         """Raise ValueError if a student of images of `size` (h, w) pixels cannot learn what the settings name.
 
-        Reasons are a missing distillation token or block, and tokens of another grid or width than the teacher's. With
-        `Distillation.tokens`, the student is set to return the logits of its distillation token too (in training).
+        Reasons are a missing distillation token or block, tokens of another grid or width than the teacher's, or teacher images
+        of no whole number of patches. With `Distillation.tokens`, the student is set to return (logits, logits of its
+        distillation token) in training.
         """
         if self.settings.tokens:
             if getattr(student, "head_dist", None) is None:  # as timm's DeiT and our ViT name it
@@ -335,18 +336,17 @@ class Teacher:
         return found if self.answers else found._replace(logits=None, distilled=None)
 
     def class_names(self) -> list[str]:
-        """Return the names of its classes: those of its checkpoint, WordNet IDs for ImageNet, or else their numbers."""
+        """Return `classes`; if None, the WordNet IDs of the ImageNet set of as many classes; if there is none, "0", "1", ..."""
         if self.classes is not None:
             return list(self.classes)
         subset = infer_imagenet_subset({"num_classes": self.num_classes})
         return ImageNetInfo(subset).label_names() if subset else [*map(str, range(self.num_classes))]
 
     def loss(self, student: Outputs, teacher: Outputs, label_loss: Tensor) -> Tensor:
-        """Return the total loss: (1 - alpha) * `label_loss` + alpha * the distillation loss.
+        """Return the total loss, 0-d: (1 - alpha) * `label_loss` + alpha * the distillation loss.
 
-        Args:
-            student, teacher: outputs of both for the same images.
-            label_loss: the student's loss against the labels, a scalar.
+        The distillation loss is the one of the logits (`kind`), if the teacher has any, plus, with `features`, `weight` times
+        the mean over the blocks of the `distance` of patch tokens and of class tokens, each counting once per block.
         """
         tau, alpha, features = self.settings.tau, self.settings.alpha, self.settings.features
         distilled = torch.zeros_like(label_loss)
@@ -363,9 +363,9 @@ class Teacher:
 
 
 def _moved(maps: Tensor, steps: Tensor, grid: Size) -> Tensor:
-    """Return maps [B, H, W, C], each moved cyclically down and right by its `steps` [B, 2], in cells of `grid` (h, w).
+    """Return maps [B, H, W, C], each rolled by its `steps` [B, 2] (down, right), counted in cells of a `grid` (h, w).
 
-    H and W are multiples of h and w.
+    A cell is H / h by W / w positions, and both are whole numbers.
     """
     units = [n // m for n, m in zip(maps.shape[1:3], grid, strict=True)]
     moves = [[step * unit for step, unit in zip(pair, units, strict=True)] for pair in steps.tolist()]
@@ -380,7 +380,7 @@ def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
 def _build(
     settings: Distillation, num_classes: int | None, size: int | Sequence[int] | None, model_args: dict[str, Any]
 ) -> nn.Module:
-    """Return the teacher of the settings, with pretrained weights or random ones.
+    """Return the teacher of the settings, with timm's weights if `settings.pretrained`, otherwise with random ones.
 
     `num_classes` None is the model's default, and is ignored for pretrained weights; `size` (a side or [H, W] in pixels) None
     is the size of its cfg. `model_args` are those of the checkpoint, which `teacher_args` override.
@@ -394,7 +394,7 @@ def _build(
 
 
 def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
-    """Load the contents of the teacher's checkpoint into `model` in place; ValueError if they do not fit."""
+    """Load `loaded`, the contents of the teacher's checkpoint, into `model` in place; ValueError if they do not fit."""
     try:
         if hasattr(model, "position_parameters"):
             load_pretrained(model, loaded)

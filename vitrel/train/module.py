@@ -160,10 +160,10 @@ class Classifier(LightningModule):
         return self.teacher is not None and self.teacher.answers and not self.teacher.settings.labels
 
     def setup(self, stage: str) -> None:
-        """Set `classes` and `erasing`; ValueError if model, teacher and data do not fit each other.
+        """Set `classes` (names: the data's, with `ignores_labels` the teacher's) and `erasing`; ValueError if parts do not fit.
 
-        The head becomes new where the initial weights have other class names than the data (ValueError if `reset_head` is
-        false). Warns of a teacher without class names, if readers differ in the order of the classes.
+        The head becomes new where the initial weights have other `classes` or another order (ValueError if `reset_head` is
+        false). Warns of a teacher without class names if torchvision and timm would sort those of the data differently.
         """
         data = self.trainer.datamodule
         self.classes: list[str] = self.teacher.class_names() if self.ignores_labels else list(data.classes)  # type: ignore[union-attr]
@@ -247,7 +247,7 @@ class Classifier(LightningModule):
             rank_zero_only(print)("the first update compiles the model, which can take minutes (model.execution.compile)")
 
     def updates_per_epoch(self) -> int:
-        """Number of optimizer updates in an epoch, an incomplete last accumulation included; does not build the loaders.
+        """Return the number of optimizer updates in an epoch, an incomplete last accumulation included; build no loaders.
 
         Lightning's `estimated_stepping_batches` gives the same number, but builds the loaders early, after which a loader's
         saved state is no longer restored (Lightning issue 20550).
@@ -257,12 +257,12 @@ class Classifier(LightningModule):
         return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def updates(self) -> int:
-        """Number of optimizer updates in the run, limited by max_steps and max_epochs; 0 if neither is set."""
+        """Return the number of optimizer updates in the run, the lower limit of max_steps and max_epochs; 0 without either."""
         limits = self.trainer.max_steps, self.updates_per_epoch() * (self.trainer.max_epochs or 0)
         return min((limit for limit in limits if limit > 0), default=0)
 
     def epochs_done(self) -> int:
-        """Number of epochs whose training batches are all done, evaluated or not."""
+        """Return the number of epochs whose training batches are all done, evaluated or not."""
         loop, batches = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop.batch_progress.current
         epochs = loop.epoch_progress.current
         trained = epochs.ready > epochs.processed and batches.processed >= self.trainer.num_training_batches
@@ -286,9 +286,9 @@ class Classifier(LightningModule):
         return normalize(images, self.mean, self.std)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, 0-d; log it, and the share of its labels that are predicted, under train/.
+        """Return the loss of a batch, 0-d; log it as train/loss_step, and the mean share of right labels or pixels.
 
-        The loss of a batch without images, none of which could be read, is 0 and has no weight in the mean of the epoch.
+        Of mixed labels the largest share counts. A batch of which no image could be read has loss 0 and no weight in the mean.
         """
         if not len(batch[0]):  # other ranks wait for the gradients of all parameters, and for the means of the epoch
             loss = torch.stack([0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad]).sum()
@@ -314,7 +314,7 @@ class Classifier(LightningModule):
         return loss
 
     def _log_of_epoch(self, loss: Tensor, right: Tensor, images: int) -> None:
-        """Log loss and share of right labels, means over a batch of `images` images, for the means over epoch and ranks."""
+        """Log a batch's loss and share of right labels under train/, for means over epoch and ranks weighted by `images`."""
         values = {"train/loss_epoch": loss, f"train/{self.task.learned}_epoch": right}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=images)
 

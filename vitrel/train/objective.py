@@ -104,7 +104,7 @@ class Mixing:
     def build(self, num_classes: int, label_smoothing: float, several: bool = False) -> Mixup | None:
         """Return timm's Mixup; None if mixup and cutmix are 0.
 
-        It also smooths the labels, except for `several` labels an image (targets [B, classes]), which the loss smooths.
+        It also smooths the labels, unless there are `several` labels an image (targets [B, classes]), which the loss smooths.
         """
         if not self.mixup and not self.cutmix:
             return None
@@ -128,7 +128,7 @@ class Erasing:
         self.erase = RandomErasing(settings.erase, mode=settings.erase_mode, device="cpu")
 
     def __call__(self, images: Tensor) -> None:
-        """Erase in images [B, 3, H, W] in place, with random numbers of the global generators of Python and torch (CPU)."""
+        """Erase a box in each image of [B, 3, H, W] in place with probability `erase`, by Python's and torch's CPU RNG."""
         for image in images:
             self.erase(_Erased(image))
 

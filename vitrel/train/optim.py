@@ -39,9 +39,9 @@ class Optimization:
         opt_args: further keywords of the optimizer, e.g. {eps: 1e-6}.
         layer_decay: layer-wise learning-rate decay: each layer's rate is that of the next layer times this factor, and the
             head has the full rate. Null: no decay.
-        lr_base_size: number of images per update for which `lr` is meant; `lr` is scaled to the actual number, batch_size *
-            devices * accumulate_grad_batches. Null uses `lr` unscaled.
-        lr_base_scale: scaling of `lr` with the number of images: "linear", or "sqrt" (square root).
+        lr_base_size: number of images per update for which `lr` is meant: `lr` is multiplied by the actual number, batch_size *
+            devices * accumulate_grad_batches, divided by lr_base_size. Null uses `lr` unscaled.
+        lr_base_scale: "linear", multiplied by that ratio; or "sqrt", by its square root.
 
     Raises:
         ValueError: an unknown optimizer, or a value out of range.
@@ -124,12 +124,12 @@ class Optimization:
 def parameter_groups(model: nn.Module, settings: Optimization, lr: float) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups, as dictionaries of name, params, lr and weight_decay.
 
-    The groups are "decayed", "undecayed" (biases, all parameters of at most one dimension, and those that a name or pattern of
-    `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, learning rate times `position_lr_scale`).
+    The groups are, in this order, "decayed", "undecayed" (biases, parameters of at most one dimension, and those that a name or
+    pattern of `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, rate times `position_lr_scale`).
     A `position_lr_scale` of None is 1, except with `layer_decay`: encodings in attention are then in groups of their own
     ("position.x10"), whose learning rate is `lr` times the factor in the model's `position_lr_scales()`, without layer decay.
-    With `layer_decay`, every other group is split by layer ("decayed.0", ..., 0 at the input), and its `lr` includes its
-    layer's factor, layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen
+    With `layer_decay`, every other group is split by layer, last first (..., "decayed.0" at the input); its `lr` includes the
+    factor layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen
     parameters are in no group.
 
     Args:

@@ -158,11 +158,11 @@ class Tuning:
         return {"absolute_fade": model.absolute_fade.fade_steps}
 
     def images_to_fit(self, name: str, base: Backbone) -> int:
-        """Return the number of images to which the added encoding is fitted: `fit`, or by default 256 or 0 (not fitted).
+        """Return the number of images to fit `position` to: `fit`; if null, 256, or 0 where `fit_position` does nothing.
 
         Args:
             name: as for `build`.
-            base: the model before the encoding is added, as `initial` returns it.
+            base: the model before `position` is added, as `initial` returns it.
         """
         if self.fit is not None or self.position is None:
             return self.fit or 0

@@ -123,7 +123,7 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
-        """Parse the arguments; SystemExit 2, with the reason on stderr, for a key or value that is not allowed."""
+        """Parse the arguments; SystemExit 2 (reason on stderr) for a key or value not allowed, ValueError by `_check_file`."""
         args = args or []
         for option, value in zip(args, [*args[1:], ""], strict=True):
             name, equals, path = option.partition("=")
@@ -207,7 +207,7 @@ class TrainCLI(LightningCLI):
 
         Raises:
             BlockingIOError: another process is writing into the run's folder.
-            FileExistsError: the folder holds a run and no checkpoint to resume from is given.
+            FileExistsError: the folder holds a `last.ckpt` and no checkpoint to resume from is given.
         """
         with ExitStack() as held:
             # only rank 0 writes into the folder; a rank that starts later could find the checkpoints of this very run
@@ -292,7 +292,7 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
         ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.
         FileExistsError: the run's folder holds a run and no `--ckpt_path` is given.
         FileNotFoundError: `--ckpt_path` names no file.
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss or a weight is not finite.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
@@ -322,13 +322,13 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
 
 
 def keys() -> list[str]:
-    """Return every key of a configuration, such as "model.optim.lr"."""
+    """Return every key of a configuration, such as "model.optim.lr", and of its sections below the first, as "model.optim"."""
     groups = {"model": Classifier, "data": ImageData, "trainer": Trainer, "run": Run}
     return ["seed_everything", "ckpt_path", *(key for name, group in groups.items() for key in _keys_of(group, name))]
 
 
 def _keys_of(group: type, prefix: str) -> Iterator[str]:
-    """Yield "PREFIX.NAME" of every argument of a class's constructor, and of every field of those that are dataclasses."""
+    """Yield "PREFIX.NAME" of every argument of a class's constructor; for dataclasses also "PREFIX.NAME.FIELD", recursively."""
     for name, hint in get_type_hints(group.__init__).items():  # type: ignore[misc]
         if name != "return":
             yield f"{prefix}.{name}"
@@ -338,7 +338,7 @@ def _keys_of(group: type, prefix: str) -> Iterator[str]:
 
 
 def _check_file(path: str) -> None:
-    """Raise ValueError for what jsonargparse would ignore in a YAML file: keys that other keys set, a number for a section.
+    """Raise ValueError for what jsonargparse would ignore in a YAML file: keys of COMPUTED, and a number or list for a section.
 
     A missing file is not an error here: jsonargparse reports it.
     """
@@ -360,7 +360,7 @@ def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _sentence(message: str) -> str:
-    """Return a message of jsonargparse as one line: the key, what it takes, and the value, or the nearest key."""
+    """Return a message of jsonargparse as one line: the key, what it takes and the value, or the nearest keys if unknown."""
     message = re.sub(r"^Call to compute_fn .* failed: ", "", message)
     if denied := re.search(r"Importing '([^']+)' is not allowed", message):
         return f"{denied[1]} is not allowed: a configuration names classes of {', '.join(MODULES)} and modules of --import only"
@@ -385,7 +385,7 @@ def _sentence(message: str) -> str:
 
 
 def _parse_plain_values() -> None:
-    """Let jsonargparse import no other modules than MODULES and those of --import, and fetch nothing."""
+    """Let jsonargparse import only MODULES (Lightning, vitrel) and those of --import, and fetch no configuration by URL."""
     jsonargparse.set_parsing_settings(
         import_path_denylist=["*"],
         import_path_allowlist=[*MODULES, *imported_modules()],
@@ -403,7 +403,7 @@ def _seed(value: int | bool) -> int:
 
 
 def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
-    """Return the loggers of `trainer.logger`: for None or true, TensorBoard's in the run's `folder`; for false, []."""
+    """Return `trainer.logger` as a list: for None or true, TensorBoard's in the run's `folder`; for false, []."""
     if setting is None or setting is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
     return _listed(setting or None)

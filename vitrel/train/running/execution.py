@@ -40,7 +40,7 @@ class Execution:
     def compile_blocks(self, model: nn.Module) -> None:
         """Run every `Block` of `model` through torch.compile, in place; the whole model where it has none.
 
-        Raises torch._dynamo's limits of recompilation, for the process.
+        Increases torch._dynamo's limits of recompilation, for the process.
         """
         from torch._dynamo import config  # takes seconds to import
 

@@ -16,8 +16,8 @@ class FiniteLoss(Callback):
     """Stops the run at the first loss or weight that is not finite, before it is saved in a checkpoint.
 
     The loss is checked on its device. On a GPU the result is read only at logging steps, at the end of an epoch and before
-    every checkpoint, to avoid a synchronization per step. FloatingPointError is raised, and the images of the batch are listed
-    in `bad_batch.RANK.txt`.
+    every checkpoint, to avoid a synchronization per step; weights are checked before every checkpoint. FloatingPointError is
+    raised; for a loss, the images of its batch are listed in `bad_batch.RANK.txt`.
 
     Args:
         folder: the run's folder.
@@ -44,7 +44,7 @@ class FiniteLoss(Callback):
     def check(self, trainer: Trainer) -> None:
         """Raise FloatingPointError on all ranks if any loss so far was not finite on any; must be called on all ranks.
 
-        A rank with such a loss writes the list of its batch before.
+        A rank with such a loss first writes the image names of its first such batch into `bad_batch.RANK.txt`.
         """
         here = bool(torch.isfinite(self.bad))
         if not trainer.strategy.reduce_boolean_decision(here, all=False):
@@ -67,10 +67,10 @@ REMEDY = (
 
 
 class BadImages(Callback):
-    """Counts unreadable images, which are left out, after every epoch; if there are more, lists all in `bad_images.csv`.
+    """Counts unreadable images, which are left out, after every epoch; if more than before, lists all in `bad_images.csv`.
 
-    Rank 0 prints a line then. Raises ValueError if their share of the training or of the evaluation images exceeds
-    `data.reading.bad_share`.
+    Rank 0 does so and prints a line. Raises ValueError, without the line, if their share of the training or of the evaluation
+    images exceeds `data.reading.bad_share`.
 
     Args:
         folder: the run's folder.
@@ -108,5 +108,5 @@ class BadImages(Callback):
 
 
 def _first(names: list[str]) -> str:
-    """Return the first SHOWN names, and the number of the others, as text."""
+    """Return the first SHOWN (8) names, joined by commas, and "and N more" if there are others."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -118,12 +118,12 @@ class Progress(Callback):
             self.evaluated = False
 
     def _print_within(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
-        """Print a line within an epoch, if `every` seconds have passed since the last line."""
+        """Print a line within an epoch if `every` seconds have passed since the last; `where` is as "batch 3/9"."""
         if time.monotonic() - self.printed >= self.every:
             self._print(trainer, module, f"epoch {trainer.current_epoch + 1}{_end(trainer)}  {where}", suffix)
 
     def _print(self, trainer: Trainer, module: LightningModule, where: str, suffix: str) -> None:
-        """Print a line, if this rank prints: `where`, metrics, speed and the time left.
+        """Print a line, if this rank prints: `where` (epoch and batch), metrics, speed and the time left.
 
         The metrics are those of training whose names end in `suffix`, "_step" or "_epoch", with "_epoch" also those of an
         evaluation since the last epoch's line; "" for none.

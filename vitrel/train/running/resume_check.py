@@ -22,7 +22,7 @@ _FILES = "training files"
 
 
 def run_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return {name: value, as JSON has it} of all settings that decide the batches, the loss and the updates."""
+    """Return {name: value as in JSON, tuples as lists} of all settings that decide the batches, the loss and the updates."""
     data, module = trainer.datamodule, trainer.lightning_module
     model = module.settings()
     settings = {
@@ -81,7 +81,7 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, old, new) of every value that differs in nested dictionaries; nested names are joined by dots.
+    """Yield (name, old, new) of every value that differs in nested dictionaries; nested keys are joined by dots, after `name`.
 
     A missing key counts as None; lists are compared as a whole.
     """

@@ -65,7 +65,7 @@ class Best(ModelCheckpoint):
 
     Args:
         folder: folder of `best.ckpt`.
-        metric: of the task, "top1", "miou" or "map".
+        metric: "top1", "miou" or "map", logged as val/METRIC.
     """
 
     def __init__(self, folder: str | Path, metric: str) -> None:
@@ -128,9 +128,9 @@ class Saving(Checkpoint):
                 self.old_handlers[number] = signal.signal(number, lambda number, frame: self._handle(trainer, number, frame))
 
     def _handle(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note it for the end of the update and pass SIGTERM on to the ranks that this process started.
+        """Note signal `number` for the end of the update, and pass SIGTERM on to the ranks that this process started.
 
-        Rank 0 prints a line for ctrl-c; a second one, more than a second later, raises KeyboardInterrupt.
+        Rank 0 prints a line at the first ctrl-c; a second ctrl-c, more than a second later, raises KeyboardInterrupt.
         """
         if number == signal.SIGINT and self.received == number and time.monotonic() - self.since > 1:
             # A second ctrl-c. Within one second it would be the first again, since the terminal and the launcher both send it.
@@ -186,7 +186,7 @@ class Saving(Checkpoint):
             signal.signal(*self.old_handlers.popitem())
 
     def _stop(self, trainer: Trainer) -> int:
-        """Return the number of the signal that any rank has received, 0 for none; every rank has to call it."""
+        """Return the highest number of a signal that any rank has received, 0 for none; every rank has to call it."""
         if trainer.world_size == 1:
             return self.received
         received = torch.tensor(self.received, device=trainer.strategy.root_device)
@@ -194,7 +194,7 @@ class Saving(Checkpoint):
         return int(received)
 
     def _log(self, trainer: Trainer, of_step: bool) -> None:
-        """Add the last training metrics, of an update or of the epoch, to the CSV; Lightning would after the checkpoint."""
+        """Add the last training metrics ("_step" if `of_step`, else the rest) to the CSV; Lightning does it after the save."""
         values = {name: float(value) for name, value in trainer.logged_metrics.items() if not name.startswith("val/")}
         values = {name: value for name, value in values.items() if name.endswith("_step") == of_step}
         self.csv.log_metrics(values | {"epoch": trainer.current_epoch}, trainer.global_step - 1)
