@@ -83,7 +83,7 @@ class TrainedModel:
         return tuple(dict.fromkeys((self.img_size, *map(self.size_of, self.train_sizes))))
 
     def is_training(self, size: Size, budget: int | None = None) -> bool:
-        """Return whether the model was trained at `size` (h, w) pixels; if at native shape, whether with this token budget."""
+        """Return whether the model was trained at `size` (h, w) pixels; at native shape, with `budget` at any `size`."""
         return Budget(budget) in self.train_sizes if self.is_native and budget is not None else size in self.train_sizes
 
     @property
@@ -101,11 +101,11 @@ class TrainedModel:
         return size if not isinstance(size, Budget) else native_size(1, 1, size.tokens, self._patch_for(str(size)))
 
     def budget_of(self, size: Size | Budget) -> int:
-        """Return the number of patch tokens of a token budget or a size in pixels; ValueError for a size, but no patches."""
+        """Return the patch tokens of a budget, or of a size in pixels; ValueError for a size if the model has no patches."""
         return size.tokens if isinstance(size, Budget) else token_count(size, self._patch_for("the protocol native"))
 
     def _patch_for(self, what: str) -> Size:
-        """Return the patch size (h, w) in pixels; where the model has none ValueError, which says that `what` needs it."""
+        """Return the patch size (h, w) in pixels; ValueError if the model has none: `what`, a text, is named as needing it."""
         if self.patch is None:
             raise ValueError(
                 f"{what} counts patch tokens, but {self.label} has no patch embedding with a patch_size: give sizes in pixels "
@@ -190,8 +190,8 @@ def load_model(
             contains the weights; weights, pretrained and random are then ignored.
         weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's train.py
             (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
-        pretrained: instead of a file, use timm's weights for the name, from its cache or the network.
-        random: without either, random weights (seed 0).
+        pretrained: where weights is None, use timm's weights for the name, from its cache or the network.
+        random: where weights is None and pretrained False, use random weights (seed 0).
         model_args: arguments of timm.create_model.
         about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one, unless in model_args.
 
@@ -269,9 +269,9 @@ def trained_model(
 
 
 def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with mean and std as tuples, crop_pct as a float and the others as text.
+    """Return `given`, any keys of preprocessing, with mean and std as tuples, crop_pct as a float and the others as text.
 
-    ValueError unless mean and std have three numbers, and those of std are above 0.
+    ValueError where mean or std does not have three numbers, or std has one that is not above 0.
     """
     types = {"mean": tuple, "std": tuple, "crop_pct": float}
     known = {name: types.get(name, str)(value) for name, value in given.items()}

@@ -198,7 +198,7 @@ class Folder:
 
     @property
     def by_class(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{key of the row: (whole, right), arrays by class as of `Task.by_class`}."""
+        """{key of the row: (whole, right)}: [n, classes] each, or summed over images; right / whole is the score of a class."""
         count = len(self.settings["classes"])
         return {row["key"]: task_named(row["task"]).by_class(self.kept[row["key"]], count) for row in self.rows}
 
@@ -303,7 +303,7 @@ def _members(kept: Mapping[str, Kept]) -> dict[str, np.ndarray]:
 
 
 def _place(path: Path, key: str) -> Path:
-    """Return the path of the file for the row `key` in the images/ of the folder `path`."""
+    """Return the path images/HASH.npz in the folder `path` for the row `key`, of which HASH is a hash."""
     return path / "images" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
 
 

@@ -94,7 +94,7 @@ def check_task(trained: TrainedModel) -> None:
 def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:
     """Return the features [n, C] of all images of a view before the classifier, and their labels [n], on the CPU.
 
-    The forward passes are on the model's device; afterwards the model is on the CPU.
+    Both are 0 for images that could not be read. The passes are on the model's device; afterwards the model is on the CPU.
     """
     device = next(trained.model.parameters()).device
     with evaluating(trained.model), AtSizes(trained.model, "none", device) as at:

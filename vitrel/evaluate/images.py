@@ -80,7 +80,7 @@ class View(NamedTuple):
         return self._replace(window=None, translation=0)
 
     def shape_of(self, file: Size) -> Size:
-        """Return the size (h, w) in pixels at which the model gets an image whose file has `file` (h, w) pixels."""
+        """Return the input size (h, w) for a file of `file` (h, w): `size`, or with a budget one of its aspect ratio."""
         return self.size if self.budget is None or self.patch is None else native_size(*file, self.budget, self.patch)
 
 
@@ -263,7 +263,7 @@ class Images:
         return Counter({view.size: len(self)} if view.budget is None else map(view.shape_of, self._sizes(view)))
 
     def _sizes(self, view: View) -> list[Size]:
-        """Return the size (h, w) of every file in pixels, (1, 1) for generated images; only the first call reads them."""
+        """Return the sizes (h, w) of all files in pixels, (1, 1) for generated images; only the first call reads the files."""
         if not self._file_sizes:
             dataset = self.dataset(view)
             generated = not hasattr(dataset, "image_sizes")
@@ -272,7 +272,7 @@ class Images:
         return self._file_sizes
 
     def _groups(self, view: View, rank: int, world: int) -> list[Sequence[int | Draw]]:
-        """Return the images rank, rank + world, ..., grouped by their size in the model: indices, or `Draw`s with a budget."""
+        """Return images rank, rank + world, ...: one group of indices, or with a budget a group of `Draw`s per input size."""
         share = range(rank, len(self), world)
         if view.budget is None:
             return [share]
@@ -306,12 +306,12 @@ class Images:
             gc.collect()
 
     def bad(self, view: View) -> list[str]:
-        """Return the names of the images that this process could not read so far; [] for data without names of files."""
+        """Return the names of images that this process found unreadable since it opened `view`; [] for data without files."""
         dataset = self.dataset(view)
         return [shown(dataset.name(at)) for at in dataset.bad_indices()] if isinstance(dataset, ImageSet) else []
 
     def items(self, view: View, indices: Iterable[int]) -> Iterator[tuple[int, Tensor, Any]]:
-        """Yield (index, image [3, H, W], target) of these images, unreadable ones left out; the same in every process."""
+        """Yield (index, image [3, H, W], target) of the images `indices`, in whatever process; unreadable ones are left out."""
         dataset, files = self.dataset(view), None if view.budget is None else self._sizes(view)
         for index in indices:
             image, target = dataset[index if files is None else Draw(index, view.shape_of(files[index]))]
@@ -333,7 +333,7 @@ def _target(image: Tensor, target: Any, view: View, drawn: bool) -> Any:
 
     Args:
         image: [3, H, W] as the model gets it.
-        target: of the data set: a label, the classes of several labels, or a mask.
+        target: of the data set: a label, targets [K] of 0 and 1 for several labels, or a mask.
         view: of the data set.
         drawn: that of `_is_drawn`: the mask covers the image pixel by pixel, and no image is unreadable. Otherwise the mask has
             the resolution of its file.
@@ -387,7 +387,7 @@ def _how_to_go_on() -> Iterator[None]:
 
 
 def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[Sequence[int | Draw]]:
-    """Return batches of at most `size` images, each of one group, without the first `start` images of all groups."""
+    """Return batches of at most `size` images, each of one group, without the first `start` images of the joined groups."""
     batches = []
     for group in groups:
         batches += [group[first : first + size] for first in range(start, len(group), size)]

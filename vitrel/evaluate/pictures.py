@@ -62,7 +62,7 @@ class Section:
 
 
 def collect(trials: Sequence["Trial"], images: Images, device: torch.device, photographs: bool) -> list[Section]:
-    """Run the models and return the pictures of an evaluation for its report, of MODELS models at most.
+    """Run the models and return the pictures for the report, of MODELS models at most: of the first seed and policy of each.
 
     These are the first image in every protocol at every size; for segmentation its mask and what every model predicts; and of
     every model, in its first protocol at its first and its largest size, where the patch in the middle attends in the first
@@ -150,7 +150,8 @@ def _attention(
 ) -> None:
     """Add to `attends` where the middle patch attends in the first and the last layer, to `adds` what position adds there.
 
-    ValueError for more than LARGEST tokens. Without `photographs` the image is gray.
+    Where it adds nothing to attention, `adds` gets the similarity of the position embeddings, if there are any. ValueError for
+    more than LARGEST tokens. Without `photographs` the image is gray.
     """
     _, pixels, _ = next(images.items(trial.view, range(len(images))))
     layers: list[Layer] = []
@@ -202,7 +203,7 @@ def _color(index: int) -> tuple[int, int, int]:
 
 
 def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) -> Picture:
-    """Return uint8 [h, w, 3] as a WebP picture whose longer side is `side` pixels, lossless for at most 256 colors (a mask)."""
+    """Return uint8 [h, w, 3] as WebP, shown with a longer side of `side` pixels; lossless for at most 256 colors (a mask)."""
     picture = Image.fromarray(pixels)
     drawn = len(picture.getcolors(256) or ()) > 0
     factor = side / max(picture.size)

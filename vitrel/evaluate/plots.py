@@ -57,7 +57,8 @@ def against_size(judged: Judged, protocol: str) -> "Figure | None":
 def against_cost(judged: Judged) -> "Figure | None":
     """Return the chart of the task's metric by multiply-adds of an image; None where these are unknown or all equal.
 
-    Lines and hollow points are as in `against_size`. Of every model the smallest and the largest cost have their size written.
+    Its points are `Model.used`; lines and hollow points are as in `against_size`. The size is written at the smallest and the
+    largest cost of every model.
     """
     used = [row for model in judged.models.values() for row in model.used.values() if known_number(row.get("gflops"))]
     if len({row["gflops"] for row in used}) < 2:
@@ -107,11 +108,7 @@ def _axes(title: str, judged: Judged) -> tuple["Figure", Any]:
 
 
 def _draw(axes: Any, number: int, label: str, x: Sequence[float], rows: Sequence[Row], hollow: bool = False) -> None:
-    """Draw the points of rows at `x` with their intervals, joined by a line unless they are hollow.
-
-    Args:
-        number: number of the model, which gives color and marker.
-    """
+    """Draw the points of rows at `x` with intervals, joined unless hollow; color and marker are by the model's `number`."""
     if not rows:
         return
     y = [main_metric(row) for row in rows]

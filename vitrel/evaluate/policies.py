@@ -44,10 +44,11 @@ MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, ab
 def policies_at(
     model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None, log_n: bool = False
 ) -> tuple[str, ...]:
-    """Return the policies that give different models at `size` (h, w) pixels, as "rescale+geometric"; ("none",) for only one.
+    """Return the policies that give different models at `size` (h, w) pixels, as "rescale+geometric".
 
     A policy joins a choice for the windows and one for each kind of position encoding. Encodings that share a policy's name
-    switch together; encodings that do not are tried in all combinations. A model of another library has only "none".
+    switch together; encodings that do not are tried in all combinations. ("none",) where none makes a
+    difference, and for a model of another library.
 
     Args:
         wanted: only these policies; encodings and windows for which none is named keep their current policy. None: all.
@@ -296,9 +297,9 @@ def _encoding_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequen
 
 
 def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
-    """Return the names of the policies of encodings that act at a large size, in groups.
+    """Return the names of the encodings' policies in groups: encodings that share a policy's name are in one group.
 
-    Encodings that share a policy's name are in one group.
+    An encoding on which no policy acts at the size LARGE is left out.
     """
     groups: list[tuple[str, ...]] = []
     for policies in dict.fromkeys(
@@ -325,7 +326,8 @@ def _is_affected(part: PositionEncoding, grid: Grid) -> bool:
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
     """Return the window (h, w) in tokens of a layer with `grid` (h, w) tokens, under the policy "divisor" or "rescale".
 
-    "rescale" multiplies the trained window by `size`, the image's (h, w) in pixels, over the training size, and rounds down.
+    "divisor" is the largest divisor of the grid's side up to the trained window. "rescale" multiplies the trained window by
+    `size`, the image's (h, w) in pixels, over the training size, and rounds down.
     """
     if policy == "divisor":
         h, w = (max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
@@ -356,7 +358,7 @@ def _stages(model: Backbone, size: Size) -> Iterator[tuple[Iterable[nn.Module], 
 
 
 def _windows(blocks: Iterable[nn.Module], grid: Size) -> tuple[StageWindows, ...]:
-    """Return the windows and padding of the blocks of a stage, whose grid is (h, w) tokens."""
+    """Return windows and padding in a stage of `grid` (h, w) tokens, one item for all blocks with the same window."""
     return stage_windows(own_windows(block.attn, grid) for block in blocks)  # type: ignore[arg-type]
 
 

@@ -217,7 +217,8 @@ def resampled_text(row: Row) -> str:
 def class_tables(judged: Judged, by_class: ByClass, names: Sequence[str]) -> dict[str, Table]:
     """Return {label: (header, lines)}: the score of every class at every size of the model's protocol, with 95 % intervals.
 
-    Of more than CLASSES classes only those that lose most against the training size. A model without `by_class` has no table.
+    Of more classes only the CLASSES that lose most, at any size, against the training size. A model without `by_class` has no
+    table.
     """
     found = {}
     for label, model in judged.models.items():
@@ -236,11 +237,7 @@ def class_tables(judged: Judged, by_class: ByClass, names: Sequence[str]) -> dic
 
 
 def _of_classes(counts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Return score, low and high of every class, percent, [3, K]; NaN where a class does not occur.
-
-    Args:
-        counts: `Task.by_class` of each seed.
-    """
+    """Return score, low and high of every class, percent, [3, K], from `Task.by_class` of each seed; NaN if it is absent."""
     whole, right = (np.stack([one[at] for one in counts]).astype(float) for at in (0, 1))
     table = np.full((3, whole.shape[-1]), math.nan)
     for at in range(whole.shape[-1]):

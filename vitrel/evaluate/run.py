@@ -252,7 +252,7 @@ def _about(models: Sequence[TrainedModel], images: Images, settings: Settings, d
 
 
 def _about_cost(trial: Trial) -> tuple:
-    """Return a key of what cost and speed of a trial depend on: trials of several seeds or protocols may have the same."""
+    """Return a key that trials of equal cost and speed share: (label, architecture, size, window, token budget, policy)."""
     return trial.trained.label, trial.trained.name, trial.size, trial.view.window, trial.view.budget, trial.policy
 
 
@@ -262,7 +262,10 @@ def _costs(left: Sequence[Trial], images: Images) -> dict[tuple, Row]:
 
 
 def _cost(trial: Trial, images: Images) -> Row:
-    """Return the columns of `costs_at` for a trial: tokens and gflops of all windows, unseen offsets of all training sizes."""
+    """Return the columns of `costs_at` for a trial; tokens and gflops are times the windows of the protocol sliding.
+
+    Of several training sizes, unseen and saturated are at most `unseen_after`, the share unseen at the best of them.
+    """
     trained, view = trial.trained, trial.view
     shapes = None if view.budget is None else images.shapes(view)
     size = view.window or trial.size
@@ -289,8 +292,6 @@ def _measured(
     Args:
         left: the trials to measure, in the order of `trials`.
         images: all images, whose cache the trials of one view share.
-        settings: of the evaluation.
-        device: to run on.
         costs: result of `_costs`.
         advance: function that shows progress; None: nothing is shown.
 
@@ -352,7 +353,7 @@ def _share(
 
 
 def _interval(task: Task, kept: Kept) -> Row:
-    """Return {column: value} of the ends of the 95 % interval of the task's metric over images, in percent."""
+    """Return {"METRIC_low": value, "METRIC_high": value}: the 95 % interval of the task's metric over images, in percent."""
     low, high = estimate([task.scores(kept, task.metric)[None]]).of_share()
     return {f"{task.metric}_low": round(low, 4), f"{task.metric}_high": round(high, 4)}
 
@@ -398,7 +399,7 @@ def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: P
 def _tell(
     folder: Folder, rows: Sequence[Row], plan: Sequence[Trial], images: Images, settings: Settings, device: torch.device
 ) -> None:
-    """Write tables, plots and the report into a folder, and print the main table, the verdicts and what was left out."""
+    """Write table.md, plots and report.html into `folder`; print the main table, verdicts and names of unreadable images."""
     about, path = folder.settings, folder.path or Path()
     pictures = collect(plan, images, device, settings.photographs) if settings.report else ()
     judged = judge(rows, folder.scores, settings.margin, about["unused"])
@@ -413,7 +414,7 @@ def _tell(
 def _seconds(
     left: Sequence[Trial], images: Images, costs: Mapping[tuple, Row], settings: Settings, device: torch.device
 ) -> float:
-    """Return about how many seconds trials take, from timed passes of each model and reading of a few images; or NaN."""
+    """Return about how many seconds trials take, by passes of each model and reading of a few images; NaN without memory."""
     total, rates = 0.0, dict[str, float]()
     for trial in left:
         if trial.trained.label not in rates:

@@ -66,11 +66,7 @@ class Estimate:
         return self.between / self.seeds + self.shared
 
     def half(self, tail: Number = TAIL) -> Number:
-        """Return the distance of an interval's end from its center, in points.
-
-        Args:
-            tail: probability of error beyond this end.
-        """
+        """Return the distance of an interval's end from its center, in points; `tail` is the probability beyond this end."""
         return self._critical(tail) * np.sqrt(self.variance)
 
     def _critical(self, tail: Number) -> Number:

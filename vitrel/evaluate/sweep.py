@@ -126,7 +126,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Text that identifies the row within an evaluation."""
+        """Text that identifies the row within an evaluation: label, seed, size, protocol, policy and crop_pct."""
         budget = "" if self.view.budget is None else f",{self.view.budget}t"
         moved = f", moved {self.view.translation} px" if self.view.translation else ""
         of_model = f"{shown(self.trained.label)}|{self.trained.seed}|{format_size(self.size)}"
@@ -141,7 +141,7 @@ class Trial:
 
     @property
     def task(self) -> Task:
-        """The `Task` of the model, which has the scores."""
+        """The model's `Task`, which computes its scores."""
         return task_named(self.trained.task)
 
     @property
@@ -174,10 +174,10 @@ class Trial:
 
 
 def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], settings: Settings) -> list[Trial]:
-    """Return the trials (rows) of an evaluation: first every model at its training sizes, then by size.
+    """Return the trials (rows): first at all models' training sizes, listed in settings or not, then at the others in order.
 
-    A model's training sizes are evaluated even if `settings.sizes` does not list them. A policy has a trial at the sizes where
-    it makes a difference, a translation one at the training size in the first protocol. Trials that share images are adjacent.
+    A policy has a trial at the sizes where it makes a difference, in the protocol sliding only the first policy; a translation
+    has one at the training size in the first protocol. Trials that share images are adjacent.
 
     Args:
         models: all of one task.
@@ -231,7 +231,7 @@ def _check(models: Sequence[TrainedModel], settings: Settings) -> None:
 
 
 def default_protocols(models: Sequence[TrainedModel]) -> tuple[str, ...]:
-    """Return the protocols where none is named: native for models trained at native shape, scale for others."""
+    """Return the protocols if none is named: native if a model was trained at native shape, scale if one was not, or both."""
     return tuple(name for name in ("scale", "native") if (name == "native") in {trained.is_native for trained in models})
 
 

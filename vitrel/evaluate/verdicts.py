@@ -294,7 +294,10 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
 
 
 def _add_verdicts(family: Sequence[Place], margin: float) -> None:
-    """Set the columns of `Judged.rows` in the rows of one model and protocol, in place; best is False until `_compare`."""
+    """Set the columns of `Judged.rows` in the rows of one model and protocol, in place, against the nearest training size.
+
+    The column best is False until `_compare`. Without a row at a training size there are no differences and verdicts.
+    """
     firsts: dict[Size, Place] = {}
     for place in family:
         first = firsts.setdefault(parse_size(place.row["img_size"]), place)
@@ -315,7 +318,10 @@ def _add_verdicts(family: Sequence[Place], margin: float) -> None:
 
 
 def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
-    """Return `Model.better`: the row of another policy, or another protocol at the same cost, that is shown to be better."""
+    """Return {size: the most accurate row shown to be better than that of `used`}, {size: place}; other sizes are absent.
+
+    The rows, of `places`, are of another policy in the same protocol, or of the first policy of one that costs the same.
+    """
     pairs = [
         (place, own)
         for place in places
@@ -330,7 +336,7 @@ def _better(used: Used, places: Sequence[Place]) -> dict[str, Row]:
 
 
 def _costs_the_same(row: Row, other: Row) -> bool:
-    """Return whether two rows have the same multiply-adds, but for 1 %; where these are not known, the same tokens."""
+    """Return whether two rows have the same multiply-adds within 1 %, or where one lacks them, the same tokens within 1 %."""
     name = "gflops" if known_number(row.get("gflops")) and known_number(other.get("gflops")) else "tokens"
     return math.isclose(row.get(name) or math.nan, other.get(name) or math.nan, rel_tol=0.01)
 
@@ -338,7 +344,8 @@ def _costs_the_same(row: Row, other: Row) -> bool:
 def _compare(models: Mapping[str, Model], used: Mapping[str, Used]) -> None:
     """Compare all pairs of models at the sizes and in the protocol that both have, as one family of tests (Holm).
 
-    Sets others, ahead, behind and level of the models, and the column best of their rows, in place.
+    Sets others, ahead, behind and level of `models`, {label: model}, and the column best of their rows, in place. `used` is
+    {label: {size: place by which it is judged}}.
     """
     pairs = [
         (size, a, b)
@@ -374,7 +381,7 @@ def _comparable(ours: Sample, theirs: Sample) -> bool:
 
 
 def _pooled(pairs: Sequence[tuple[str, str, str]], found: Sequence[Estimate]) -> list[Estimate]:
-    """Return the estimates `found` of pairs (size, a, b) of models, after `pooled` over the pairs of each size."""
+    """Return the estimates `found` of pairs (size, a, b) of models, in order, each `pooled` with all of its size and seeds."""
     groups: dict[tuple[str, int], dict[tuple[str, str, str], Estimate]] = defaultdict(dict)
     for pair, one in zip(pairs, found, strict=True):
         groups[pair[0], one.seeds][pair] = one
