@@ -93,8 +93,8 @@ class Call(NamedTuple):
 class Trace(NamedTuple):
     """The result of `trace`: the attention layers and vitrel's encodings in one forward pass at one image size, in their order.
 
-    `resampled` is {"pos_embed bicubic": number of values that forward resamples}, by parameter and policy; `attends` is False
-    if there is no softmax at all.
+    `resampled` is {parameter or encoding, and policy: number of values that forward resamples}: {"pos_embed bicubic": 9}.
+    `attends` is whether there is a softmax of values that depend on the image.
     """
 
     calls: tuple[Call, ...]
@@ -106,7 +106,7 @@ class Trace(NamedTuple):
 class ModelAtSize(NamedTuple):
     """The result of `at_size`: a model adapted to one image size (itself or a copy), and its windows and `Trace` there.
 
-    `resampled` is {name and policy: number of values}: those that the adaptation replaced, and those that forward resamples.
+    `resampled` is {"pos_embed bicubic": number of values}: those that the adaptation replaced, or that forward resamples.
     """
 
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
@@ -364,7 +364,7 @@ def by_offset(pairs: Tensor, shape: Size, prefix: int) -> Tensor:
 def _named_window(name: str, model: nn.Module) -> Size | None:
     """Return the attribute `window_size` (h, w) of the module at path `name` or of its parent, None if neither has one.
 
-    By this alone a window that holds the whole grid differs from global attention.
+    This attribute alone tells a window that holds the whole grid from global attention.
     """
     path = name.split(".")
     found = [getattr(model.get_submodule(".".join(path[:n])), "window_size", None) for n in (len(path), len(path) - 1) if n]

@@ -41,7 +41,7 @@ class Explanation:
     `raw` is q.k, and `scaled` that times the scale. `scaled` plus all of `added` gives `biased`, the mask gives `masked`, and
     its softmax `weights`. `output` is weights @ v plus what value tables add; where position adds to tokens, v includes what it
     adds. Without position the logits are `scaled`, under the same mask. A hidden key has the logit -inf. A query that sees no
-    key has weights and an output of 0.
+    key has weights and an output of 0. `heads` and `queries` are indices, of heads and of tokens, prefix tokens first.
     """
 
     position: str

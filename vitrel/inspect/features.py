@@ -61,8 +61,8 @@ class Share(NamedTuple):
 class FeatureRow(NamedTuple):
     """A result of `measure_features`: position in the features of a layer at an image size; NaN where it was not measured.
 
-    `equivariance` is the mean cosine of a token's features with those of the same pixels in the shifted image, `agreement` that
-    with the features at other sizes.
+    `equivariance` is the mean cosine of a token's features with those of the same pixels in the shifted image, `agreement`
+    {other size: mean cosine with the features there}.
     """
 
     model: str

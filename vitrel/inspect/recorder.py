@@ -118,9 +118,10 @@ class Added:
 
 @dataclass
 class Pass:
-    """The result of `run`: attentions and added tensors of one pass in its order, and {name and policy: values resampled}.
+    """The result of `run`: attentions and added tensors in the order of the pass.
 
-    `softmaxes` counts those of what depends on the image, recognized as attention or not.
+    `softmaxes` counts those of what depends on the image, recognized as attention or not; `resampled` the values that
+    interpolation reads, {parameter and policy: number}.
     """
 
     attentions: list[Attention] = field(default_factory=list)
