@@ -20,7 +20,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class Alibi(PositionEncoding):
     """Bias that falls linearly with the distance between query and key: -slope * distance, 0 with prefix tokens.
 
-    Without options it has no parameters, and the slope of head n = 1..H is 2^(-8n/H).
+    Without options it has no parameters, and the slope of head n = 1..H is 2^(-8n/H). The policy "renormalize" multiplies
+    offsets by training side / side.
 
     Args:
         distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.

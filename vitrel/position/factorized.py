@@ -18,13 +18,13 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Factorized(PositionEncoding):
-    """Learned bias per head and row offset, plus one per head and column offset.
+    """Learned bias per head and row offset, plus one per column offset; longer axes are resampled by `policy`.
 
     Args:
         init_std: standard deviation of the initial values.
 
     Attributes:
-        table_h: learned biases [2h-1 (+3 with prefix tokens), H] by row offset, H the number of heads.
+        table_h: learned biases [2h-1, H] by row offset, H the number of heads; 3 more rows with prefix tokens.
         table_w: learned biases [2w-1, H] by column offset.
     """
 

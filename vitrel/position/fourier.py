@@ -19,7 +19,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, first_of, ru
 
 
 class Fourier(PositionEncoding):
-    """Learned linear function of sines and cosines of the relative row and column, which is added to the tokens.
+    """Learned linear function of sines and cosines of the row / height and column / width, which is added to the patches.
 
     Args:
         bands: numbers per axis, half of them sines; an even number.

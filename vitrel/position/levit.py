@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class LeViT(PositionEncoding):
-    """Learned bias per head, |row offset| and |column offset|.
+    """Learned bias per head, |row offset| and |column offset|; an axis longer than in training is resampled by `policy`.
 
     Args:
         init_std: standard deviation of the initial values.

@@ -19,6 +19,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class LogDecay(PositionEncoding):
     """Bias that falls with the logarithm of the distance between query and key: -a log(1 + b distance), a and b per head.
 
+    It is 0 with prefix tokens. The policy "renormalize" multiplies offsets by training side / side.
+
     Args:
         decay: a fixed value of a, 0 or more, for all heads, with b = 1; None: a and b are learned.
         distance: "euclidean" or "l1", in patches.

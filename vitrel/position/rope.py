@@ -98,7 +98,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
 
 class RopeAxial(RotaryEncoding):
-    """Rotation by fixed frequencies, of half the channel pairs by the row, of the others by the column; without parameters.
+    """Rotation by fixed frequencies, first half of the channel pairs (p, p + D/2) by the row, second half by the column.
 
     Args:
         base: of the fixed frequencies base^(-4t/D), t = 0..D/4-1, in radians per patch; D = head_dim.
@@ -200,7 +200,7 @@ def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
 
 
 class RopeMixed(RotaryEncoding):
-    """Rotation by an angle f_y y + f_x x, whose frequencies are learned per head and channel pair.
+    """Rotation of channel pairs (p, p + D/2) by angles f_y y + f_x x, with frequencies learned per head and pair.
 
     Args:
         base: of the magnitudes base^(-4t/D) at which the learned frequencies start (`reset_parameters`).

@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class SinCos(PositionEncoding):
-    """Fixed embedding of row and column by sines and cosines, which is added to the tokens; it has no parameters.
+    """Fixed embedding added to patches: sines and cosines of the row in the first half of the channels, then of the column.
 
     Args:
         base: of the frequencies f_t = base^(-t / (C/4)).

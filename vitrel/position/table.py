@@ -17,7 +17,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class OffsetTable(PositionEncoding):
-    """Learned bias per head and offset, one for every pair of a row offset and a column offset.
+    """Learned bias per head and offset (dy, dx); an axis longer than in training is resampled by `policy`.
 
     Args:
         per_head: False for one bias for all heads, a table [R, 1].
