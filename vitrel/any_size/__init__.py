@@ -78,11 +78,11 @@ def any_size(model: nn.Module) -> nn.Module:
     """Return a timm model that takes images of any size, with the parameters and state dict of `model`.
 
     Its trunk is timm's; modules that hold position or assume an image size are exchanged for vitrel's (see `Adapter`). Forward
-    raises ValueError where `side_multiple` does not divide both sides. The argument must not be used any more, since both share
-    parameters and changed submodules. A model without position is returned itself.
+    raises ValueError for an image whose sides are not multiples of `side_multiple`. The argument must not be used any more, as
+    both share parameters and changed submodules. A model without position is returned itself, unchanged.
 
     Raises:
-        ValueError: no adapter is known, or a part of the model rules it out, for a reason in the message.
+        ValueError: no adapter is known, or a part of the model rules out other sizes (the message names it).
     """
     adapter = adapter_of(model)
     if adapter is None:
@@ -99,14 +99,14 @@ def any_size(model: nn.Module) -> nn.Module:
 
 
 def side_multiple(model: nn.Module) -> int:
-    """Return how many pixels must divide both sides of an image of a model from `any_size`, 1 for any; 0 for other models."""
+    """Return the pixels of which both sides of an image must be multiples, 1 for any; 0 for a model not from `any_size`."""
     if hasattr(model, "side_multiple"):
         return model.side_multiple  # type: ignore[return-value]
     return 1 if adapter_of(model) is None and takes(model) else 0  # without position: any_size returns it unchanged
 
 
 def _file(model: nn.Module) -> str:
-    """Return the name of the file in timm.models that defines the model's class, without ".py"; "" for other classes."""
+    """Return the name, without ".py", of the file in timm.models that defines the model's class; "" if none of them does."""
     package, _, file = type(model).__module__.rpartition(".")
     return file if package == "timm.models" else ""
 
@@ -116,9 +116,9 @@ def _sized(
 ) -> tuple[Tensor, ...] | None:
     """Check the image's sides before a model's forward (a hook of torch); return new arguments for an export of any size.
 
-    In such an export the sides are written as multiples, 32 * n, or the image is padded with zeros to whole patches, so that
-    the sizes of all later maps are short expressions: a graph is traced in seconds, not minutes, and has few conditions on the
-    image but this one. Otherwise the result is None, and under torch.compile nothing is checked.
+    In such an export the sides are written as `multiple` * n or, if `multiple` is 1, padded with zeros to whole patches, so
+    that sizes of later maps are short expressions: a graph is traced in seconds, not minutes, with few other conditions on the
+    image. Otherwise the result is None, and under torch.compile nothing is checked.
 
     Args:
         model: of timm, whose forward follows.

@@ -33,7 +33,7 @@ class _Patches(AnySize):
         embed.flatten, embed.strict_img_size, embed.dynamic_img_pad = False, False, True
 
     def _embedded(self: Any, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return the patches of an image plus the resampled absolute embedding, [B, h*w, C], and their grid (h, w)."""
+        """Return an image's patches plus the resampled absolute embedding (if any), [B, h*w, C], and their grid (h, w)."""
         x = self.patch_embed(image)  # [B, C, h, w]
         size = x.shape[-2:]
         x = x.flatten(2).mT
@@ -52,7 +52,7 @@ class Cait(_Patches, cait.Cait):
 
 
 class GPSA(convit.GPSA):
-    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7) over any map [B, h, w, C], whose offsets are evaluated."""
+    """timm's gated attention of ConViT (arXiv 2103.10697, eq. 7), which depends on offsets, over any map [B, h, w, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -90,8 +90,8 @@ class ConVit(_Patches, convit.ConVit):
 class CrossVit(AnySize, crossvit.CrossVit):
     """timm's CrossViT, for images of any size.
 
-    A branch scales the image by its trained size over the model's, rounded to whole patches, and resamples its absolute
-    embedding. The first, if both sizes are equal, takes the image as it is, and leaves out pixels beyond the last whole patch.
+    Each branch multiplies the image's sides by its own trained size / the model's, rounded to whole patches, and resamples its
+    absolute embedding. If this factor is 1, the first branch takes the image as it is, without pixels beyond the last patch.
     """
 
     def adopted(self, model: Any) -> None:
@@ -163,7 +163,7 @@ class PoolingVisionTransformer(pit.PoolingVisionTransformer):
 
 
 class PixelEmbed(tnt.PixelEmbed):
-    """timm's embedding of the n "pixels" of each of N patches plus `pixel_pos`, [B, 3, H, W] -> [B*N, n, C], for any grid."""
+    """timm's embedding of the n "pixels" of each of N patches plus `pixel_pos` (one for all), [B, 3, H, W] -> [B*N, n, C]."""
 
     def forward(self, x: Tensor, pixel_pos: Tensor) -> Tensor:
         size: Any = self.new_patch_size if self.legacy else self.patch_size

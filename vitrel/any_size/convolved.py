@@ -79,7 +79,7 @@ class Stem(davit.Stem):
 
 
 class Downsample(davit.Downsample):
-    """timm's downsampling of DaViT, [B, C, h, w] -> [B, C', ceil(h/2), ceil(w/2)], by which one graph serves any size."""
+    """timm's downsampling of DaViT, [B, C, h, w] -> [B, C', ceil(h/2), ceil(w/2)], whose graph serves any size."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -120,7 +120,7 @@ class CascadedGroupAttention(efficientvit_msra.CascadedGroupAttention):
 
 
 class SpatialAttention(TimmSpatialAttention):
-    """timm's spatial attention of CSATv2; its graphs for any size compute means of a map by matrices of `adaptive_means`."""
+    """timm's spatial attention of CSATv2; in a graph for any size, matrices of `adaptive_means` replace timm's pooling."""
 
     def forward(self, x: Tensor) -> Tensor:
         if is_known(*x.shape[-2:]):

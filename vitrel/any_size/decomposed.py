@@ -25,8 +25,8 @@ def axis_rows(table: Tensor, queries: int, keys: int) -> Tensor:
     """Return, for every query and key along one axis, the row of their offset, [queries, keys, D].
 
     Args:
-        table: rows by offset, query minus key, [2n-1, D], n the trained length. It is resampled linearly if the longer of
-            `queries` and `keys` is more than n, and read exactly if it is less.
+        table: rows by offset, query minus key, [2n-1, D], n the trained length. If the longer of `queries` and `keys`
+            is more than n, it is resampled linearly to that length; otherwise its rows are read unchanged.
         queries: length of the axis in queries.
         keys: length of the axis in keys; it differs from that of queries where one of them is pooled.
     """
@@ -65,13 +65,13 @@ def axis_bias(q: Tensor, size: tuple[int, int], keys: tuple[int, int], tables: t
 
 
 class MultiScaleAttention(mvitv2.MultiScaleAttention):
-    """timm's attention of MViTv2 with pooled queries, keys and values, for any grid, with biases of patches by `axis_bias`.
+    """timm's attention of MViTv2 with pooled queries, keys and values, for any grid; `axis_bias` gives its biases.
 
-    It takes tokens [B, N, C] and their grid (h, w), and returns the new tokens and the grid of the pooled queries.
+    The class token has none. Forward takes tokens [B, N, C] and their grid (h, w), and returns new ones and the queries' grid.
     """
 
     def _pooled(self, x: Tensor, size: Any, pool: Any, norm: Any) -> tuple[Tensor, Any]:
-        """Return q, k or v [B, H, N, D] of a grid of `size` (h, w) after `pool` and `norm`, if not None, and the new grid."""
+        """Return x (q, k or v) [B, H, N, D] on a grid `size` (h, w) after `pool` and `norm` (None: without) and its grid."""
         if pool is not None:
             x, first = mvitv2.reshape_pre_pool(x, size, self.has_cls_token)
             x, size = mvitv2.reshape_post_pool(pool(x), self.num_heads, first)

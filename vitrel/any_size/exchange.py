@@ -40,7 +40,7 @@ def exchange(model: nn.Module, adapter: Adapter) -> nn.Module:
         adapter: the one that `adapter_of` returns for the model.
 
     Raises:
-        ValueError: a module to exchange has a forward that was set on the object, or `AnySize.adopted` of one refuses.
+        ValueError: a module to exchange has a forward that was set on the object, or its `AnySize.adopted` raises it.
     """
     done: dict[int, nn.Module] = {}
 

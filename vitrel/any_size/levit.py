@@ -33,7 +33,7 @@ class Downsample(levit.Downsample):
 
 
 def _bias(module: Any, size: Size, stride: int = 1) -> Tensor:
-    """Return `distance_bias` [H, N', N] of timm's attention module for keys on a grid of `size` (h, w), with its `stride`."""
+    """Return the `distance_bias` [H, N', N] of a timm module: keys on a grid `size` (h, w), queries at every stride-th."""
     return distance_bias(module.attention_biases, Grid(*module.resolution), Grid(*size), stride)
 
 
@@ -74,7 +74,7 @@ class AttentionDownsample(levit.AttentionDownsample):
 
 
 class _Levit:
-    """Mixin of LeViT with maps between layers; its features are as timm's, [B, N, C], or [B, C, h, w] with use_conv."""
+    """Mixin of LeViT, whose layers pass on maps; forward_features returns [B, N, C], or [B, C, h, w] with use_conv, as timm."""
 
     def forward_features(self: Any, x: Tensor) -> Tensor:
         x = self.stem(x)

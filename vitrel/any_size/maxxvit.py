@@ -42,7 +42,7 @@ def bias_on(module: RelPosBias | RelPosBiasTf | RelPosMlp, size: Size) -> Tensor
 
 
 class Attention2d(maxxvit.Attention2d):
-    """timm's attention of MaxViT and CoAtNet, for any map [B, C, h, w], or L windows [B*L, C, h, w] with a mask [L*N, N]."""
+    """timm's attention of MaxViT and CoAtNet, for any map or L windows [B*L, C, h, w] with a mask [L*N, N] or None."""
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         h, w = x.shape[-2:]

@@ -67,7 +67,7 @@ def _over_windows(
     """Apply `attend` to the tokens of all windows, [B*L, N, C] -> [B*L, N / stride**2, C'], and return the results as a map.
 
     The other arguments are those of `in_windows` and `in_padded_windows`, which call it. Padding is zero with `zeros`;
-    otherwise it repeats a token.
+    otherwise it repeats a token of the border.
     """
     b, h, w, _ = x.shape
     layout = windows(h, w, window, shift, x.device, strided)
@@ -107,10 +107,10 @@ def masked_attention(
 
 
 def _logits_of_windows(bias: Tensor | None, mask: Tensor, heads: int, n: int) -> Tensor:
-    """Return the sum of a bias [H, N, N] or None and the mask of L windows [L*N, N], [L*H, N, N], window by window.
+    """Return the sum of a bias [H, N, N] or None and the mask [L*N, N] of L windows, [L*H, N, N].
 
-    N is `n`, H is `heads`. In a graph for any size no tensor has a dimension of L: torch would compile another graph for a
-    single window.
+    N is `n`, H is `heads`; the first window's heads come first. In a graph for any size no tensor has a dimension of L: torch
+    would compile another graph for a single window.
     """
     if is_known(mask.shape[0]):
         logits = mask.unflatten(0, (-1, 1, n))

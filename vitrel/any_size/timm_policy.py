@@ -19,7 +19,7 @@ _SWINS = (swin_transformer.SwinTransformer, swin_transformer_v2.SwinTransformerV
 def timm_sizes(model: Any) -> nn.Module:
     """Let a timm model, in place, take images of any size that timm's own code takes, and return it.
 
-    A Swin gets the attributes of dynamic_img_size. A model with `set_input_size`, but not dynamic_img_size, gets hooks that
+    A Swin is set as if built with dynamic_img_size. A model with `set_input_size`, but not dynamic_img_size, gets hooks that
     resize it before forward and restore it afterwards; in training mode they raise ValueError at another size than the model's,
     since the resized parameters are copies. Any other model is not changed.
     """

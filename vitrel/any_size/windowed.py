@@ -132,7 +132,7 @@ class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
 
 
 class HieraDet(hieradet_sam2.HieraDet):
-    """timm's image encoder of SAM 2, for multiples of 32 pixels: it resamples one embedding and repeats that of a window."""
+    """timm's image encoder of SAM 2, for multiples of 32 pixels; the embedding is resampled, that of a window repeated."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         h, w = x.shape[1:3]
@@ -146,7 +146,7 @@ class HieraDet(hieradet_sam2.HieraDet):
 class WindowAttentionGlobal(gcvit.WindowAttentionGlobal):
     """timm's attention of GCViT within L windows of N tokens, [B*L, N, C], with an additive mask [L*N, N] or None.
 
-    `q_global` [B, h, w, C], of the size of a window, are the queries that all windows of an image share in a global block.
+    `q_global` [B, h, w, C], of the size of a window, are the queries of all windows of an image, read in a global block only.
     """
 
     def forward(self, x: Tensor, q_global: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

@@ -125,7 +125,7 @@ def segment_attention(
 
 
 def with_past(current: Past, past: Past | None, prefix: int) -> Past:
-    """Return (keys, values) in the order: `prefix` prefix tokens, cached patches, current patches; `past` None: the current."""
+    """Return (keys, values) in the order: `prefix` prefix tokens, cached patches, current patches; `current` for no `past`."""
     if past is None:
         return current
     k, v = (torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(current, past, strict=True))

@@ -29,7 +29,7 @@ _ENDLESS = 1 << 40  # patches of an axis so long that its end has no influence
 
 
 class TileMargins(NamedTuple):
-    """Requirements of a model on tiles, all (h, w) in pixels. A side of a tile that is one of the image needs no margin.
+    """Requirements of a model on tiles, all (h, w) in pixels. A tile needs no margin at the image's border.
 
     Attributes:
         alignment: tiles begin at multiples of this.
@@ -257,10 +257,10 @@ def _spans(model: Backbone, size: tuple[int, int], tile: tuple[int, int]) -> lis
 
 
 def _pixels(image: Any, crop: Crop, patch: tuple[int, int]) -> Tensor:
-    """Return the pixels of the crop, [B, C, crop's height, width] floats; TypeError for an image of integers.
+    """Return the pixels of the image in the crop, [B, C, height, width] floats; TypeError for an image of integers.
 
     Args:
-        image: [B, C, height, width], a tensor or an array, of which only the crop is read; a crop may reach beyond its end.
+        image: [B, C, height, width], a tensor or an array, of which only the crop is read; pixels beyond its end are absent.
         crop: in patches.
         patch: (h, w) of a patch in pixels.
     """

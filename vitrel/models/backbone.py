@@ -48,7 +48,7 @@ class Backbone(nn.Module, abc.ABC):
     Attributes:
         patch_embed: a PatchEmbed with output [B, h, w, C].
         pos_embed: the encoding added to the tokens, or None.
-        num_prefix_tokens: number of class and register tokens.
+        num_prefix_tokens: number of class, distillation and register tokens.
         arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
         task: name of the task of `vitrel.tasks` in which a run of vitrel.train trained it; "" if unknown.
         train_sizes: image sizes of that run, each "224x224" or, for a budget of 196 patch tokens, "196t"; empty if unknown.
@@ -90,9 +90,9 @@ class Backbone(nn.Module, abc.ABC):
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """Those of `current_arguments()` that are not None, which timm's save_for_hf stores.
+        """{name: value} of `current_arguments()` without None, which timm's save_for_hf stores.
 
-        timm alone would store those that its builder was given.
+        Without this property timm would store the arguments that its builder was given.
         """
         return {name: value for name, value in self.current_arguments().items() if value is not None}
 
@@ -175,8 +175,8 @@ class Backbone(nn.Module, abc.ABC):
     def resampled(self, size: tuple[int, int]) -> dict[str, int]:
         """Return {"key policy": number of trained values that are interpolated} for images of `size` (h, w) pixels.
 
-        The key is that of an encoding in POSITIONS, as in "table geometric". It is empty if every value is read as trained. The
-        number is 0 for a policy that interpolates no parameter, as "table clip".
+        In "table geometric", "table" is a key of POSITIONS; blocks are summed. The dict is empty if every value is read as
+        trained. The number is 0 for a policy that interpolates no parameter, as "table clip".
         """
         return sum_counts(encoding.resampled(grid) for encoding, grid in self.encodings(size))
 
@@ -201,7 +201,7 @@ class Backbone(nn.Module, abc.ABC):
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
     def position_lr_scales(self) -> dict[str, float]:
-        """Return {name: factor on the learning rate in fine-tuning, `lr_scale`} of the parameters of encodings in attention."""
+        """Return {parameter of an encoding in attention: factor on its learning rate in fine-tuning, its `lr_scale`}."""
         scales: dict[str, float] = {}
         for name, module in self.named_modules():  # a composition comes before its parts
             if isinstance(module, PositionEncoding) and module.site == "attention":
@@ -227,7 +227,7 @@ class Backbone(nn.Module, abc.ABC):
         """Initialize all parameters, for example of a model built on the meta device and moved by `to_empty`.
 
         Args:
-            needs_reset: False: only draw the linear layers again, after layers have initialized themselves at construction.
+            needs_reset: False: only draw the linear layers outside encodings again; constructors have initialized the rest.
         """
         if needs_reset:
             for module in reversed([*self.modules()]):  # parts first: an encoding overrules the layers it contains

@@ -24,15 +24,25 @@ _CFG = (*_PREPARATION, "global_pool", "fixed_input_size")  # entries of a pretra
 
 
 class Config(NamedTuple):
-    """Plain values that describe a model without its weights."""
+    """Plain values that describe a model without its weights.
 
-    architecture: str  # name in timm's registry
-    arguments: dict[str, Any]  # of the model's constructor
-    input_size: tuple[int, int]  # (h, w) in pixels that `set_input_size` recorded
-    preparation: dict[str, Any]  # entries of timm's pretrained_cfg: size, crop, mean, std, names of the classes
-    train_sizes: tuple[str, ...] = ()  # of a run: "224x224", or budgets of patch tokens, "196t"
-    task: str = ""  # of a run, as in `vitrel.tasks`
-    segmenter: tuple[int, str] | None = None  # number of classes and head of a Segmenter with the model as its backbone
+    Attributes:
+        architecture: name in timm's registry.
+        arguments: {name: value} of the model's constructor.
+        input_size: (h, w) in pixels that `set_input_size` recorded.
+        preparation: entries of timm's pretrained_cfg, see `preparation_of`.
+        train_sizes: of a run: "224x224", or budgets of patch tokens, "196t".
+        task: of a run, its name in `vitrel.tasks`.
+        segmenter: (number of classes, head) of a Segmenter with the model as its backbone; None without.
+    """
+
+    architecture: str
+    arguments: dict[str, Any]
+    input_size: tuple[int, int]
+    preparation: dict[str, Any]
+    train_sizes: tuple[str, ...] = ()
+    task: str = ""
+    segmenter: tuple[int, str] | None = None
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Build the model, a Backbone or Segmenter, with random weights; torch's random state on the CPU is left as it was.
@@ -41,8 +51,8 @@ class Config(NamedTuple):
             device: of the parameters.
             dtype: of the parameters.
             changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
-                `preparation`. Names of classes are dropped if there are not as many as num_classes, and train_sizes if
-                img_size is among the changes.
+                `preparation`. The names of classes are dropped unless there are num_classes of them; train_sizes are dropped
+                if img_size is among the changes.
 
         Raises:
             TypeError: the model's constructor does not have an argument, or `preparation` has an entry that is none of
@@ -81,7 +91,8 @@ class Config(NamedTuple):
 def config_of(model: Backbone | Segmenter) -> Config:
     """Return the configuration of a model in its current state: with a new head, pruned, at another input size.
 
-    The architecture is "vitrel_vit" or "vitrel_swin" if the model's own name is not in timm's registry.
+    Of a Segmenter it is that of its backbone, with `segmenter` set. The architecture is "vitrel_vit" or "vitrel_swin" if timm's
+    registry does not have the model's own name.
     """
     if isinstance(model, Segmenter):
         return config_of(model.backbone)._replace(segmenter=(model.num_classes, model.head_name))  # type: ignore[arg-type]
@@ -103,8 +114,8 @@ def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
 def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of timm.create_model that describe a model, without those that name a source of weights.
 
-    They are the arguments of the model's constructor, and pretrained_cfg and pretrained_cfg_overlay: a tag as it is, of a
-    dictionary the entries about image preparation, class names, pooling and whether the input size is fixed.
+    Those of the model's constructor stay, but device and dtype. pretrained_cfg and pretrained_cfg_overlay stay if a tag; of a
+    dictionary stay the entries on image preparation, class names, pooling and whether the input size is fixed.
 
     Args:
         arguments: {name: value}, of the model of a run, or read from a checkpoint.
@@ -120,7 +131,7 @@ def stored_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def preprocessing_of(model: nn.Module) -> dict[str, Any]:
-    """Return {name: value} of mean, std, crop_pct, crop_mode, interpolation of a model's pretrained_cfg, or timm's defaults."""
+    """Return {name: value} of mean, std, crop_pct, crop_mode, interpolation: the model's pretrained_cfg or timm's default."""
     known = resolve_model_data_config(model)
     numbers = {name: tuple(map(float, known[name])) for name in ("mean", "std")} | {"crop_pct": float(known["crop_pct"])}
     return {name: known[name] for name in PREPROCESSING} | numbers

@@ -97,7 +97,7 @@ def check_model_name(name: str, allow_sources: bool = False) -> None:
         allow_sources: accept sources such as local-dir:folder and hf-hub:repository, without looking into them.
 
     Raises:
-        ValueError: it is not, and the message gives the nearest names; or it is a path, as of a run.
+        ValueError: it is not (the message gives the nearest names), or the name is that of a file or folder.
     """
     if ":" not in name and Path(name).exists() and not timm.is_model(name):
         raise ValueError(

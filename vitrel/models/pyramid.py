@@ -18,12 +18,12 @@ def pyramid(model: nn.Module, strides: Sequence[int] = (4, 8, 16, 32), channels:
     Args:
         model: a ViT or Swin of vitrel, or a model of timm that has `forward_intermediates`. It becomes a part of the pyramid
             and loses its head, its final norm and the blocks after the last one that is used.
-        strides: of the maps in pixels, fine to coarse. Each is that of a stage, or a power of 2 times finer or coarser.
+        strides: of the maps in pixels, fine to coarse. A map is made from the features of the nearest stride.
         channels: the width of all maps, made by a 1x1 and a 3x3 convolution with norms, as ViTDet feeds them to its heads.
             None: every map has its own width, for an FPN or a decoder that projects them.
 
     Raises:
-        ValueError: the model has no features, the strides are not in ascending order, or one cannot be reached from its own.
+        ValueError: the model has no features, the strides are not in ascending order, or one is not its source's times 2**i.
     """
     return Pyramid(model, strides, channels)
 

@@ -46,7 +46,7 @@ def register_family(
         weights: {name: hub repository} of public weights.
         namespace: globals() of the backbone's module, to which the entry points and default_cfgs are added, since timm looks
             for them there.
-        rows_of: returns the rows of the models with given keys of POSITIONS, for those that `register_position` adds later.
+        rows_of: function [keys of POSITIONS] -> rows, called for each key that `register_position` adds later.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}

@@ -33,7 +33,7 @@ class Segmenter(nn.Module):
         backbone: a vitrel model, or a timm model with `forward_intermediates`; it becomes a part of the model and loses its
             classifier, in place.
         num_classes: number of classes, at least 1.
-        head: "linear": a 1x1 convolution on the last tokens, of a model with stages on those of all stages,
+        head: "linear": a 1x1 convolution on the tokens of the last block or, if strides differ, of all stages,
             upsampled to the finest and joined. "fpn" or "upernet": the decoders of segmentation_models_pytorch with their
             defaults, on maps with strides of 4, 8, 16 and 32 pixels.
 
@@ -130,14 +130,14 @@ class Segmenter(nn.Module):
         return {f"{BODY}{name}": scale for name, scale in self._of_backbone("position_lr_scales", {}).items()}
 
     def _of_backbone(self, method: str, default: Any) -> Any:
-        """Return what this method of the backbone returns, or `default` if the backbone has no such method."""
+        """Return the result of the backbone's method of the name `method`, or `default` if it has no such method."""
         return getattr(self.backbone, method)() if hasattr(self.backbone, method) else default
 
 
 class Tokens(nn.Module):
     """Model of the tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w].
 
-    They are those of the last block or, if strides differ, of all stages, enlarged to the finest and joined.
+    They are those of the last block or, if strides differ, of all stages, upsampled to the finest and joined.
 
     Args:
         body: a model with `forward_intermediates`.
@@ -165,9 +165,9 @@ class Tokens(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder of segmentation_models_pytorch with a classifier: maps by name -> logits of the size of the first map.
+    """Decoder of segmentation_models_pytorch with a classifier: {name: map} -> logits [B, num_classes, h_0, w_0].
 
-    The maps [B, C_i, h_i, w_i] have the strides STRIDES. Raises MissingExtra if segmentation_models_pytorch is not installed.
+    The maps [B, C_i, h_i, w_i] have the STRIDES, in this order. MissingExtra without segmentation_models_pytorch.
 
     Args:
         widths: channels C_i of the maps.

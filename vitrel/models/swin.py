@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the stage, [B, h, w, C] -> [B, h', w', C'], the shape after its patch merging."""
+        """Apply the stage, [B, h, w, C] -> [B, h', w', C']; only its patch merging changes the shape."""
         x = self.downsample(x)
         grid = Grid(x.shape[1], x.shape[2])
         for block in self.blocks:
@@ -193,7 +193,7 @@ class Swin(Backbone):
             x: images [B, in_chans, height, width].
             indices: stages, or the number of last stages; None: all.
             norm: apply the final norm to the features of the last stage.
-            stop_early: do not run the stages after the last chosen one; the first value is then the output of that stage.
+            stop_early: do not run the stages after the last chosen one, whose output is the first value.
             output_fmt: "NCHW" or "NHWC", of the list; the first value is NHWC.
             intermediates_only: return the list alone.
 
@@ -260,7 +260,7 @@ class Swin(Backbone):
         self.head.apply(self.init_linear)
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Return patterns of the parameters' names by layer, as timm's layer decay reads them; with `coarse` by stage."""
+        """Return {"stem": regex, "blocks": regexes} of parameters' names, for timm's layer decay; `coarse`: by stage."""
         fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^pos_embed|^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
 
@@ -334,7 +334,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return rows for `register_family`: models of every size with each position that acts in attention."""
+    """Return {model: (arguments, pretrained cfg)} of every size and each key of POSITIONS that acts in attention."""
     return {
         f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

@@ -195,9 +195,9 @@ class ViT(Backbone):
             self.attn_pool.init_weights()
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Let the model return a pair of logits in training, of the class and of the distillation token, as timm's DeiT.
+        """Let forward return (class logits, distillation logits) in training, as timm's DeiT; without `enable` their mean.
 
-        In evaluation it returns their mean in any case. Without a distillation token this has no effect.
+        In evaluation it returns the mean in any case. Without a distillation token this has no effect.
         """
         self.distilled_training = enable
 
@@ -217,7 +217,7 @@ class ViT(Backbone):
 
         Args:
             x: patches [B, h, w, C].
-            tokens: the absolute embedding [N, C] before its fade, which counts this call as a step in training; None without
+            tokens: the absolute embedding [N, C] before its fade; in training, each call is a step of the fade. None without
                 one.
 
         Returns:
@@ -232,14 +232,14 @@ class ViT(Backbone):
 
     @property
     def prefix_tokens(self) -> list[nn.Parameter]:
-        """Learned tokens before the patches, [1, n, C] each: class, distillation and register tokens."""
+        """Learned tokens before the patches, [1, n, C] each: class, distillation and register tokens, as far as present."""
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits [B, num_classes] of tokens [B, N, C]; with pre_logits the pooled features [B, C].
 
-        With global_pool "" nothing is pooled: [B, N, num_classes] or [B, N, C]. With a distillation token they are the means of
-        what both tokens give; after `set_distilled_training` the result in training is a pair of logits.
+        With global_pool "" nothing is pooled: [B, N, num_classes] or [B, N, C]. Else, with a distillation token, the result
+        is the mean for both tokens; in training after `set_distilled_training`, it is the pair of their logits.
         """
         if self.head_dist is not None and self.global_pool:
             pooled = self.head_drop(self.fc_norm(x[:, :2]))  # class and distillation token
@@ -339,7 +339,7 @@ class ViT(Backbone):
         return take
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
-        """Return the last linear layer, or an identity without classes; with a distillation token those of both heads."""
+        """Return the last linear layer, or an identity without classes; with a distillation token (head, head_dist)."""
         return self.head if self.head_dist is None else (self.head, self.head_dist)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -370,7 +370,7 @@ class ViT(Backbone):
         self.head_dist = None if self.head_dist is None else classifier()
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Return patterns of the parameters' names by layer, as timm's layer decay reads them; `coarse` changes nothing."""
+        """Return {"stem": regex, "blocks": regexes} of parameters' names, for timm's layer decay; `coarse` is not read."""
         return dict(
             stem=r"^cls_token|^dist_token|^reg_token|^pos_embed|^patch_embed|^norm_pre|^shared_position",
             blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
@@ -457,7 +457,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return rows for `register_family`: models of every size with each position."""
+    """Return {model: (arguments, pretrained cfg)} of every size and each of the `keys` of POSITIONS."""
     return {
         f"vitrel_vit_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()
