@@ -112,7 +112,8 @@ def in_processes(number: int, work: Callable[..., None], *arguments: Any) -> Non
 def _run(rank: int, number: int, port: int, threads: int, work: Callable[..., None], arguments: tuple) -> None:
     """Run `work` in the process numbered `rank` of `number`, which `in_processes` starts, `joined` with the others.
 
-    Sets the environment variables of torchrun and the number of CPU threads, and imports the user's modules (`import_modules`).
+    Sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the number of CPU threads, and imports the user's modules
+    (`import_modules`). Processes other than 0 give no warnings.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(number), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(threads)

@@ -74,7 +74,7 @@ def export_model(
         about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
             config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. The model's
             preprocessing is stored in any case, where `about` does not replace it.
-        overwrite: replace an existing file or folder.
+        overwrite: replace an existing file, or a folder with nothing but an export in it; any other is a ValueError.
 
     Raises:
         ValueError: an argument is impossible.

@@ -103,7 +103,8 @@ def window_attention(
         backend: as in `attention`.
 
     Raises:
-        ValueError: shapes do not fit, the window is impossible, the backend is unknown, or one given by name refuses the call.
+        ValueError: shapes do not fit, the grid has prefix tokens, the window or shift is impossible, the backend is unknown, or
+            one given by name refuses the call.
     """
     grid, window, shift = Grid(*grid), (window[0], window[1]), (shift[0], shift[1])
     check_window(window, shift)
