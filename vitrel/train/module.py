@@ -156,7 +156,7 @@ class Classifier(LightningModule):
 
     @property
     def ignores_labels(self) -> bool:
-        """Whether the teacher's most probable class takes the place of an image's label (`Distillation.labels` false)."""
+        """Whether the most probable class of a teacher with logits replaces an image's label (`Distillation.labels` false)."""
         return self.teacher is not None and self.teacher.answers and not self.teacher.settings.labels
 
     def setup(self, stage: str) -> None:
@@ -319,7 +319,7 @@ class Classifier(LightningModule):
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=images)
 
     def validation_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
-        """Update and log the task's metrics of the evaluation set.
+        """Update the task's metrics of the evaluation set with a batch and log them, and the loss, under val/.
 
         Images of label -1 are not counted: unreadable ones, and those that pad the last batches of several ranks. With
         `ignores_labels` the label is the teacher's most probable class.

@@ -83,7 +83,7 @@ class Tuning:
     ) -> tuple[nn.Module, list[str] | None]:
         """Return the model with its initial weights, and the class names stored with the weights, or None.
 
-        Prints what is resampled, added or new.
+        A converted model (`_rebuilds`) gives its class names even if its classifier is new. Prints what is resampled or new.
 
         Args:
             name: timm name, or a file that `vitrel.load` takes.
@@ -121,7 +121,7 @@ class Tuning:
         file as `name` the weights are random.
 
         Raises:
-            ValueError: an unknown model, one that `vitrel.from_timm` does not take, or weights that do not fit.
+            ValueError: an unknown model, one that `vitrel.from_timm` does not take, weights that do not fit, or of two sources.
         """
         if Path(name).exists():
             if self.init_from is not None or self.pretrained:
@@ -134,10 +134,10 @@ class Tuning:
         return base, _label_names(base) if self.pretrained else None
 
     def has_weights(self, name: str) -> bool:
-        """Return whether training starts from given weights instead of random ones.
+        """Return whether these settings or a file `name` give weights to start from; `pretrained` in model_args does not count.
 
         Args:
-            name: the `model` of the run, as for `build`; a file holds weights.
+            name: the `model` of the run, as for `build`.
         """
         return self.pretrained or self.init_from is not None or Path(name).exists()
 
