@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_parser(complete: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser with the names of all subcommands, and the options of those in `complete`, whose modules it imports."""
+    """Return the parser with the names of all commands; it imports those in `complete`, but "train", and has their options."""
     parser = argparse.ArgumentParser(
         prog="vitrel",
         description="Two-dimensional position in vision transformers, at any resolution.",

@@ -80,7 +80,7 @@ def check(comparison: "Comparison") -> None:
 
 
 def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
-    """Train missing models, evaluate all, and write the results into the comparison's folder; prints what and how long it took.
+    """Train missing models, evaluate all, and write the results into the comparison's folder; print the plan, then the seconds.
 
     Args:
         jobs: models trained at a time, and processes of the evaluation on a CPU.

@@ -137,9 +137,10 @@ def _relative(model: "nn.Module", args: argparse.Namespace) -> "nn.Module":
 
 
 def _images(model: Any, args: argparse.Namespace) -> "Tensor":
-    """Return --n images of --data, chosen at random with a fixed seed and preprocessed for the model, [n, 3, height, width].
+    """Return --n images of --data, or of its folder train if it has one, preprocessed for the model, [n, 3, height, width].
 
-    By default --n is IMAGES, or all images if there are fewer. ValueError if there are fewer than --n.
+    They are chosen at random with a fixed seed; their size is --size, by default the model's. By default --n is IMAGES, or all
+    images if there are fewer. ValueError if there are fewer than --n.
     """
     import numpy as np
     import torch

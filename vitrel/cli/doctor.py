@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Return {section: {name: value}}: system, versions, devices, extras, and attention backends on each device.
+    """Return {section: {name: value}}; sections: "system", "versions", "devices", "extras", "attention" (its backends).
 
     Values are text or numbers; those of "attention", by device and mode ("cpu, training"), are lists of lines.
     """
@@ -69,7 +69,7 @@ def examine() -> dict[str, Any]:
 
 
 def _serves(device: str, mode: str) -> list[str]:
-    """Return the lines of `vitrel.ops.why`: which backend serves global and window attention with a bias table on a device.
+    """Return the lines of `vitrel.ops.why`: which backend on a device serves global, then window attention with a bias table.
 
     Args:
         mode: "inference" or "training".

@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _models(args: argparse.Namespace) -> list["TrainedModel"]:
-    """Load the models with unique labels: the path is added to equal ones, which would be taken for seeds of one model."""
+    """Load the models; equal labels, which would be taken for seeds of one model, get the path added and seed None."""
     from vitrel.evaluate.checkpoint import read_class_indices
 
     names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")

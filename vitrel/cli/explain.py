@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
     """Load the model and return (encoding, number of heads, head width, number of prefix tokens) of its layer --layer.
 
-    ValueError if it has no such layer, or none of vitrel.
+    The last is 0 for window attention. ValueError if the model has no such layer, or no attention layer of vitrel.
     """
     from vitrel.layers.block import Block
 

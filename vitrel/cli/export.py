@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serves(args: argparse.Namespace, out: Path, multiple: int) -> str:
-    """Return how to load the output, or the batch and image sizes that it takes, as text to print.
+    """Return text to print: how to load the output ("safetensors"), or the batch and image sizes that it takes (other formats).
 
     Args:
         multiple: number of pixels of which a side has to be a multiple; 0 for a vitrel model, which takes any.

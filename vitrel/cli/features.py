@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int) -> "Tensor":
-    """Return the first n images of the split "val", normalized, [n, 3, height, width], at the largest h and w of the sizes."""
+    """Return n random images of "val" (of shapes the first n), normalized, [n, 3, h, w], at the largest h, w of the sizes."""
     import torch
 
     from vitrel.data import create_dataset

@@ -95,9 +95,9 @@ def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: boo
 
 
 def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["TrainedModel"]:
-    """Load the models of the command line (`add_models`), in eval mode on the CPU.
+    """Load the models of the command line (`add_models`) in their order, in eval mode on the CPU.
 
-    ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name without
+    ValueError or OSError for a model that cannot be loaded, more or fewer --weights than models by name, and a name without
     weights.
 
     Args:
@@ -121,9 +121,9 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
 
 @contextmanager
 def arguments_given(option: str, given: Mapping[str, Any] | None) -> Iterator[None]:
-    """Context manager for calls with arguments `given` on the command line: TypeError becomes ValueError that names `option`.
+    """Context manager in which a TypeError becomes a ValueError that names `option`, whose value `given` the calls pass on.
 
-    Without such arguments it stays as it is.
+    If `given` is empty or None, the TypeError stays.
     """
     try:
         yield
@@ -208,7 +208,7 @@ def packaged(folder: str = "") -> dict[str, Path]:
 def check_data(place: str) -> None:
     """Raise FileNotFoundError if --data (`place`) does not exist; runs before slow imports.
 
-    "shapes..." and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
+    "shapes...", what has a ":", and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
     """
     specs = ("shapes", "hfds/", "hfids/", "tfds/", "wds/", "torch/")
     if not (place.startswith(specs) or ":" in place or Path(place).exists()):
@@ -258,7 +258,7 @@ def check_files(*files: Path | None) -> None:
 
 
 def check_folders(*files: Path | str | None) -> None:
-    """Raise OSError, before any work, if the folder of an output file does not exist, or the file is one; None and "-" pass."""
+    """Raise OSError, before any work, if the folder of an output file is missing, or it is a folder; None and "-" pass."""
     for file in files:
         if file in (None, "-"):
             continue

@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict the classes of the images and write the CSV; prints the number of images, and on stderr those left out."""
+    """Predict the classes of the images and write the CSV; prints the number of images, and on stderr those left out.
+
+    ValueError if none can be read, or if the model segments images.
+    """
     check_models(args)
     check_folders(args.out)
     from vitrel.common.processes import checked_device
@@ -84,9 +87,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
-    """Return the columns of the CSV: the path, then label and probability of each of the `top` classes.
+    """Return the columns of the CSV: "path", "label", "probability", "label_2", "probability_2", ... for `top` classes.
 
-    With several labels an image: path, label and a probability for each class, "class NAME" if its name is that of a column.
+    With several labels an image: "path", "label", and every class name ("class NAME" if NAME is "path" or "label").
     """
     if task.several:
         return ["path", "label", *(f"class {name}" if name in ("path", "label") else name for name in names)]
@@ -95,7 +98,10 @@ def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
 
 
 def _cells(task: "Task", names: Sequence[str], top: int, logits: "Tensor", targets: Sequence[Any]) -> dict[str, Any]:
-    """Return {"cells": object array [B, columns]} of a batch, without the paths, from its logits; `targets` are not used."""
+    """Return {"cells": object array [B, columns] of text} from the logits of a batch: the columns of `_header` but "path".
+
+    With several labels an image, "label" joins the classes of probability 0.5 or more by ;. `targets` are not used.
+    """
     import numpy as np
 
     found = task.probabilities(logits)

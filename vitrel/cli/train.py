@@ -133,9 +133,9 @@ def run(argv: Sequence[str]) -> None:
 def expanded(argv: list[str]) -> list[str]:
     """Return the arguments as `--key=value`, short options by their keys; without --config that of a recipe comes first.
 
-    A recipe is a file of configs/train, chosen by task, --distill and weights; "shapes" data is then not augmented. Where only
-    keys are given, none is added: the other keys then have the defaults of `--help-all`. --lr also sets lr_base_size to null.
-    SystemExit 2 for a short option with an invalid value.
+    A recipe is a file of configs/train: the task's, or else that of --distill, or else finetune with weights, scratch without.
+    "shapes" data is then not augmented. Where only keys are given, none is added: the other keys then have the defaults of
+    `--help-all`. --lr also sets lr_base_size to null. SystemExit 2 for a short option with an invalid value.
     """
     options: list[tuple[str, str | None]] = []
     for arg in argv:

@@ -58,7 +58,7 @@ class Augmenter:
     The random numbers depend on (seed, epoch, index, repeat) alone.
 
     Args:
-        settings: the augmentation.
+        settings: the augmentation; a `crop` of None means "random_resized".
         size: (H, W) of the result, pixels.
         mean: color, 0 to 1 per channel, of pixels of the result that lie outside the image.
         seed: seed of the run.
@@ -148,7 +148,7 @@ class Augmenter:
 
 
 def _operation(error: Exception) -> str:
-    """Return the name, with the magnitude if known, of the augmentation operation that raised; "augmentation" if unknown."""
+    """Return the operation that raised, as "NAME" or "NAME of magnitude M"; "augmentation" if its traceback shows none."""
     operation = "augmentation"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals
@@ -228,9 +228,9 @@ def _one_of(steps: list[A.BasicTransform]) -> A.BasicTransform | A.OneOf:
 
 
 class _RandomScale(A.DualTransform):
-    """Resizes image and mask by a random multiple, within `factor`, of the scale at which they just cover `size` (H, W).
+    """Resizes image and mask by a random multiple, uniform in `factor`, of the scale at which they just cover `size` (H, W).
 
-    `flag` is OpenCV's interpolation of enlarged images. albumentations has no such transform.
+    `flag` is OpenCV's interpolation of enlarged images; shrunken ones take INTER_AREA, masks the nearest pixel.
     """
 
     _targets = (A.core.type_definitions.Targets.IMAGE, A.core.type_definitions.Targets.MASK)

@@ -130,9 +130,10 @@ def create_dataset(
 
 
 def _kind_of(data: str) -> tuple[str, str]:
-    """Return (kind of data, a key of READERS[task]; its path or name), "folder" for a path of no other kind.
+    """Return (kind, path) of data: "csv", "hfds" (a saved data set, or `data_files`), "tar", or "folder" for any other path.
 
-    ValueError for data that cannot be read by index, such as a compressed archive or a URL.
+    Of "torch/REST" or "hfds/REST" it is ("torch" or "hfds", REST). ValueError for data that cannot be read by index, such as a
+    compressed archive or a URL.
     """
     prefix, _, rest = data.partition("/")
     named = not Path(data).exists()

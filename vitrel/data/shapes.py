@@ -42,15 +42,17 @@ _DRAWS = 16 + 5 * SPECKS
 class Scene(NamedTuple):
     """Geometry and colors of B scenes of M objects, in drawing order: gray specks, then a cool-colored and a warm-colored one.
 
-    Specks that would be too close to these two have radius 0, and are not drawn.
+    Specks that would be too close to these two have radius 0, and are not drawn. label [B] is an index into CLASSES or PLACES;
+    background [B] (a gray) and color [B, M, 3] (RGB) are from 0 to 1; center [B, M, 2] (y, x from the field's upper left)
+    and radius [B, M] (half the side of the bounding square) are in units; kind [B, M] is 0 disc, 1 square, 2 diamond.
     """
 
-    label: np.ndarray  # [B]        index into CLASSES or PLACES
-    background: np.ndarray  # [B]        gray, 0 to 1
-    center: np.ndarray  # [B, M, 2]  y, x in units from the field's upper left corner
-    radius: np.ndarray  # [B, M]     half the side of the bounding square, units
-    kind: np.ndarray  # [B, M]     0 disc, 1 square, 2 diamond
-    color: np.ndarray  # [B, M, 3]  RGB, 0 to 1
+    label: np.ndarray
+    background: np.ndarray
+    center: np.ndarray
+    radius: np.ndarray
+    kind: np.ndarray
+    color: np.ndarray
 
 
 class Drawn(Dataset, ABC):
@@ -219,7 +221,7 @@ class Shapes(Drawn):
         return list(zip(planes.unbind(), scenes.label.tolist(), strict=True))
 
     def scenes(self, indices: Sequence[int]) -> Scene:
-        """Return the scenes of the images with these indices; with the `scale` protocol they are the same at every size."""
+        """Return the scenes of the images, the same at every size with protocol "scale"; IndexError if one is out of range."""
         u = np.stack([uniform(self.seed, self._check(i), _DRAWS) for i in indices])  # [B, number of draws]
         v = u[:, 16:].reshape(len(u), SPECKS, 5)
         label, center, radius = _pairs(u[:, :7], self.low, self.high, self.label_is_place)
@@ -266,7 +268,7 @@ def _limits(region: tuple[float, float, float, float], field: np.ndarray, where:
 
 
 def uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Return `count` uniform random numbers, 0 <= u < 1, which depend on (seed, index) alone: images need no order."""
+    """Return `count` uniform random numbers, 0 <= u < 1, which depend on (seed, index) alone, not on earlier images."""
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, index, 0, 0])).random(count)
 
 
@@ -308,7 +310,7 @@ def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: boo
 def _specks(
     u: np.ndarray, center: np.ndarray, radius: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return centers (y, x) [B, S, 2] and radii [B, S] of specks, in units; the radius is 0 for specks near the pair.
+    """Return centers (y, x) [B, S, 2] and radii [B, S] of specks, in units; the radius is 0 for specks within GAP of the pair.
 
     Args:
         u: uniform random numbers [B, S, 5].

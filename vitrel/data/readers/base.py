@@ -40,12 +40,10 @@ class Draw(NamedTuple):
 
 
 def collate(items: Sequence[tuple[Tensor, Any]], as_list: bool = False) -> tuple[Tensor, Any]:
-    """Return (images [B, 3, H, W], labels [B] or masks [B, H, W]) of items of a data set, for a DataLoader.
+    """Return (images [B, 3, H, W], targets) of items of a data set: labels [B], float32 [B, classes] or masks [B, H, W].
 
     A batch of uint8 images has the memory format channels_last, as the images themselves: to copy them into planes takes ten
-    times as long here, and a GPU does it in the first operation on them.
-
-    Without items, both are empty tensors.
+    times as long here, and a GPU does it in the first operation on them. Without items, both are empty tensors.
 
     Args:
         as_list: return the targets as a list, since masks may differ in size, and an image that only pads the batch has -1.
@@ -145,7 +143,7 @@ class ImageSet(Dataset):
         return self._of_source(decode, index), self.samples[index][1]
 
     def _of_source(self, function: Callable[..., Any], index: int) -> Any:
-        """Return `function`(source, name, upright) of the image number `index`; it is `decode` or `image_size`."""
+        """Return `function`(encoded image, name, whether to turn it by EXIF), `decode` or `image_size`, of image `index`."""
         source = self.samples[index][0]
         return function(self.reader.encoded(source), self.name(index), self.upright)
 
@@ -196,7 +194,7 @@ class ImageSet(Dataset):
         return (self.prepare if draw.size is None else self.prepare.at(draw.size))(picture), target
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Any]:
-        """Return the item of an unreadable image, which metrics leave out: zeros [3, H, W] for `size` (H, W), and label -1."""
+        """Return the item of an unreadable image, which metrics leave out: (zeros [3, *size] of the items' dtype, -1)."""
         return torch.zeros(3, *size, dtype=torch.float32 if self.prepare.std else torch.uint8), -1
 
     def labels(self) -> list[int]:
@@ -242,7 +240,7 @@ class ImageSet(Dataset):
         return hashlib.sha256(json.dumps([self.classes, names, self.labels(), values]).encode()).hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of every image file in pixels, read from the headers at the first call and then kept.
+        """Return (height, width) of each image in pixels, in order, read from the headers at the first call and then kept.
 
         An unreadable header gives (1, 1), or raises `BadImage` if `reading.on_bad` is "raise".
         """

@@ -149,7 +149,7 @@ def _opened(source: str | Path | bytes, name: str) -> Iterator[Image.Image]:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of an image, 1 to 8, from its header; from 5 on height and width are exchanged.
 
-    It is 1 if there is none, and for a TIFF, which Pillow turns by itself.
+    It is 1 if there is none before the pixels, or a damaged one, and for a TIFF, which Pillow turns by itself.
     """
     if image.format == "TIFF":  # Pillow turns it while it decodes it, and its header has the turned size
         return 1

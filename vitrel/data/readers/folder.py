@@ -31,7 +31,8 @@ SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synolog
 def folder_reader(root: str, split: Split, reading: Reading) -> Files:
     """Return the images of a split of the folder `root`: of `root/<split>/<class>/`, or a part of those of `root/<class>/`.
 
-    `reading.val_fraction` divides the images if there is no evaluation split (val, validation, valid or test).
+    If there is no evaluation split (val, validation, valid or test), `reading.val_fraction` divides the images of `root/train/`
+    or `root/`; None is possible only for the split "train" with a folder `root/train/`, of which all images are then taken.
 
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
@@ -99,7 +100,8 @@ class Scan:
     Attributes:
         samples: (path, label) of each image.
 
-    A warning, once per process, names files, folders and links that are left out.
+    A file with several paths counts once, by that with the fewest links. A warning, once per process, names files, folders and
+    links that are left out.
 
     Raises:
         ValueError: folders that cannot be read, or without images; the text names them.
@@ -130,7 +132,7 @@ class Scan:
             warn_once(left_out)
 
     def _files(self, top: str, label: int) -> Iterator[ImageFile]:
-        """Yield the image files in the class folder `top` and its subfolders; keep links, other files, errors for messages."""
+        """Yield the image files below class folder `top`, sorted by folder; note links, other files, errors for messages."""
         images: dict[str, list[ImageFile]] = {}
         scanned = set()
         plain = [(top, int(os.path.islink(top)))]  # (path of a folder, links in it)
@@ -174,7 +176,7 @@ class Scan:
         return [entry for entry in entries if not hidden(entry.name)]
 
     def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
-        """Return each real file once, by its path with the fewest links, and (file left out, file used) of its other paths."""
+        """Return each real file once, by its first path with the fewest links, and (file left out, file used) of the others."""
         if not any(file.links for file in files):
             return files, []
         root = os.path.realpath(self.folder)
@@ -208,7 +210,7 @@ class Scan:
 def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
     """Return the images of `places`: folders with their subfolders, as `Scan` finds them, or single files of any suffix.
 
-    Each path occurs once, with label 0. FileNotFoundError for a place that is neither; ValueError as of `Scan`.
+    Each path occurs once, labeled 0; `classes` is []. FileNotFoundError for a place that is neither; ValueError as of `Scan`.
     """
     found: dict[str, None] = {}
     for place in places:
@@ -225,7 +227,7 @@ def hidden(name: str) -> bool:
 
 
 def _counted(paths: Collection[str]) -> str:
-    """Return the number of paths and the first SHOWN of them, as text."""
+    """Return the number of paths and the first SHOWN of them, sorted, as text: "2 (a.txt, b.txt)"."""
     return f"{len(paths):,} ({', '.join(map(shown, sorted(paths)[:SHOWN]))}{', ...' * (len(paths) > SHOWN)})"
 
 

@@ -65,7 +65,7 @@ def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
         reading: gives this share.
 
     Raises:
-        ValueError: the data set cannot be loaded, or has no column of images or of labels.
+        ValueError: the data set cannot be loaded, or has no column of images or of labels, or no images of the split.
     """
     splits = load(place)
     image, label, names = _columns(place, splits)
@@ -132,7 +132,7 @@ def data_files(place: str) -> tuple[str, list[str]]:
 
 
 def load(place: str) -> dict[str, Any]:
-    """Return {split: rows} of a data set, with images not decoded; ValueError if it cannot be loaded.
+    """Return {split: rows} of a data set (`place` as of `rows_reader`), images not decoded; ValueError if it cannot be loaded.
 
     A data set of the Hub is downloaded, and `datasets` writes a copy into its cache, unless it is there. Before that, which can
     take long, a warning says where and how large it becomes.
@@ -178,7 +178,7 @@ def is_saved(place: str) -> bool:
 
 
 def _by_split(place: str, files: list[str]) -> dict[str, list[str]]:
-    """Return {split: its files} by the paths (`split_word`), {"train": all} if none names one; ValueError if only some do."""
+    """Return {`split_word` of the path, as "valid": files}, {"train": all} if none has one; ValueError if only some do."""
     splits: dict[str, list[str]] = defaultdict(list)
     for file in files:
         splits[split_word(file.removeprefix(place) or Path(file).name)].append(file)

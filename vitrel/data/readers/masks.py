@@ -79,7 +79,7 @@ class MaskSet(ImageSet):
 
 
 def check_masks(reader: Reader, expected: int) -> None:
-    """Raise ValueError as of `MaskSet` for the masks of a reader; those that were checked before are not read again."""
+    """Raise ValueError as of `MaskSet` for the masks of a reader; those that passed before, unchanged, are not read again."""
     sources = [source for pair in reader.samples for source in pair]
     key = (reader.where, *reader.classes, expected, *map(reader.name, sources), *reader.states(sources))
     if key not in _checked:
@@ -123,7 +123,7 @@ def _classes_of(reader: Reader, image: Any, mask: Any) -> np.ndarray | str:
 def _check_classes(reader: Reader, seen: np.ndarray, expected: int) -> None:
     """Raise ValueError if one of the first `expected` classes is not `seen` (bool [256]: the values in all masks).
 
-    Or if only one class is, where all classes are expected or some pixels have none (255).
+    Also if the masks have only one class, and `expected` is not 0 or some pixels have no class (255).
     """
     missing = ", ".join(f"{reader.classes[i]} (value {i})" for i in (~seen[:expected]).nonzero()[0])
     if missing or (seen[: len(reader.classes)].sum() == 1 and (expected or seen[IGNORED])):

@@ -29,11 +29,11 @@ def split_of(split: Split, present: Iterable[str]) -> str | None:
 
 
 def split_word(path: str, inside: str = "") -> str:
-    """Return the name of a split in a path, such as "validation": a folder, or a part of the file's name; "" if none.
+    """Return the first name of a split, as "validation", among a path's folders, then the parts of its file's name; else "".
 
     Args:
         path: below the data's folder, such as "val/0001.tar" or "images-train_0001.tar".
-        inside: path of an image inside this file, whose first folder may name the split too.
+        inside: path of an image inside this file, whose first folder names the split if `path` names none.
     """
     words = [*PurePosixPath(path).parts[:-1], *re.split(r"[-_.]", PurePosixPath(path).name), *PurePosixPath(inside).parts[:1]]
     return next((word for word in words if word in NAMES), "")
@@ -43,7 +43,7 @@ def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None,
     """Divide the (source, label) samples of data without an evaluation split, and return those of `split`.
 
     Of each label `val_fraction`, at least one, is for evaluation; the only sample of a label is for training. The choice
-    depends on the order of the samples alone, so no sample is in both splits. ValueError without `val_fraction`, or if there
+    depends on samples and `val_fraction` alone, so no sample is in both splits. ValueError without `val_fraction`, or if there
     is nothing to evaluate; `where` is the name of the data in it.
     """
     if val_fraction is None:

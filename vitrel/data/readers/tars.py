@@ -28,7 +28,7 @@ FIRST = 20  # members that tell a WebDataset from a tar of class folders
 
 
 class Member(NamedTuple):
-    """One image in a tar file: the tar's path, its name there, offset and size in bytes, and its class."""
+    """One image in a tar file: the tar's path, its name there, offset and size in bytes, and its class name."""
 
     tar: str
     name: str
@@ -41,7 +41,7 @@ class Tars(Reader):
     """Reader of images in tar files: the source of an image is a `Member`."""
 
     def encoded(self, source: Member) -> bytes:
-        """Return the bytes of an image."""
+        """Return the encoded bytes of an image; `BadImage` if its tar cannot be opened."""
         with open_image(source.tar, self.title(source)) as file:
             file.seek(source.offset)
             return file.read(source.size)
@@ -100,7 +100,8 @@ def is_web_dataset(tar: str) -> bool:
 def _members(tar: str, state: str) -> list[Member]:
     """Return the images of one tar file, without hidden ones; ValueError if it is damaged, compressed or has none.
 
-    They are cached by path and `state`, its size and time, so that a changed file is read again.
+    The class of an image is the name of its folder, or else of its tar, unless that names a split (ValueError). The images are
+    cached by path and `state`, its size and time, so that a changed file is read again.
     """
     try:
         found = extract_tarinfos(tar, cache_tarinfo=False, extensions=SUFFIXES)[0]
