@@ -68,7 +68,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 
 
 def takes(model: nn.Module) -> bool:
-    """Return whether `any_size` takes a timm model: there is an adapter for its class, or it is known to have no position."""
+    """Return whether `any_size` has an adapter for a timm model's class, or knows that the model has no position."""
     if adapter_of(model) is not None:
         return True
     return _file(model) in WITHOUT_POSITION and not any(isinstance(part, _WITH_POSITION) for part in model.modules())

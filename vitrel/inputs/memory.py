@@ -29,7 +29,7 @@ class Memory(NamedTuple):
         heights: number of rows of patches of each cached tile, the topmost first.
         width: of the strip, in patches.
         below: first row of the next tile, in patches from the top of the strip.
-        layers: (keys, values) of the cached patches in every block, each [B, H, sum(heights) * width, D].
+        layers: (keys, values) of the cached patches in every block, not rotated, each [B, H, sum(heights) * width, D].
     """
 
     heights: tuple[int, ...]

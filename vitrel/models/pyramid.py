@@ -18,7 +18,7 @@ def pyramid(model: nn.Module, strides: Sequence[int] = (4, 8, 16, 32), channels:
     Args:
         model: a ViT or Swin of vitrel, or a model of timm that has `forward_intermediates`. It becomes a part of the pyramid
             and loses its head, its final norm and the blocks after the last one that is used.
-        strides: of the maps in pixels, fine to coarse. A map is made from the features of the nearest stride.
+        strides: of the maps in pixels, fine to coarse. A map is made from features of the nearest stride, of two the finer.
         channels: the width of all maps, made by a 1x1 and a 3x3 convolution with norms, as ViTDet feeds them to its heads.
             None: every map has its own width, for an FPN or a decoder that projects them.
 

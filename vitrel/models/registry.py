@@ -38,7 +38,7 @@ def base_cfg(**changes) -> dict:
 def register_family(
     trunk: type[nn.Module], rows: Rows, weights: dict[str, str], namespace: dict, rows_of: Callable[[Sequence[str]], Rows]
 ) -> None:
-    """Register models with timm, one entry point for each row, and their arguments in ARGUMENTS.
+    """Register models with timm, one entry point for each row; put their arguments, defaults included, in ARGUMENTS.
 
     Args:
         trunk: class of the backbone.
