@@ -71,8 +71,7 @@ def examine() -> dict[str, Any]:
 def _serves(device: str, mode: str) -> list[str]:
     """Return the lines of `vitrel.ops.why`: which backend on a device serves global, then window attention with a bias table.
 
-    Args:
-        mode: "inference" or "training".
+    `mode` is "inference" or "training".
     """
     import torch
 

@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> None:
 def _serves(args: argparse.Namespace, out: Path, multiple: int) -> str:
     """Return text to print: how to load the output ("safetensors"), or the batch and image sizes that it takes (other formats).
 
-    Args:
-        multiple: number of pixels of which a side has to be a multiple; 0 for a vitrel model, which takes any.
+    `multiple` is the number of pixels of which a side has to be a multiple; 0 for a vitrel model, which takes any side.
     """
     if args.format == "safetensors":
         return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True) after `import vitrel`, any size"

@@ -123,7 +123,7 @@ class Drawn(Dataset, ABC):
         """Do nothing: the images are the same in every epoch."""
 
     def name(self, index: int) -> str:
-        """Return the name of an image for messages: data set, seed and index."""
+        """Return the name of an image for messages, as "shapes (seed 1): 7" for index 7; IndexError if out of range."""
         return f"{self.kind} (seed {self.seed}): {self._check(index)}"
 
     def _of_size(self, size: tuple[int, int] | None) -> "Drawn":
@@ -275,8 +275,7 @@ def uniform(seed: int, index: int, count: int) -> np.ndarray:
 def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the quarter of the pair's center, [B] into PLACES, and as (y, x) [B, 2]: -1 above or left, 1 below or right.
 
-    Args:
-        u: uniform random numbers [B, 2] for y and x.
+    `u` [B, 2] holds uniform random numbers for y and x, where 0.5 and more is below or right.
     """
     return 2 * (u[:, 0] >= 0.5) + (u[:, 1] >= 0.5), np.where(u >= 0.5, 1.0, -1.0)
 
@@ -333,8 +332,7 @@ def hsv(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarra
 def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
     """Return pixel indices [B, K] along one axis of `side` pixels around every center [B], shifted to lie inside the image.
 
-    Args:
-        radius: largest radius of the batch in pixels, which K covers on both sides.
+    `radius` is the largest of the batch in pixels, which K covers on both sides.
     """
     k = min(int(2 * radius) + 4, side)
     start = np.clip(np.floor(center - k / 2).astype(np.int64), 0, side - k)

@@ -85,7 +85,7 @@ class Reader(ABC):
         """Return the name of an image within the data, which stays the same when the data are moved."""
 
     def title(self, source: Any) -> str:
-        """Return the location of an image for messages, as printable text."""
+        """Return the location of an image for messages, as printable text; here "WHERE: NAME"."""
         return f"{self.where}: {self.name(source)}"
 
     def states(self, sources: Sequence[Any]) -> list[str]:

@@ -66,7 +66,7 @@ class MaskSet(ImageSet):
         return super().finish(picture, torch.from_numpy(target), draw)
 
     def left_out(self, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the item that stands for an unreadable image: zeros [3, H, W], and a mask [H, W] without classes."""
+        """Return the item that stands for an unreadable image: zeros [3, H, W], and a mask [H, W] of 255 (no class)."""
         return super().left_out(size)[0], torch.full(size, IGNORED, dtype=torch.uint8)
 
     def labels(self) -> list[int]:
