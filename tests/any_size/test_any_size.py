@@ -177,3 +177,11 @@ def test_names_of_one_architecture_are_compared_with_timm_once(capsys):
     found = capsys.readouterr().out
     assert "deit_tiny_patch16_224 (vitrel): equal" in found and "test_resnet" not in found
     assert "1 architectures of 2 names {'equal': 2}" in found
+
+
+def test_learned_frequencies_rotate_on_any_grid():
+    """A RoPE-ViT with timm's trunk is vitrel's ViT with the same weights, also where images are not of the trained size."""
+    peer = timm.create_model("vit_small_patch16_rope_mixed_224", depth=2, embed_dim=48, num_heads=2, img_size=64).eval()
+    ours, images = vitrel.from_timm(peer), torch.randn(1, 3, 48, 80)
+    with torch.no_grad():
+        torch.testing.assert_close(any_size(copy.deepcopy(peer))(images), ours(images))

@@ -73,7 +73,7 @@ def _rotation(rope: Any, size: tuple[int, int]) -> Tensor | None:
     if rope is None:
         return None
     trained = getattr(rope, "feat_shape", None)
-    if trained is None:
+    if trained is None or not hasattr(rope, "bands"):  # without a grid of its own, or with learned frequencies, for any grid
         return rope.get_embed(shape=size)
     if is_known(*size) and tuple(size) == tuple(trained):
         return rope.get_embed()
