@@ -55,14 +55,14 @@ class _Embedding(AnySize):
 
 
 class VisionTransformer(_Embedding, vision_transformer.VisionTransformer):
-    """timm's ViT, for images of any size: the absolute embedding is resampled to the grid of patches."""
+    """timm's ViT for images of any size, made by `exchange`: the absolute embedding is resampled to the grid of patches."""
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         return self.pos_drop(self._tokens(x))
 
 
 class Eva(_Embedding, eva.Eva):
-    """timm's EVA, for images of any size: the absolute embedding is resampled, and the rotation is computed for the grid."""
+    """timm's EVA for images of any size, made by `exchange`: its embedding is resampled, its rotation computed for the grid."""
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.pos_drop(self._tokens(x)), _rotation(self.rope, x.shape[1:3])

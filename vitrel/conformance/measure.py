@@ -241,6 +241,7 @@ def _norm_change(turn: Tensor) -> float:
 def phase_step(turn: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Return the mean angle [H, P] between neighbors along an axis of complex [B, H, h, w, P], and the largest deviation.
 
+    `axis` is dimension 2 (h) or 3 (w). The deviation [H, P] is that at any position, after products are summed over the batch.
     Both are in radians, NaN and 0 along an axis of length 1.
     """
     n = turn.shape[axis]

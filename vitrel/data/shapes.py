@@ -151,8 +151,9 @@ class Drawn(Dataset, ABC):
     ) -> Iterator[tuple[int, tuple, np.ndarray]]:
         """Draw M objects onto normalized images [B, H, W, 3] in place, antialiased; yield (m, window, coverage) after each.
 
-        center [B, M, 2] (y, x) and radius [B, M] are in pixels, kind [B, M] and color [B, M, 3] as in `Scene`. The window
-        indexes the pixels [B, K_y, K_x] around object m of every image; their coverage is 1/2 - signed distance, within 0..1.
+        center [B, M, 2] (y, x) and radius [B, M] are in pixels, kind [B, M] as in `Scene`; color [B, M, 3] is RGB from 0 to 1,
+        and normalized here. The window indexes the pixels [B, K_y, K_x] around object m of every image; their coverage is 1/2 -
+        signed distance, within 0..1.
         """
         h, w = self.size
         center, radius = center.astype(np.float32), radius.astype(np.float32)

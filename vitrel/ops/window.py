@@ -64,7 +64,7 @@ def windows(
         shift: (sy, sx) in tokens: the borders of windows lie sy rows below and sx columns right of those without shift.
         device: of the result.
         strided: a window holds tokens at equal distances over the whole grid (MaxViT's grid attention, arXiv 2204.01697, sec.
-            3.2), ceil(h / window) rows and ceil(w / window) columns apart, instead of neighbors; the shift must be (0, 0).
+            3.2), ceil(h / window) rows and ceil(w / window) columns apart, instead of neighbors; only for the shift (0, 0).
     """
     return _windows(h, w, tuple(window), tuple(shift), strided, device=device)
 

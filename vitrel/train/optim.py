@@ -94,7 +94,7 @@ class Optimization:
     def factor(self, updates: int, per_epoch: int) -> Callable[[int], float]:
         """Return the function that maps an update (0, 1, ...) to the factor on the peak learning rate.
 
-        It rises linearly from `initial_lr` to 1 in the warm-up, and then falls by a cosine to `final_lr`.
+        It rises linearly from `initial_lr` (exclusive) to 1 in the warm-up, and then falls by a cosine to `final_lr`.
 
         Args:
             updates: number of updates of the run.

@@ -190,7 +190,10 @@ class Scan:
         return [file for file in files if file.path not in left_out], twice
 
     def _left_out(self, twice: list[tuple[ImageFile, ImageFile]]) -> str:
-        """Return a sentence on files, folders and links that are left out; "" if there are none."""
+        """Return a sentence on files, folders and links that are left out; "" if there are none.
+
+        `twice` has the pairs (link left out, file used in its place) of `_once`.
+        """
         parts = []
         if self._hidden:
             parts.append(f"hidden files and folders: {_counted(self._hidden)}")
