@@ -183,7 +183,7 @@ def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int,
     RuntimeError if the file fails, or their logits differ by more than TOLERANCE.
     """
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
-    image = torch.randn((batch, channels_of(backbone_of(model) or model), *size), generator=torch.Generator().manual_seed(0))
+    image = torch.randn((batch, channels_of(model), *size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(image)
     try:
@@ -207,7 +207,7 @@ def _trace(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> torch
     """
     if dynamic_size and backbone_of(model) is None:
         size = 2 * size[0], 2 * size[1]  # more than one window in the last stage, which a graph would take for granted
-    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, channels_of(backbone_of(model) or model), *size))
+    free, image = torch.export.Dim.DYNAMIC, torch.randn((2, channels_of(model), *size))
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
         # Keeps sizes dynamic even if one is 1 or equal to another in this example.
@@ -268,7 +268,7 @@ def _write_onnx(model: nn.Module, part: Path, size: tuple[int, int], dynamic_siz
 
 def _write_folder(model: nn.Module, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     data = {key: about[key] for key in PREPROCESSING}
-    data["input_size"] = (channels_of(backbone_of(model) or model), *about["img_size"])
+    data["input_size"] = (channels_of(model), *about["img_size"])
     about_model: dict[str, Any] = {"label_names": list(about["classes"])} if "classes" in about else {}
     about_model["pretrained_cfg"] = {"license": None}  # timm would write that of the architecture's first weights
     save_for_hf(model, part, model_config=about_model, data_config=data, safe_serialization=True)

@@ -171,7 +171,7 @@ def channels_of(model: nn.Module) -> int:
     """Return the number of channels of the images that a model takes, by its attributes or its first convolution; else 3."""
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     config = getattr(getattr(model, "config", None), "num_channels", None)
-    return config or getattr(model, "in_chans", None) or (3 if first is None else first.in_channels)
+    return config or getattr(backbone_of(model) or model, "in_chans", None) or (3 if first is None else first.in_channels)
 
 
 def on_images(model: nn.Module) -> Callable[[Tensor], Any]:
