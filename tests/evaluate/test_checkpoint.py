@@ -110,6 +110,12 @@ def test_mean_and_std_that_cannot_be_are_refused(checkpoint, given):
         load_checkpoint(checkpoint(), preprocessing=given)
 
 
+@pytest.mark.parametrize("crop", [0.0, 1.5])
+def test_a_crop_is_a_share_of_the_image(crop):
+    with pytest.raises(ValueError, match=f"crop_pct takes shares of the image, above 0 and at most 1, got {crop}"):
+        trained_model(timm.create_model("vitrel_vit_n8_none", depth=1), preprocessing={"crop_pct": crop})
+
+
 def test_classes_that_the_model_knows_are_matched_by_name(trained):
     model = trained("vitrel_vit_n8_none")
     for names, outputs in [

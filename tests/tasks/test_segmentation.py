@@ -237,6 +237,8 @@ def test_what_does_not_fit_the_task_is_refused_by_name(folder):
     (folder / "classes.txt").write_text("\n".join(CLASSES))
     with pytest.raises(ValueError, match="masks are not translated"):
         rows_of([segmenter()], folder, ((32, 48),), ("scale",), translations=(4,))
+    with pytest.raises(ValueError, match="evaluates whole images: leave crop_pct out"):
+        trained_model(ByColor(), preprocessing={"crop_pct": 0.9}, task="segmentation")
     (folder / "classes.txt").write_text("\n".join([*CLASSES, "blue"]))
     with pytest.raises(ValueError, match=r"3 outputs, but .* has 4 classes"):
         rows_of([segmenter()], folder, ((32, 48),), ("scale",))

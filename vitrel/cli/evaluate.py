@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mean", type=float, nargs=3, help="mean of the pixels, 0 to 1; this and the next four are for all models")
     add("--std", type=float, nargs=3, help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
-    add("--crop-pct", type=float, help="share of the image that the center crop keeps; masks are not cropped")
+    add("--crop-pct", type=float, help="share of the image that the center crop keeps; not for segmentation")
     add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
     add("--class-indices", type=Path, help="file with a class, a tab and the index of the model's output on every line")
 

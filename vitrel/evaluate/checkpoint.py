@@ -18,6 +18,7 @@ from vitrel.models.config import TRUNKS, preprocessing_of
 from vitrel.models.create import check_model_name, create_sized
 from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
+from vitrel.tasks import task_named
 from vitrel.weights.from_timm import timm_model
 from vitrel.weights.plan import apply_plan, model_for
 from vitrel.weights.read import check_folder, read_file
@@ -160,7 +161,7 @@ def load_checkpoint(
             task=about.get("task", "classification"),
         )
     own = {"outputs": outputs, "train_sizes": tuple(map(parse_size_or_budget, sizes))}
-    trained = replace(trained, **_preprocessing(preprocessing or {}), **own)
+    trained = replace(trained, **_preprocessing(preprocessing or {}, trained.task), **own)
     sizes = [trained.size_of(size) for size in trained.train_sizes]
     return trained if trained.img_size in sizes else replace(trained, img_size=nearest_size(trained.img_size, sizes))
 
@@ -247,12 +248,12 @@ def trained_model(
         task: by default "segmentation" for a `Segmenter`, else the attribute `task` of the model, or "classification".
 
     Raises:
-        ValueError: the model has no `num_classes`, or mean or std is not valid.
+        ValueError: the model has no `num_classes`, mean, std or crop_pct is not valid, or crop_pct is given for segmentation.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
         raise ValueError(f"{name} predicts no classes: its num_classes is missing or 0")
-    known = _preprocessing(preprocessing_of(model) | dict(preprocessing or {}))
+    task = task or ("segmentation" if isinstance(model, Segmenter) else getattr(model, "task", "") or "classification")
     return TrainedModel(
         model=model,
         name=name,
@@ -260,24 +261,29 @@ def trained_model(
         encoding=encoding_of(model),
         img_size=to_2tuple(img_size or trained_size(model)),
         classes=(),
-        **known,
+        **_preprocessing(preprocessing_of(model)) | _preprocessing(preprocessing or {}, task),
         seed=None,
         path=path,
         outputs=outputs,
-        task=task or ("segmentation" if isinstance(model, Segmenter) else getattr(model, "task", "") or "classification"),
+        task=task,
     )
 
 
-def _preprocessing(given: Mapping[str, Any]) -> dict[str, Any]:
+def _preprocessing(given: Mapping[str, Any], given_for: str = "") -> dict[str, Any]:
     """Return `given`, any keys of preprocessing, with mean and std as tuples, crop_pct as a float and the others as text.
 
-    ValueError where mean or std does not have three numbers, or std has one that is not above 0.
+    ValueError where mean or std does not have three numbers, std has one that is not above 0, or crop_pct is no share. If
+    `given_for` names a task with masks, for which a user gives the values, a crop_pct is refused; "": they are the model's own.
     """
     types = {"mean": tuple, "std": tuple, "crop_pct": float}
     known = {name: types.get(name, str)(value) for name, value in given.items()}
     for name in {"mean", "std"} & known.keys():
         if len(known[name]) != 3 or (name == "std" and not all(value > 0 for value in known[name])):
             raise ValueError(f"{name} has three numbers, those of std above 0, got {known[name]}")
+    if not 0 < known.get("crop_pct", 1.0) <= 1:
+        raise ValueError(f"crop_pct takes shares of the image, above 0 and at most 1, got {known['crop_pct']}")
+    if given_for and "crop_pct" in known and task_named(given_for).dense:
+        raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas below the training size crops")
     return known
 
 
