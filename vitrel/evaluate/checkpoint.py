@@ -18,7 +18,6 @@ from vitrel.models.config import TRUNKS, preprocessing_of
 from vitrel.models.create import check_model_name, create_sized
 from vitrel.models.segmenter import Segmenter
 from vitrel.position import POSITIONS, key_of
-from vitrel.tasks import task_named
 from vitrel.weights.from_timm import timm_model
 from vitrel.weights.plan import apply_plan, model_for
 from vitrel.weights.read import check_folder, read_file
@@ -282,8 +281,11 @@ def _preprocessing(given: Mapping[str, Any], given_for: str = "") -> dict[str, A
             raise ValueError(f"{name} has three numbers, those of std above 0, got {known[name]}")
     if not 0 < known.get("crop_pct", 1.0) <= 1:
         raise ValueError(f"crop_pct takes shares of the image, above 0 and at most 1, got {known['crop_pct']}")
-    if given_for and "crop_pct" in known and task_named(given_for).dense:
-        raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas below the training size crops")
+    if given_for and "crop_pct" in known:
+        from vitrel.tasks import task_named  # needs torchmetrics, which loading a model does not
+
+        if task_named(given_for).dense:
+            raise ValueError("segmentation evaluates whole images: leave crop_pct out; canvas below the training size crops")
     return known
 
 
