@@ -361,7 +361,7 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
     """Yield (size, attention, window (h, w), (row, column) of its slots [N, 2]) for attention in windows, or with padding.
 
-    Windows of tokens that are no neighbors in the image are left out. Raises NotApplicableError if nothing is left.
+    Attention with prefix tokens, or in windows of no neighbors (strided ones), is left out; NotApplicableError if none is left.
     """
     seen, strided = False, False
     for size, found, *_ in examined.measured():
@@ -382,8 +382,8 @@ def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]
 def window(examined: Examined) -> Iterator[Finding]:
     """No token sees the opposite border: visible[i, j] only if place_i - place_j = slot_i - slot_j.
 
-    place is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention in windows
-    or with padding; NotApplicableError if there is none.
+    place is the (row, column) of a token in the image, slot that in its window. Yields a finding for each size and attention in
+    windows of neighbors or with padding; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -410,7 +410,7 @@ def _pair(found: Located, pairs: Tensor) -> str:
 def padding(examined: Examined) -> Iterator[Finding]:
     """No token i of the image attends to padding j: not visible[i, j].
 
-    Yields a finding for each attention in windows or with padding; NotApplicableError if there is none.
+    Yields a finding for each size and attention in windows of neighbors or with padding; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -425,8 +425,8 @@ def mask(examined: Examined) -> Iterator[Finding]:
     """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets.
 
     So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden. place
-    is the (row, column) of a token in the image, slot that in its window. Yields a finding for each attention in windows or
-    with padding; NotApplicableError if there is none.
+    is the (row, column) of a token in the image, slot that in its window. Yields a finding for each size and attention in
+    windows of neighbors or with padding; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)

@@ -25,7 +25,7 @@ class Resampled(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """An embedding at one image size, and how it follows from its master: its parameter, or else the native embedding."""
+    """An embedding at one image size, and how it follows from its master: its parameter, or else that at the native size."""
 
     size: Size
     found: Embedding

@@ -17,8 +17,8 @@ from vitrel.conformance.vectors import CHANNELS, given
 def like(examined: Examined) -> Iterator[Finding]:
     """angle, bias, window, mask and embedding of each layer are those of the same layer of the reference.
 
-    Yields findings for each layer at the first size, and each embedding at all; layers are paired by number, and if their
-    numbers differ, that is the only finding. NotApplicableError without a reference.
+    Yields findings for each layer at the first size, and each embedding at all; layers are paired in order, and if one
+    model has more, that is the only finding. NotApplicableError without a reference.
     """
     other = examined.reference
     if other is None:

@@ -65,7 +65,7 @@ class Subject:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 200 characters, without the final period."""
+    """Return the first line of an error's message (or its class's name), at most 200 characters, without the final period."""
     return reason(error)[:200]
 
 

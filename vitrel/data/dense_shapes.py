@@ -123,7 +123,7 @@ def _with_room(center: np.ndarray) -> np.ndarray:
     """Return which of T candidate pairs are placed, bool [B, T].
 
     In order, a pair is placed if its objects are farther than CLEARANCE, along y or x, from those of all pairs placed before.
-    `center` [B, T, 2, 2] holds the centers (y, x) of the two objects of every pair, in units.
+    `center` [B, T, 2, 2] holds the centers (y, x) of the two objects of every pair, in units (pixels at 64 px).
     """
     y, x = center[..., 0], center[..., 1]  # [B, T, 2]
     near = np.zeros((*center.shape[:2], center.shape[1]), bool)  # [B, T, T]

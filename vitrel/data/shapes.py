@@ -250,7 +250,7 @@ def _pair(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def _limits(region: tuple[float, float, float, float], field: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the upper left and lower right corner of the region, each (y, x) in units.
+    """Return the upper left and lower right corner of the region, each (y, x) in units (pixels at 64 px).
 
     `region` is as in `Shapes`, `field` its [height, width] in units, `where` the text that names both in errors. ValueError for
     shares out of range, or a region too small for a pair of objects.
@@ -282,7 +282,7 @@ def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return labels [B], and centers (y, x) [B, 2, 2] and radii [B, 2] of the cool and the warm object, in units.
+    """Return labels [B], and centers (y, x) [B, 2, 2] and radii [B, 2] of the cool and warm object, in units (pixels at 64 px).
 
     Args:
         u: uniform random numbers [B, 7].
@@ -314,7 +314,7 @@ def _specks(
 
     Args:
         u: uniform random numbers [B, S, 5].
-        center, radius: of the pair, as `_pairs` returns them; low, high: corners of the region, as there.
+        center, radius: of the pair, as `_pairs` returns them; low, high: corners of the region. A unit is a pixel at 64 px.
     """
     edge = SPECK_RADIUS[1] + 0.5
     place = low + edge + (high - low - 2 * edge) * u[..., :2]

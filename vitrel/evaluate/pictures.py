@@ -203,7 +203,7 @@ def _color(index: int) -> tuple[int, int, int]:
 
 
 def _picture(pixels: np.ndarray, alt: str, caption: str = "", side: int = SIDE) -> Picture:
-    """Return uint8 [h, w, 3] as WebP, shown with a longer side of `side` pixels; lossless for at most 256 colors (a mask)."""
+    """Return uint8 [h, w, 3] as WebP, reduced, or shown enlarged, to a longer side of `side` px; lossless up to 256 colors."""
     picture = Image.fromarray(pixels)
     drawn = len(picture.getcolors(256) or ()) > 0
     factor = side / max(picture.size)

@@ -47,12 +47,12 @@ def policies_at(
     """Return the policies that give different models at `size` (h, w) pixels, as "rescale+geometric".
 
     A policy joins a choice for the windows and one for each kind of position encoding. Encodings that share a policy's name
-    switch together; encodings that do not are tried in all combinations. ("none",) where none makes a
-    difference, and for a model of another library.
+    switch together; encodings that do not are tried in all combinations. ("none",) where none makes a difference, and
+    for a model of another library.
 
     Args:
         wanted: only these policies; encodings and windows for which none is named keep their current policy. None: all.
-        log_n: also return every policy with the attention temperature log N ("+log_n"), where that changes the model.
+        log_n: also return every policy with the temperature log N ("+log_n"; for "none": "log_n") where that changes the model.
     """
     backbone = backbone_of(model)
     if backbone is None:

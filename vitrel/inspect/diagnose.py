@@ -444,7 +444,7 @@ _FINDINGS: dict[str, tuple[str, Callable[[SizeDiagnosis], str]]] = {  # {kind: (
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text in which runs are shortened: 0, 5, 6, 7 -> "0, 5-7"."""
+    """Return sorted numbers as text in which runs, also of two, are shortened: 0, 5, 6, 7 -> "0, 5-7"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

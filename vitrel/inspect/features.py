@@ -248,8 +248,8 @@ def _equivariances(
 ) -> list[float]:
     """Return for each of `layers`, all of this grid, the mean cosine of tokens with those of the same pixels in shifted images.
 
-    It is the mean over `shifts`, (down, right) in tokens. `features(images, chosen=layers)` gives the maps [B, C, h, w].
-    ValueError if a token is no whole number of pixels, or a shift leaves the grid.
+    `images` are resized to more than `size` pixels; crops of `size`, moved by each of `shifts` (down, right) in tokens, go to
+    `features(crops, chosen=layers)`. ValueError if a token is no whole number of pixels, or a shift is negative or too large.
     """
     if any(n % m for n, m in zip(size, grid, strict=True)):
         where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"

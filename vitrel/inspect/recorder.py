@@ -592,7 +592,7 @@ class _Recorder(TorchDispatchMode):
         return [self._pointwise(image, value) for value in made]
 
     def _moved(self, func: Any, name: str, args: tuple, kwargs: dict, made: list[Tensor]) -> list[Tensor]:
-        """Return the places (pixels of tokens) of what an operator that moves values has made: it is applied to the places."""
+        """Apply `func`, which moves values, to its inputs' places; return those of `made` (pixels of tokens, -1: none)."""
 
         def place(value: Any) -> Any:
             if not isinstance(value, Tensor):

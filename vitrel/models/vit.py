@@ -197,7 +197,7 @@ class ViT(Backbone):
     def set_distilled_training(self, enable: bool = True) -> None:
         """Let forward return (class logits, distillation logits) in training, as timm's DeiT; without `enable` their mean.
 
-        In evaluation it returns the mean in any case. Without a distillation token this has no effect.
+        In evaluation it returns the mean in any case. Without a distillation token or pooling this has no effect.
         """
         self.distilled_training = enable
 

@@ -159,7 +159,7 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
 
 
 def resampled_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
-    """Return {"key policy": number of values resampled} on `grid`, for an encoding with one table per axis.
+    """Return {"key policy": number of parameter values resampled} on `grid`, for an encoding with one table per axis.
 
     Only the tables of axes that grow are resampled. The result is empty if no axis grows; the number is 0 for "clip".
 

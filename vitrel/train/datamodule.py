@@ -230,7 +230,7 @@ class ImageData(LightningDataModule):
         return loader(dataset, pin_memory=torch.cuda.is_available(), **options)
 
     def _progress(self) -> tuple[int, int]:
-        """Return (epoch, number of its batches that are done), from Lightning's progress counters."""
+        """Return (epoch from 0, number of its batches that have begun), from Lightning's progress counters."""
         loop = self.trainer.fit_loop  # of epochs, `ready` counts those started and `processed` those finished
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed

@@ -37,7 +37,7 @@ class Files(Reader):
         return shown(source)
 
     def states(self, sources: Sequence[str]) -> list[str]:
-        """Return `file_states` of these paths."""
+        """Return `file_states` of these paths: "SIZE TIME" of each, "" if it is unreachable."""
         return file_states(sources)
 
 
