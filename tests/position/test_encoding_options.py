@@ -215,6 +215,9 @@ def test_yarn_ramp():
     assert turns[0] > 1 and turns[1] < 0.5
     torch.testing.assert_close(angle[1][4:], angle[0][4:] * torch.tensor([1, 0.5, 0.5, 0.5]))
     assert float(yarn(grid).temperature) == pytest.approx((0.1 * math.log(2) + 1) ** 2)
+    with pytest.raises(ValueError, match="needs a policy_strength above 0, not 0"):
+        yarn.switch({"policy": "ntk", "yarn_turns": (1.0, 2.0), "policy_strength": 0})
+    assert yarn.rotary_policy == ("yarn", Grid(8, 8), (0.5, 1.0), 1.0)  # nothing has changed
 
 
 def test_initial_prefix_rows_of_cpb():

@@ -11,6 +11,7 @@ from vitrel import Grid, create_position
     [
         ("lookhere", dict(fov=60), "fields of view of 180, 90, 45 degrees, not 60"),
         ("t5", dict(mode="cross"), "t5 option mode='cross' is unknown; choose one of product, sum"),
+        ("t5", dict(num_buckets=1), "num_buckets of 2 or more along one axis: with 1 all offsets have one bias"),
         ("t5", dict(num_buckets=7), "even number of buckets, one half for each sign, not 7"),
         (
             "t5",

@@ -283,8 +283,11 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
 @pytest.mark.parametrize(("version", "position"), [(1, "cpb"), (2, "rope_mixed")])
 def test_a_swin_gets_another_encoding_in_its_windows(version, position):
     name = "vitrel_swin_n" if version == 1 else "vitrel_swinv2_n"
-    model = timm.create_model(name, num_classes=5, depths=(2,), num_heads=(2,)).eval()
+    own = "absolute+table" if version == 1 else "cpb"
+    model = timm.create_model(name, num_classes=5, depths=(2,), num_heads=(2,), position=own).eval()
     with torch.no_grad():
+        if version == 1:  # an embedding that needs no place
+            model.pos_embed.pos_embed[:] = torch.randn(32)
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 parameter.normal_()
@@ -299,6 +302,9 @@ def test_a_swin_gets_another_encoding_in_its_windows(version, position):
     assert len(after) == 2 and sum(after) < sum(before)
     assert error[1] < 0.5 * error[0]
     assert ours(torch.randn(1, 3, 72, 56)).isfinite().all()
+    if version == 1:
+        biases = [m.patch_embed.norm.bias for m in (ours, model)]
+        torch.testing.assert_close(biases[0] - biases[1], model.pos_embed.pos_embed[0, 0], atol=0.05, rtol=0)
 
 
 def test_refusals():

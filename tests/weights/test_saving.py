@@ -203,6 +203,8 @@ def test_files_of_timm(name, tmp_path):
     image = torch.randn(1, 3, *theirs.patch_embed.img_size)
     again = vitrel.load(tmp_path)
     assert isinstance(again, ViT | Swin) and apart(again(image), theirs(image)) <= 2e-6
+    with pytest.raises(ValueError, match=f"is of the model {name}, not of {TI}"):
+        vitrel.load(tmp_path, like=TI)
     (tmp_path / "model.safetensors").unlink()
     torch.save(theirs.state_dict(), tmp_path / "any.pth")
     assert torch.equal(vitrel.load(tmp_path / "any.pth")(image), again(image))
@@ -244,8 +246,9 @@ def test_runs(tmp_path):
     for source in (path, tmp_path):
         assert_equal(vitrel.load(source), run.model.eval())
     round_trip(vitrel.load(path), tmp_path)
-    with pytest.raises(ValueError, match=r"last\.ckpt is of the model vitrel_vit_n8_table, not of vitrel_vit_n8_none"):
-        vitrel.load(path, like="vitrel_vit_n8_none")
+    for source, like in ((path, "vitrel_vit_n8_none"), (path, TI), (tmp_path, TI)):
+        with pytest.raises(ValueError, match=rf"last\.ckpt is of the model vitrel_vit_n8_table, not of {like}: give that name"):
+            vitrel.load(source, like=like)
     loaded = torch.load(path)
     del loaded["vitrel"]["model_args"]
     torch.save(loaded, tmp_path / "cut.ckpt")

@@ -75,15 +75,15 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
         Others are ignored; with a reference grid, which excludes policies, all are.
 
         Raises:
-            ValueError: policy_strength is not finite and above 0, or yarn_turns not ascending above 0; wrong values stay set.
+            ValueError: policy_strength is not finite and above 0, or yarn_turns not ascending above 0; nothing is changed then.
         """
+        if not self.policies:
+            return set()
+        strength, turns = (options.get(name, getattr(self, name)) for name in self.switchable[1:])
+        self.rotary_policy._replace(strength=strength, turns=turns).check(self.key)
         applied = super().switch(options)
-        for name in self.switchable[1:]:
-            if name in options and self.policies:
-                setattr(self, name, options[name])
-                applied.add(name)
-        self.rotary_policy.check(self.key)
-        return applied
+        self.policy_strength, self.yarn_turns = strength, turns
+        return applied | (options.keys() & {*self.switchable[1:]})
 
     def resampled(self, grid: Grid) -> dict[str, int]:
         """Return {"key policy": 0} if a policy changes the frequencies on `grid`, else {}: no parameter is interpolated.

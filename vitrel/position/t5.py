@@ -37,7 +37,7 @@ class T5(PositionEncoding):
         table_w: learned biases [n_w, H] with mode="sum".
 
     Raises:
-        ValueError: num_buckets is odd with bidirectional, max_distance too small for it, or an option has an impossible value.
+        ValueError: num_buckets is 1, or odd with bidirectional, max_distance too small for it, or an option has an impossible value.
     """
 
     at_larger_grid = "nothing changes"
@@ -63,6 +63,8 @@ class T5(PositionEncoding):
             [None, None] if value is None else [*check_pair("t5", name, value)]
             for name, value in (("num_buckets", num_buckets), ("max_distance", max_distance))
         )
+        if counts == [1, 1]:
+            raise ValueError(f"t5 needs num_buckets of 2 or more along one axis: with {num_buckets} all offsets have one bias")
         rules = []
         for n, count, reach in zip(grid[:2], counts, reaches, strict=True):
             if n == 1 and not isinstance(num_buckets, tuple | list):  # it has offset 0 only: other buckets stay untrained

@@ -3,8 +3,8 @@
 The original and the converted model run on the same images, and the blocks are fitted one after the other, each on the output
 of the blocks converted before (vitrel.weights.fit): the encoding to the original's attention, then the last linear layers of
 both residual branches, by ridge regression, to its output. An absolute embedding contributes more than attention logits: its
-mean over the patches is added to the bias of the patch embedding and its rows of class and register tokens to these tokens,
-both exactly. At the end the whole model is trained for a few steps, without labels, on the original's last features.
+mean over the patches is added to the bias of the patch embedding, in a Swin of the norm that follows, and its rows of class and
+register tokens to these tokens, both exactly. At the end the whole model is trained for a few steps, without labels, on the original's last features.
 """
 
 import copy
@@ -131,7 +131,7 @@ def absolute_to_relative(
         fitted = relativize(original, position, absolute="drop", **options).eval()
         refit, steps = False, 0
     grid = original.token_grid(size)
-    added = original.pos_embed(grid).tokens if isinstance(original, ViT) else None  # type: ignore[misc]  # see `cannot_fit`
+    added = None if original.pos_embed is None else original.pos_embed(grid).tokens
     if added is not None:
         _fold(fitted, added, grid)
     new_rotation = any(POSITIONS[key].rotates for key in position.split("+"))
@@ -279,16 +279,18 @@ def _gain(block: nn.Module, branch: int) -> Tensor | float:
     return 1.0 if gain is None else torch.where(gain == 0, 1.0, gain)
 
 
-def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
+def _fold(model: Backbone, added: Tensor, grid: Grid) -> None:
     """Move the part of an embedding `added` [N, C] that does not depend on the patch to other parameters of a model, in place.
 
-    The rows of prefix tokens are added to these tokens. The mean over patches is added to the bias of the patch embedding,
-    which is created if missing. The embedding itself is not changed (`_unfold` does that).
+    The rows of prefix tokens are added to these tokens. The mean over patches is added to the bias of the last layer before the
+    embedding, a ViT's convolution of patches or a Swin's norm; the bias is created if missing. The embedding itself is not
+    changed (`_unfold` does that).
     """
-    tokens = model.prefix_tokens
-    for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
-        token.add_(rows)
-    layer = model.patch_embed.proj
+    layer: Any = model.patch_embed.norm
+    if isinstance(model, ViT):
+        layer, tokens = model.patch_embed.proj, model.prefix_tokens
+        for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
+            token.add_(rows)
     if layer.bias is None:
         layer.bias = nn.Parameter(added.new_zeros(added.shape[1]))
     layer.bias += added[grid.prefix :].mean(0)

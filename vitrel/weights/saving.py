@@ -83,32 +83,34 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
         path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a
             timm checkpoint with its config.json beside it; or bare weights.
         like: for bare weights, the name of their timm or vitrel model; with a timm name the file is read as by
-            `from_timm(like, checkpoint_path=path, **changes)`. Not needed for a file that holds its model's configuration,
-            which decides; another vitrel name is then an error. Ignored for a folder.
+            `from_timm(like, checkpoint_path=path, **changes)`. Not needed for a folder, or a file that holds its model's
+            configuration, which decides; another name is then an error. A timm name is not compared with the configuration of a
+            model that was converted from timm, which does not hold timm's name.
         changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another
             `img_size` tables and embeddings are resampled to it; with another `in_chans` the first convolution is adapted as by
             timm.
 
     Raises:
         FileNotFoundError: there is no such file, or the folder holds no model.
-        ValueError: something in the file is missing or damaged, and the message names it; or bare weights come without `like`.
+        ValueError: something in the file is missing or damaged, and the message names it; bare weights come without `like`, or
+            others with the name of another model.
     """
     path = Path(path)
     if path.is_dir():
-        return _from_folder(path, changes)
+        return _from_folder(path, like, changes)
     loaded = read_file(path)
     about = loaded.get("vitrel") if isinstance(loaded, dict) else None
     about = about if isinstance(about, dict) else {}
     model = about.get("model")  # the name in a checkpoint, the configuration in a file of `save`
     name = model.get("architecture") if isinstance(model, dict) else model
-    if like is not None and like.startswith("vitrel_") and name not in (None, like):
-        raise ValueError(f"{path} is of the model {name}, not of {like}: leave out the name")
+    if name is not None and (name not in [*TRUNKS] or (like or "").startswith("vitrel_")):
+        _check_name(path, name, like)
     if isinstance(model, str):
         return read_checkpoint(path, loaded, changes)[0]
     if about and ("model" in about or like is None):
         return _from_saved(path, loaded, about, changes)
     if like is None and (path.parent / "config.json").is_file():
-        return _from_folder(path.parent, changes, path)
+        return _from_folder(path.parent, None, changes, path)
     return _from_bare(path, loaded, like, changes)
 
 
@@ -198,17 +200,24 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
     return model.eval()
 
 
-def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
+def _check_name(path: Path, name: str, like: str | None) -> None:
+    """Raise ValueError if a file or folder of the model `name` is to be loaded as another, `like`."""
+    if like not in (None, name):
+        raise ValueError(f"{path} is of the model {name}, not of {like}: give that name, or none")
+
+
+def _from_folder(folder: Path, like: str | None, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
     """Return the model in the folder of a run, as `load` does, or in one with timm's config.json, converted to a vitrel model.
 
     Args:
         folder: of the run, or written by timm.
+        like: name of the model, an error if the folder is of another; None: not given.
         changes: constructor arguments as in `load`.
         weights: for a folder of timm, a file to use instead of the folder's; ignored if the folder has a run's checkpoint.
     """
     run = folder / "checkpoints" / "last.ckpt"
     if run.is_file():
-        return load(run, **changes)
+        return load(run, like, **changes)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no model: neither a run's checkpoints/last.ckpt nor timm's config.json")
     if weights is None:
@@ -218,6 +227,7 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
         if weights.suffix not in ARRAYS:
             read_file(weights)  # which finds damage, and timm does not
         model = create_model(f"local-dir:{folder}", checkpoint_path=str(weights), **changes)
+    _check_name(folder, model.pretrained_cfg["architecture"], like)
     return as_vitrel(model).eval()
 
 
