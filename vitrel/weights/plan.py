@@ -197,8 +197,8 @@ def model_for(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict renamed and, where grids differ, resampled for `model`; timm calls it for `pretrained=True`.
 
-    The classifier keeps the file's shape, since timm fits it itself; a first convolution for other channels is adapted here, of
-    which timm then warns. Errors are those of `load_pretrained`, except for NaN. They are raised here because timm loads with
+    The classifier keeps the file's shape, since timm fits it itself. A first convolution for other channels is adapted here, and
+    the model's pretrained_cfg gets these channels. Errors are those of `load_pretrained`, except for NaN. They are raised here because timm loads with
     strict=False, and so ignores misfits, if the number of classes differs.
     """
     try:
@@ -208,6 +208,8 @@ def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, T
     adapted = ["head.*", "head_dist.*", model.pretrained_cfg["first_conv"] + ".*"]
     if misfit := _misfit(plan, model.state_dict(), adapted, adapted):
         raise RuntimeError(misfit)
+    cfg: Any = model.pretrained_cfg
+    cfg["input_size"] = (model.in_chans, *cfg["input_size"][1:])  # else timm warns of channels that it did not adapt itself
     return plan.state
 
 
