@@ -37,7 +37,8 @@ class T5(PositionEncoding):
         table_w: learned biases [n_w, H] with mode="sum".
 
     Raises:
-        ValueError: num_buckets is 1, or odd with bidirectional, max_distance too small for it, or an option has an impossible value.
+        ValueError: num_buckets is 1, or odd with bidirectional, max_distance too small for it, or an option has an impossible
+            value.
     """
 
     at_larger_grid = "nothing changes"

@@ -3,8 +3,9 @@
 The original and the converted model run on the same images, and the blocks are fitted one after the other, each on the output
 of the blocks converted before (vitrel.weights.fit): the encoding to the original's attention, then the last linear layers of
 both residual branches, by ridge regression, to its output. An absolute embedding contributes more than attention logits: its
-mean over the patches is added to the bias of the patch embedding, in a Swin of the norm that follows, and its rows of class and
-register tokens to these tokens, both exactly. At the end the whole model is trained for a few steps, without labels, on the original's last features.
+mean over the patches is added to the bias of the patch embedding, in a Swin of the norm that follows, and its rows of class
+and register tokens to these tokens, both exactly. At the end the whole model is trained for a few steps, without labels, on the
+original's last features.
 """
 
 import copy

@@ -197,9 +197,9 @@ def model_for(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict renamed and, where grids differ, resampled for `model`; timm calls it for `pretrained=True`.
 
-    The classifier keeps the file's shape, since timm fits it itself. A first convolution for other channels is adapted here, and
-    the model's pretrained_cfg gets these channels. Errors are those of `load_pretrained`, except for NaN. They are raised here because timm loads with
-    strict=False, and so ignores misfits, if the number of classes differs.
+    The classifier keeps the file's shape, since timm fits it itself. A first convolution for other channels is adapted here,
+    and the model's pretrained_cfg gets these channels. Errors are those of `load_pretrained`, except for NaN. They are raised
+    here because timm loads with strict=False, and so ignores misfits, if the number of classes differs.
     """
     try:
         plan = plan_weights(model, state)
