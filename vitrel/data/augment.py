@@ -148,7 +148,7 @@ class Augmenter:
 
 
 def _operation(error: Exception) -> str:
-    """Return the operation that raised, as "NAME" or "NAME of magnitude M"; "augmentation" if its traceback shows none."""
+    """Return the innermost operation in the traceback, as "NAME" or "NAME of magnitude M"; "augmentation" if it shows none."""
     operation = "augmentation"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals
@@ -186,7 +186,7 @@ def pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, .
     """Return the transform of albumentations for uint8 images [h, w, 3] and masks [h, w]: crop, flips, policy, color jitter.
 
     The crops "simple" and "center" are not in it: `Augmenter` applies them before, so images then have `size` (H, W). `mean` is
-    the color outside the image, 0 to 1 per channel. ValueError for an unknown policy.
+    the color outside the image, 0 to 1 per channel. A `crop` of None crops nothing here. ValueError for an unknown policy.
     """
     fill = tuple(round(255 * m) for m in mean)
     flags = FLAGS[settings.interpolation]

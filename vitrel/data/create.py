@@ -132,8 +132,8 @@ def create_dataset(
 def _kind_of(data: str) -> tuple[str, str]:
     """Return (kind, path) of data: "csv", "hfds" (a saved data set, or `data_files`), "tar", or "folder" for any other path.
 
-    Of "torch/REST" or "hfds/REST" it is ("torch" or "hfds", REST). ValueError for data that cannot be read by index, such as a
-    compressed archive or a URL.
+    Of "torch/NAME:FOLDER" or "hfds/REST", unless it is a path that exists, it is the part before "/" and that after it.
+    ValueError for data that cannot be read by index, such as a compressed archive or a URL.
     """
     prefix, _, rest = data.partition("/")
     named = not Path(data).exists()

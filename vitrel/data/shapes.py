@@ -67,7 +67,7 @@ class Drawn(Dataset, ABC):
         protocol: "scale": objects grow with the shorter side of the image. "canvas": they have their size at `base`.
         base: side or (H, W) in pixels, for "canvas".
         mean: per-channel mean that normalizes values from 0 to 1.
-        std: as mean.
+        std: per-channel standard deviation, likewise.
         settings: arguments of the subclass, kept to draw the same set at another size.
     """
 
@@ -333,7 +333,7 @@ def hsv(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.ndarra
 def _window(center: np.ndarray, radius: float, side: int) -> np.ndarray:
     """Return pixel indices [B, K] along one axis of `side` pixels around every center [B], shifted to lie inside the image.
 
-    `radius` is the largest of the batch in pixels, which K covers on both sides.
+    `radius` is the largest of the batch in pixels, which K covers on both sides, or all of a smaller image.
     """
     k = min(int(2 * radius) + 4, side)
     start = np.clip(np.floor(center - k / 2).astype(np.int64), 0, side - k)

@@ -131,7 +131,7 @@ def window_attention(
 
 
 def choose(backend: str, call: Call) -> ModuleType:
-    """Return the backend module that computes a call: the one named, or for "auto" that of `row_of`.
+    """Return the backend module that computes a call, the one named or for "auto" that of `row_of`, and tell `recording`.
 
     Args:
         backend: a key of BACKENDS, or "auto". If `use_backend` or VITREL_BACKEND has set a backend, "auto" means that one.

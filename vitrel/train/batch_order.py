@@ -221,7 +221,7 @@ class EpochLoader(DataLoader):
 
     Args:
         dataset: `Readable`, whose data set is told the epoch by its `set_epoch`.
-        progress: called at the start of an iteration; returns (epoch, number of its batches that are done).
+        progress: called at the start of an iteration; returns (epoch, number of its batches to skip).
         options: further keywords of DataLoader; `batch_sampler` is an `Order`.
     """
 

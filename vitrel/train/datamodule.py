@@ -114,7 +114,7 @@ class ImageData(LightningDataModule):
         """Build both data sets with the preprocessing of the model's cfg, and the order of the training batches.
 
         Sets `workers` and `batch_size` where they are None, and for a `global_batch_size` the batch size and the trainer's
-        `accumulate_grad_batches`. `stage` is not used.
+        `accumulate_grad_batches`. `stage` is not used. ValueError for data or settings that do not fit.
         """
         if self.workers is None:
             self.workers = default_workers(self.trainer.strategy.root_device, self.trainer.num_devices)
@@ -264,7 +264,8 @@ def default_batch_size(images: int, devices: int = 1) -> int:
 def divided_batch(images: int, batch_size: int, devices: int, even: bool = False) -> tuple[int, int]:
     """Return (images per batch and device, batches accumulated) for updates of about `images` images on all devices.
 
-    The result is the largest update of at most `images` images in equal batches; among equal ones, that with fewest batches.
+    The result is the largest update of at most `images` images in equal batches, up to twice as many of them as necessary;
+    among equal ones, that with fewest batches.
 
     Args:
         images: images per update.

@@ -164,7 +164,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(model: nn.Module, images: Tensor, blocks: Sequence[int] = ()) -> Outputs:
-    """Return logits of images [B, 3, H, W], and the normalized tokens after `blocks`, if any, all in float32.
+    """Return the `Outputs` of a model for images [B, 3, H, W], with logits in float32, and tokens after `blocks` only.
 
     ValueError if the model does not have a block, or with `blocks` no `forward_intermediates`.
     """

@@ -52,7 +52,7 @@ class Objective:
             raise ValueError(f"model.objective.bce_target_thresh must satisfy 0 <= value < 1, not {self.bce_target_thresh}")
 
     def build(self, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the loss of images against their labels: the function (logits, targets) -> mean over the batch, 0-d.
+        """Return the loss of images: the function (logits, targets) -> mean over the batch (of "bce" over classes too), 0-d.
 
         Logits are [B, classes], targets labels [B] or mixed targets [B, classes]. The losses of segmentation and of a teacher
         are made elsewhere (`vitrel.tasks`, `Distillation`).

@@ -89,7 +89,7 @@ class Reader(ABC):
         return f"{self.where}: {self.name(source)}"
 
     def states(self, sources: Sequence[Any]) -> list[str]:
-        """Return "SIZE TIME" of each source: bytes, and time of modification of its file in ns, or less if unknown; here ""."""
+        """Return "SIZE TIME" of each source: bytes, its file's time of modification in ns, each only if known; here ""."""
         return [""] * len(sources)
 
 
@@ -139,7 +139,7 @@ class ImageSet(Dataset):
         return [self.reader.name(source) for source, _ in self.samples]
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
-        """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
+        """Return (image of mode RGB, label); `BadImage`, whatever `on_bad` is, if it cannot be decoded."""
         return self._of_source(decode, index), self.samples[index][1]
 
     def _of_source(self, function: Callable[..., Any], index: int) -> Any:
@@ -264,7 +264,7 @@ class ImageSet(Dataset):
 
 
 def subset(total: int, n: int | None, seed: int, where: str) -> list[int]:
-    """Return n random indices of `total` in increasing order, all if n is None; ValueError if n is not within 1..total.
+    """Return n random indices below `total`, in increasing order, all if n is None; ValueError if n is not within 1..total.
 
     `where` is the name of the data in the error.
     """

@@ -17,7 +17,7 @@ def class_order(names: Iterable[str]) -> list[str]:
 def order_note(classes: Sequence[str]) -> str:
     """Return a sentence that tells if `classes` are sorted as text or as by timm's readers, and which class would differ first.
 
-    It is "" if both orders are equal, or `classes` has neither. torchvision's `ImageFolder` sorts as text; timm's readers take
+    It is "" if the orders are equal, or it is neither. torchvision's `ImageFolder` sorts as text; timm's readers take
     numbers within names as numbers, and ignore case.
     """
     orders = {"as text": sorted(classes), "as timm's readers do, by numbers and without case": sorted(classes, key=natural_key)}
@@ -30,7 +30,7 @@ def order_note(classes: Sequence[str]) -> str:
 
 
 def read_class_names(path: str | Path) -> list[str]:
-    """Return the class names in a text file, one a line, stripped; ValueError for an empty line, except at the end."""
+    """Return the class names in a text file, one a line, stripped; ValueError for an empty line, not at the end, or file."""
     names = [line.strip() for line in Path(path).read_text("utf-8-sig").rstrip().split("\n")]
     if "" in names:
         raise ValueError(f"line {names.index('') + 1} is empty, which would shift the classes after it")

@@ -211,7 +211,7 @@ class Scan:
 
 
 def image_files(places: Sequence[str], follow_links: bool = False) -> Files:
-    """Return the images of `places`: folders with their subfolders, as `Scan` finds them, or single files of any suffix.
+    """Return the images of `places`, in this order: folders, as `Scan` finds them with subfolders, or files of any suffix.
 
     Each path occurs once, labeled 0; `classes` is []. FileNotFoundError for a place that is neither; ValueError as of `Scan`.
     """

@@ -61,7 +61,7 @@ def rows_reader(place: str, split: Split, reading: Reading) -> Rows:
 
     Args:
         place: name on the Hub, or path of a file or folder of `data_files`, or of a folder that `save_to_disk` wrote.
-        split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the images.
+        split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the training split, else the first.
         reading: gives this share.
 
     Raises:
@@ -134,8 +134,8 @@ def data_files(place: str) -> tuple[str, list[str]]:
 def load(place: str) -> dict[str, Any]:
     """Return {split: rows} of a data set (`place` as of `rows_reader`), images not decoded; ValueError if it cannot be loaded.
 
-    A data set of the Hub is downloaded, and `datasets` writes a copy into its cache, unless it is there. Before that, which can
-    take long, a warning says where and how large it becomes.
+    A data set of the Hub is downloaded, and of any but a saved one (`is_saved`) `datasets` writes a copy into its cache, unless
+    it is there. Before that, which can take long, a warning says where and how large it becomes.
     """
     with optional_import():
         import datasets

@@ -79,7 +79,7 @@ class MaskSet(ImageSet):
 
 
 def check_masks(reader: Reader, expected: int) -> None:
-    """Raise ValueError as of `MaskSet` for the masks of a reader; those that passed before, unchanged, are not read again."""
+    """Raise ValueError as of `MaskSet` for a reader's masks; unchanged ones that passed in this process are not read again."""
     sources = [source for pair in reader.samples for source in pair]
     key = (reader.where, *reader.classes, expected, *map(reader.name, sources), *reader.states(sources))
     if key not in _checked:
@@ -99,7 +99,7 @@ def _values(reader: Reader, image: Any, mask: Any) -> np.ndarray:
 def _classes_of(reader: Reader, image: Any, mask: Any) -> np.ndarray | str:
     """Return which values a mask has, bool [256], or what is wrong with it, as text.
 
-    A file that cannot be read has no values here; it is reported when its image is read.
+    Of a mask, or its image, that cannot be read, all are False here; it is reported when the image is read.
     """
     present, classes = np.zeros(256, bool), len(reader.classes)
     try:

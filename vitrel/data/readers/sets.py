@@ -33,7 +33,7 @@ def torchvision_reader(place: str, split: Split, reading: Reading) -> Torchvisio
     """Return the images of a split of a torchvision set, of `place` "<name>:<root folder of torchvision's class>".
 
     The name is as `timm.data.create_dataset` takes it after "torch/". ValueError for an unknown set, or one that is not in the
-    folder: nothing is downloaded. `reading` is not used.
+    folder: nothing is downloaded. A set without `targets` is read in full for its labels. `reading` is not used.
     """
     name, _, root = place.partition(":")
     try:

@@ -24,7 +24,7 @@ def one_of(names: Iterable[str], present: Iterable[str]) -> str | None:
 
 
 def split_of(split: Split, present: Iterable[str]) -> str | None:
-    """Return the name that `split` has among those present, e.g. "validation" for "val"; None if it has none."""
+    """Return the first name of `split` in SPLITS that is present, e.g. "validation" for "val"; None if none is."""
     return one_of(SPLITS[split], present)
 
 
@@ -42,7 +42,7 @@ def split_word(path: str, inside: str = "") -> str:
 def divided(samples: Sequence[Sample], split: Split, val_fraction: float | None, where: str) -> list[Sample]:
     """Divide the (source, label) samples of data without an evaluation split, and return those of `split`.
 
-    Of each label `val_fraction`, at least one, is for evaluation; the only sample of a label is for training. The choice
+    Of each label `val_fraction`, at least one and not all, is for evaluation; a label's only sample is for training. The choice
     depends on samples and `val_fraction` alone, so no sample is in both splits. ValueError without `val_fraction`, or if there
     is nothing to evaluate; `where` is the name of the data in it.
     """

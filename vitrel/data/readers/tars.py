@@ -53,7 +53,7 @@ class Tars(Reader):
     title = name
 
     def states(self, sources: Sequence[Member]) -> list[str]:
-        """Return "SIZE TIME" of each image: its bytes, and the time of modification of its tar file in ns."""
+        """Return "SIZE TIME" of each image: its bytes, and its tar's time of modification in ns ("" if unreachable)."""
         tars = list(dict.fromkeys(member.tar for member in sources))
         times = {tar: state.partition(" ")[2] for tar, state in zip(tars, file_states(tars), strict=True)}
         return [f"{member.size} {times[member.tar]}" for member in sources]

@@ -109,7 +109,7 @@ def _columns(terms: Terms, grid: Grid) -> int:
 
 
 def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return offset classes [K, K] (query, key) between the K places of an axis, and the number of each token's place, [N].
+    """Return offset classes [K, K] (query, key) between the K places of an axis, and the index of each token's place, [N].
 
     Places: one for all prefix tokens together, if there are any, then one for each row ("h"), column ("w") or diagonal ("h+w")
     of the grid.

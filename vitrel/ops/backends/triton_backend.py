@@ -103,7 +103,7 @@ def failure(call: Call, known: bool = False) -> str:
 
     Args:
         call: what is to be computed, which `refuses` must not refuse.
-        known: run nothing; "" where no call of this kind was tried.
+        known: run nothing, return what is stored; "" where no call of this kind was tried.
     """
     return _failure(known, *_kind(call))
 

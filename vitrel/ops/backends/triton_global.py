@@ -232,8 +232,8 @@ def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     Lanes without a key have values out of range. The token of the first lane is that of `_first_key`.
 
     Args:
-        group: number of the tile down the image, from 0.
-        chunk: number of the tile within an image row.
+        group: index of the tile down the image.
+        chunk: index of the tile within an image row.
         sizes: see `_Sizes`.
         LANES: keys of a tile.
         ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored.
@@ -575,8 +575,8 @@ def _query_tile(
 ):
     """Write dq and delta of a tile of patch queries, or, as the last tile, of the prefix queries.
 
-    The bias gradient is added to `parts`, in `grads`, unless that is None. Arguments as of `_queries`; tile: (its number, tiles
-    of patch queries down, across).
+    The bias gradient is added to `parts`, that of prefix keys written to `to_prefix`, both in `grads`, unless these are None.
+    Arguments as of `_queries`; tile: (its index, tiles of patch queries down, across).
     """
     q, k, v, out, grad_out = inputs
     lse, delta = stats
