@@ -78,8 +78,8 @@ def any_size(model: nn.Module) -> nn.Module:
     """Return a timm model that takes images of any size, with the parameters and state dict of `model`.
 
     Its trunk is timm's; modules that hold position or assume an image size are exchanged for vitrel's (see `Adapter`). Forward
-    raises ValueError for an image whose sides are not multiples of `side_multiple`. The argument must not be used any more, as
-    both share parameters and changed submodules. A model without position is returned itself, unchanged.
+    raises ValueError, not under torch.compile, for an image whose sides are not multiples of `side_multiple`. The argument must
+    not be used any more: both share parameters and changed submodules. A model without position is returned itself, unchanged.
 
     Raises:
         ValueError: no adapter is known, or a part of the model rules out other sizes (the message names it).
@@ -99,7 +99,7 @@ def any_size(model: nn.Module) -> nn.Module:
 
 
 def side_multiple(model: nn.Module) -> int:
-    """Return the pixels of which both sides of an image must be multiples, 1 for any; 0 for a model not from `any_size`."""
+    """Return the pixels that must divide an image's sides: 1 also without position, 0 for others not from `any_size`."""
     if hasattr(model, "side_multiple"):
         return model.side_multiple  # type: ignore[return-value]
     return 1 if adapter_of(model) is None and takes(model) else 0  # without position: any_size returns it unchanged

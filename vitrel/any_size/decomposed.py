@@ -117,7 +117,7 @@ class SamBlock(vision_transformer_sam.Block):
 
 
 class VisionTransformerSAM(AnySize, vision_transformer_sam.VisionTransformerSAM):
-    """timm's image encoder of SAM with its neck, for any image, padded to whole patches; its embedding is resampled."""
+    """timm's SAM encoder and neck, for any image, padded to whole patches: embedding resampled; ValueError for a rotation."""
 
     def adopted(self, model: Any) -> None:
         if any(getattr(block.attn, "rope", None) is not None for block in self.blocks):

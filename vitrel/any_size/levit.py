@@ -120,7 +120,7 @@ class EfficientFormer(efficientformer.EfficientFormer):
 
 
 class Attention2d(efficientformer_v2.Attention2d):
-    """timm's attention of EfficientFormer V2 with talking heads, for any map [B, C, h, w]; its biases are resampled to it."""
+    """timm's attention of EfficientFormer V2 with talking heads, any map [B, C, h, w]; biases resampled to the strided map."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[-2:]

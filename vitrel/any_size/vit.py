@@ -39,7 +39,7 @@ class _Embedding(AnySize):
             raise ValueError("it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0")
 
     def _tokens(self: Any, x: Tensor) -> Tensor:
-        """Return P prefix tokens, then patches, plus the absolute embedding, if any, [B, h, w, C] -> [B, P + h*w, C]."""
+        """Return P prefix tokens, then patches, [B, h, w, C] -> [B, P + h*w, C], plus the embedding of those that have one."""
         h, w = x.shape[1:3]
         x = x.flatten(1, 2)
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
@@ -69,7 +69,7 @@ class Eva(_Embedding, eva.Eva):
 
 
 def _rotation(rope: Any, size: tuple[int, int]) -> Tensor | None:
-    """Return the sines, then cosines, [h*w, 2D] of timm's rotary encoding `rope` on a grid `size` (h, w); None for None."""
+    """Return timm's sines, then cosines, [h*w, 2D] (mixed [depth, H, h*w, 2D]) of `rope` on a grid (h, w); None for None."""
     if rope is None:
         return None
     trained = getattr(rope, "feat_shape", None)

@@ -324,9 +324,9 @@ def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tenso
 def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> None:
     """Train a model in place, without labels, to give the original's last features on images and their mirror images.
 
-    Each of `steps` updates takes 32 of the images [B, C, height, width]; both models are in evaluation mode. The loss is the
-    squared distance of each token, divided by the variance of the original's; class and register tokens together count as much
-    as all patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it was: updates of this
+    Each of `steps` updates takes 32 of the images [B, C, height, width]; both models must be in evaluation mode. The loss is
+    the squared distance of each token, divided by the variance of the original's; class and register tokens together count as
+    much as patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it was: updates of this
     size can only harm a model that already follows the original closely.
     """
     scales = model.position_lr_scales()

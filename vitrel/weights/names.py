@@ -84,7 +84,7 @@ def to_vitrel(state: dict[str, Tensor], model: nn.Module, rotation: Rotation | N
 
 
 def _join_qkv(state: dict[str, Tensor]) -> None:
-    """Join separate projections of q, k and v into qkv, in place; a missing bias of k is 0, other gaps are a ValueError."""
+    """Join projections q, k and v into qkv, in place; with q's bias, k's is 0 if missing; ValueError for q without k or v."""
     for name in [name for name in state if name.endswith((".attn.q_proj.weight", ".attn.q_proj.bias"))]:
         stem, kind = name.split("q_proj.")
         q, k, v = (state.pop(f"{stem}{part}_proj.{kind}", None) for part in "qkv")

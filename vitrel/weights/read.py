@@ -106,7 +106,8 @@ def check_folder(folder: str | Path) -> None:
 def unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
     """Return the state dict found in nested dictionaries, without a prefix that all of its names share ("module.", "model.").
 
-    If there are several, averaged weights ("state_dict_ema", "model_ema", "ema", "teacher", ...) are preferred.
+    Averaged weights ("state_dict_ema", "model_ema", "ema", "teacher", ...) precede "state_dict", "model", ...; other keys are
+    not read.
 
     Args:
         loaded: content of a file.
@@ -197,7 +198,7 @@ def _crc_of_tensors(path: Path) -> int:
 def _check_records(path: Path) -> None:
     """Raise `_Damaged` for a zip archive with a record that does not match its CRC-32; records without one are not checked.
 
-    An archive that unpacks to more than its own size is refused before: torch does not compress.
+    So it does for a record marked as a folder, and first for an archive that unpacks to more than its own size.
     """
     with zipfile.ZipFile(path) as archive:
         records, size = archive.infolist(), path.stat().st_size

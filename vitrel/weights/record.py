@@ -68,7 +68,7 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError if an encoding in the record has another key or option than the model's of the same module name.
 
     Another training grid is an error only for encodings that refer to it (`refers_to_grid`); tables are resampled. Encodings
-    that only the record or only the model has are skipped.
+    and options that only the record or only the model has are skipped.
     """
     own = position_record(model)
     for name, theirs in record.items():
