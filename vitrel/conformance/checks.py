@@ -36,7 +36,7 @@ ANGLE = 2 * SAME  # radians between two measured angles
 
 
 class NotApplicableError(Exception):
-    """Raised by a check that finds nothing to compare in a model; the message gives the reason."""
+    """Raised by a check that finds nothing to compare in a model, or cannot compare it; the message gives the reason."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Examined:
 
     @functools.cached_property
     def embeddings(self) -> list[Derived]:
-        """Every position embedding at every size, with the rule by which it follows from its parameter or native embedding."""
+        """The embeddings at every size, as many as at the size with the fewest, each with the rule by which it is resampled."""
         return derived(self.surveys, trained_size(self.subject.model), self.subject.model)
 
     @functools.cached_property
@@ -90,8 +90,8 @@ def order(examined: Examined) -> Iterator[Finding]:
     """Token i lies at (i // w, i % w): one rotation step per axis, one bias per offset, each sine or cosine along one axis.
 
     angle[y + 1, x] - angle[y, x] and angle[y, x + 1] - angle[y, x] are constants; bias[i, j] = f(y_i - y_j, x_i - x_j).
-    Yields findings for each rotation and bias (`found` is "" where right), and for wrong embeddings; NotApplicableError if the
-    model has no position.
+    Yields findings for each rotation and bias (`found` is "" where right), and for wrong embeddings and tokens that come column
+    by column; NotApplicableError, at the end, if the model has no position.
     """
     for size, found, turn, rows in examined.measured():
         if by_columns(found):
@@ -130,7 +130,7 @@ def _constant(turn: Rotation | None) -> bool:
 
 
 def _wraps(table: Tensor) -> int:
-    """Return the least m, w - 1 to 2w - 2, for which a bias table [H, 2h-1, 2w-1] depends on m dy + dx alone, 0 if none."""
+    """Return the least m > 1, w - 1 to 2w - 2, for which a bias table [H, 2h-1, 2w-1] depends on m dy + dx alone, else 0."""
     width = table.shape[2]
     if not (_depends(table, 1) and _depends(table, 2)):
         return 0
@@ -143,7 +143,7 @@ def _wraps(table: Tensor) -> int:
 
 
 def _order_of_waves(examined: Examined) -> Iterator[Finding]:
-    """Yield a finding for each embedding whose channels vary along both axes, but along one at another size or transposed."""
+    """Yield a finding for each embedding with channels along both axes, if any other, or itself transposed, has none such."""
     found = [(size, one) for size, each in examined.surveys.items() for one in each.embeddings]
     pure = [single_axis(one) for _, one in found]
     for (size, one), good in zip(found, pure, strict=True):
@@ -190,8 +190,8 @@ def sign(examined: Examined) -> Iterator[Finding]:
 def prefix(examined: Examined) -> Iterator[Finding]:
     """Prefix tokens p are not rotated; bias[p, j] and bias[j, p] do not depend on the patch j, nor embedding[p] on the grid.
 
-    Prefix tokens are those that are no patches, as class and registers. Yields a finding for each rotation, bias and embedding
-    of a model that has them; NotApplicableError if it has none.
+    Prefix tokens are those that are no patches, as class and registers. Yields a finding for each rotation and bias of
+    attention with them, and each embedding of them; NotApplicableError if no attention has any, nor an embedding at two sizes.
     """
     seen = False
     for size, found, turn, rows in examined.measured():
@@ -219,8 +219,8 @@ def prefix(examined: Examined) -> Iterator[Finding]:
 def axes(examined: Examined) -> Iterator[Finding]:
     """Position depends on y and on x, and on more than y w + x, the number of the token.
 
-    Yields a finding for each attention with position at the first size, none if an embedding there varies along both axes;
-    NotApplicableError if there is no such attention.
+    Yields findings for each attention with position at the first size, unless its grid is a line; none at all if an embedding
+    there varies along both axes; NotApplicableError if there is no such attention.
     """
     size, seen = examined.sizes[0], False
     if any(all(_varies(one.patches)) for one in examined.surveys[size].embeddings):
@@ -260,8 +260,8 @@ def exchange(examined: Examined) -> Iterator[Finding]:
     """Step down at h x w = step right at w x h, for fixed frequencies; bias_hw[dy, dx] = bias_wh[dy, dx] in equal windows.
 
     A step is the angle of a rotation between neighbors. h x w and w x h are the grids at the first two sizes; frequencies are
-    fixed if each pair of channels turns along one axis only. Yields a finding for each layer; NotApplicableError if none can be
-    compared.
+    fixed if each pair of channels turns along one axis only. Yields a finding for each such rotation, and each bias in windows
+    that depends on offsets alone; NotApplicableError if there is none.
     """
     a, b = examined.exchanged
     seen, where = False, f"images of {format_size(a)} and {format_size(b)} px"
@@ -361,7 +361,8 @@ def half_pixel(examined: Examined) -> Iterator[Finding]:
 def _windowed(examined: Examined) -> Iterator[tuple[Size, Located, Size, Tensor]]:
     """Yield (size, attention, window (h, w), (row, column) of its slots [N, 2]) for attention in windows, or with padding.
 
-    Attention with prefix tokens, or in windows of no neighbors (strided ones), is left out; NotApplicableError if none is left.
+    Left out is attention with prefix tokens, with slots in no known order, or in windows of no neighbors (strided ones);
+    NotApplicableError if none is left.
     """
     seen, strided = False, False
     for size, found, *_ in examined.measured():
@@ -383,7 +384,7 @@ def window(examined: Examined) -> Iterator[Finding]:
     """No token sees the opposite border: visible[i, j] only if place_i - place_j = slot_i - slot_j.
 
     place is the (row, column) of a token in the image, slot that in its window. Yields a finding for each size and attention in
-    windows of neighbors or with padding; NotApplicableError if there is none.
+    windows of neighbors or with padding, without prefix tokens; NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -410,7 +411,8 @@ def _pair(found: Located, pairs: Tensor) -> str:
 def padding(examined: Examined) -> Iterator[Finding]:
     """No token i of the image attends to padding j: not visible[i, j].
 
-    Yields a finding for each size and attention in windows of neighbors or with padding; NotApplicableError if there is none.
+    Yields a finding for each size and attention in windows of neighbors or with padding, without prefix tokens (in windows
+    without padding it passes); NotApplicableError if there is none.
     """
     for size, found, shape, slots in _windowed(examined):
         real = found.tokens >= 0
@@ -424,9 +426,9 @@ def padding(examined: Examined) -> Iterator[Finding]:
 def mask(examined: Examined) -> Iterator[Finding]:
     """visible[i, j] wherever place_i - place_j = slot_i - slot_j, and a mask where a window has pairs of other offsets.
 
-    So tokens of a window that are neighbors in the image see each other, and others, as in shifted windows, are hidden. place
-    is the (row, column) of a token in the image, slot that in its window. Yields a finding for each size and attention in
-    windows of neighbors or with padding; NotApplicableError if there is none.
+    So tokens of a window that are neighbors in the image see each other; of others, as in shifted windows, one hidden pair is
+    enough here (`window` tests all). place is the (row, column) of a token in the image, slot that in its window. Findings and
+    NotApplicableError are for the same attention as in `window`: in windows of neighbors or with padding, no prefix tokens.
     """
     for size, found, shape, slots in _windowed(examined):
         real, neighbors = found.tokens >= 0, aligned(found, slots)
@@ -443,8 +445,9 @@ def mask(examined: Examined) -> Iterator[Finding]:
 def shift(examined: Examined) -> Iterator[Finding]:
     """Where h <= window along an axis, tokens at its two ends see each other: visible[first, last].
 
-    A window that holds a whole axis must not be shifted along it. Yields a finding for each such axis, on grids of up to 4,096
-    tokens; NotApplicableError if there is none.
+    A window that holds a whole axis must not be shifted along it. Yields a finding for each such axis of at least 2 tokens, on
+    grids of up to 4,096, of attention in windows of neighbors or with padding, without prefix tokens; NotApplicableError if
+    there is none.
     """
     seen = False
     for size, found, shape, _ in _windowed(examined):

@@ -70,9 +70,9 @@ def held(found: Embedding, model: nn.Module, grid: Size) -> Embedding | None:
 def derived(surveys: dict[Size, Survey], native: Size, model: nn.Module) -> list[Derived]:
     """Return every embedding at every size, with its master and the rule by which it follows from that.
 
-    The master is the model's parameter if the embedding at the native size follows from it, else the embedding at that size;
-    without either, master and rule are None. Embedding n at one size belongs to n at the others; surplus ones are left out.
-    `native` is the image size that the model was built for, examined or not; `model` has the parameters of that size.
+    The master is the model's parameter if the embedding at the native size (or the first, if that was not examined) follows
+    from it, else the embedding at the native size; without either, master and rule are None. Embedding n at one size belongs to
+    n at the others; surplus ones are left out. `native` is the image size that the model was built for, as its parameters are.
     """
     found = []
     for number in range(min(len(one.embeddings) for one in surveys.values())):
@@ -123,7 +123,7 @@ def _of_square(master: Embedding, grid: Size, **how: object) -> Tensor:
 
 
 def right_rules(master: Embedding, grid: Size) -> Iterator[tuple[str, Tensor]]:
-    """Yield (rule in words, the embedding [h, w, C] that it makes of the master on `grid`) for every rule that is right."""
+    """Yield (rule in words, embedding [h, w, C]) of right rules: "unchanged" on the master's grid, else resampled or cut."""
     if grid == master.grid:
         yield "unchanged", master.patches
         return

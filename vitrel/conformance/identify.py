@@ -35,8 +35,9 @@ class Identity(NamedTuple):
 def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Derived]) -> list[Identity]:
     """Return the encodings of a model at the first size of `surveys`, in pixels: of embeddings, then of attention in order.
 
-    The other sizes show units and resampling. "none" means that equal patches give equal queries and keys, without a bias. Any
-    other position that is seen but not named is "not identified". `embeddings` are those of `derived`.
+    The other sizes show units and resampling. If nothing is found, the result is "none" (of each attention in windows, or one
+    of the model) if equal patches give equal queries and keys everywhere; if not, or if an attention was not located, one "not
+    identified". `embeddings` are those of `derived`.
     """
     first, *others = surveys.values()
     found = [_embedding(one, embeddings) for one in embeddings if one.size == first.size]
@@ -69,7 +70,7 @@ def _attention(found: Located, others: list[Located], model: nn.Module) -> list[
 
 
 def _windows(found: Located) -> dict[str, Any]:
-    """Return {"window": "7x7", "shift": "3x3"} of attention in windows, without "shift" if it is 0; {} for global attention."""
+    """Return {"window": "7x7", "shift": "3x3"} in tokens, without "shift" if 0; {} if global, or slots are of unknown order."""
     slots = window_slots(found)
     if slots is None or (found.windows == 1 and found.tokens.shape[1] == found.grid[0] * found.grid[1]):
         return {}
@@ -225,7 +226,7 @@ def _memory(rows: Bias, model: nn.Module) -> str:
 
 
 def _embedding(first: Derived, all_sizes: list[Derived]) -> Identity:
-    """Return the identity of an embedding: "sincos", or "absolute" with the first known rule of its resampling at any size."""
+    """Return the identity of an embedding: "sincos", or "absolute" with the first rule that resamples it (no common error)."""
     if single_axis(first.found):
         return Identity(first.found.where, "sincos", {})
     same = [one.how for one in all_sizes if one.found.where == first.found.where and one.how is not None]

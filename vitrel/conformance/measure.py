@@ -81,7 +81,7 @@ class Rotation(NamedTuple):
 class Bias(NamedTuple):
     """The bias of one attention by offset (query minus key), without masks."""
 
-    by_offset: Tensor  # [H, 2h-1, 2w-1] mean bias of pairs with the offset; NaN where no visible pair has it
+    by_offset: Tensor  # [H, 2h-1, 2w-1] middle of the biases of pairs with the offset; NaN where no visible pair has it
     spread: float  # largest difference between pairs with one offset, as a share of the range of biases
     content: float  # largest difference between contents, as a share of the range
     prefix: float  # largest difference of a prefix token's bias over patches, as a share of the range
@@ -163,9 +163,10 @@ def _places(y: Tensor, x: Tensor, grid: Size) -> Tensor:
 
 
 def maps(found: Located, values: Tensor, order: Tensor | None = None) -> Tensor:
-    """Return values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of several windows, those of the first full one.
+    """Return values [B, W, H, N, D] of the patches as maps [B, H, h, w, D]; of windows, those of the first full one.
 
-    `order` [h, w] is the index of the token at each place, None for row by row; windows ignore it.
+    If no window is full, it is the first. `order` [h, w] is the index of the token at each place, None for row by row; several
+    windows ignore it.
     """
     window = window_slots(found) if found.windows > 1 else None
     if window is not None:

@@ -18,7 +18,7 @@ class Finding(NamedTuple):
         where: module, and layers with the same finding.
         expected: what the definition gives, in words.
         found: what the model does instead, in words; "" where it does what is expected.
-        input: the smallest input that shows it, in words.
+        input: the input that shows it, in words; in a report, of some checks, a smaller one if that shows it too.
         vectors: the `Vectors` that were compared; in a check a function that returns them, which is called for what a report
             holds. None where there are none.
         definition: the formula that the check tests.
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def passed(self) -> list[str]:
-        """Names of the checks without a finding."""
+        """Names of the checks that are applicable and have no finding."""
         return [name for name, result in self.results.items() if result == "passed"]
 
     @property

@@ -66,8 +66,9 @@ def cache(examined: Examined) -> Iterator[Finding]:
 def state(examined: Examined) -> Iterator[Finding]:
     """model(native) after other sizes = model(native) before, and no weight has changed.
 
-    native is an image of the size that the model was built for. Parameters that `set_input_size` resamples are restored first,
-    since after two resamplings they are others. Raises NotApplicableError if that size was not examined, or is the only one.
+    native is an image of the size that the model was built for. Parameters that `set_input_size` resamples are restored before
+    the last run, since after two resamplings they are others. Yields one finding; NotApplicableError if that size was not
+    examined, or the model takes no other size and has no `set_input_size`.
     """
     native, subject = examined.native, examined.subject
     if native is None:
@@ -108,7 +109,7 @@ def state(examined: Examined) -> Iterator[Finding]:
 def batch(examined: Examined) -> Iterator[Finding]:
     """model((a, b)) = (model(a), model(b)).
 
-    a and b are images of the first size. A model fails in which the images of a batch depend on each other.
+    a and b are images of the first size. Yields one finding; a model fails if the images of a batch depend on each other.
     """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size, 2, seed=1)
@@ -124,7 +125,8 @@ def batch(examined: Examined) -> Iterator[Finding]:
 def dtype(examined: Examined) -> Iterator[Finding]:
     """model.double()(image) = model(image), and angles and biases under autocast to bfloat16 are those of float32.
 
-    Raises NotApplicableError if the model does not run under autocast.
+    Yields a finding for float64 (none if it fails there for another reason than the dtype), then for each wrong angle or bias;
+    NotApplicableError, after that for float64, if the model does not run under autocast.
     """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size)

@@ -101,7 +101,7 @@ def norms(found: Located, turn: Rotation) -> Vectors:
 def biases(found: Located, rows: Bias) -> Vectors:
     """Return `Vectors` of logits [N, N] of the first window: as seen, and by_offset[y_i - y_j + h - 1, x_i - x_j + w - 1].
 
-    They are those of the head that differs most; NaN where a mask hides the pair or the table has no such offset.
+    They are those of N patches in the head that differs most; NaN where a mask hides the pair or the table has no such offset.
     """
     real = found.tokens[0] >= 0
     places = found.places[0][real]

@@ -303,8 +303,8 @@ def _own_layer(
 ) -> Layer:
     """Return the `Layer` of vitrel's attention `module` at path `name`, from the arguments of its forward.
 
-    The tokens are given as `qkv` [..., 3C], the output of the first linear layer; `mask` is not used in windows, which have
-    their own. position=False: as in `for_each_layer`.
+    The tokens are given as `qkv` [..., 3C], the output of the first linear layer after `module.normalized`; `mask` is not used
+    in windows, which have their own. position=False: as in `for_each_layer`.
     """
     call = own_call(name, module, grid, qkv.device)
     if call.window is None:

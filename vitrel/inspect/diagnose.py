@@ -47,8 +47,8 @@ class BiasChange(NamedTuple):
     """A number of layers whose bias or rotation at an offset differs from that at the trained size.
 
     A "bias" is any row of a table (also of query, key and value tables). A "rotation" is compared by its angles between the
-    first token and its neighbors below and right. `largest` is the largest change: of a bias in standard deviations of its
-    values at the trained size, of a rotation in radians.
+    first token and its neighbors below and right. `layers` counts each table and each shared encoding once. `largest` is the
+    largest change: of a bias in standard deviations of its values at the trained size, of a rotation in radians.
     """
 
     what: str  # "bias" | "rotation"
@@ -93,8 +93,8 @@ class SizeDiagnosis:
     """What images of `size` (h, w) pixels do to position in a model; with a `refusal` the other fields have no meaning.
 
     `unseen` is the share of offsets that no pair of training tokens had, in the layer where it is largest, None if unknown;
-    `saturated` the share of offsets that are unseen but read a trained edge row. `unread` are the rows below and columns right
-    of all patches, in pixels. `attends` is False if the model has no attention.
+    `saturated` the share of offsets that are unseen but read a trained edge row, None without encodings of vitrel. `unread` are
+    the rows below and columns right of all patches, in pixels. `attends` is False if the model has no attention.
     """
 
     size: Size
@@ -236,8 +236,8 @@ def _at_one_size(found: ModelAtSize, size: Size, before: Trace | None) -> SizeDi
 def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tuple[BiasChange, ...]:
     """Return how vitrel's encodings change between their training grid and the grid that each is paired with.
 
-    There is at most one change per kind ("bias", "rotation"), with the number of layers and the largest change. What encodings
-    add to tokens, and temperatures, are not compared.
+    There is at most one change per kind ("bias", "rotation"), as of `_summed`. What encodings add to tokens, and temperatures,
+    are not compared.
     """
     return _summed(
         change
@@ -251,8 +251,9 @@ def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tup
 def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasChange], list[float]]:
     """Return how bias and rotation change from a model's calls at one size to those at another, and shares of unseen offsets.
 
-    A share, 0 to 1, is given for each call in which nothing changed at the offsets of both sizes: that of the offsets at the
-    other size that the first does not have, so that no pair has trained them.
+    Calls are paired in order; pairs of other names, or without a grid, are skipped. A share, 0 to 1, is given for each pair
+    with a bias or rotation that is the same at the offsets of both sizes: that of the offsets at the other size that the first
+    does not have, so that no pair of tokens has trained them.
     """
     changes, unseen = [], []
     for old, new in zip(before, after, strict=False):

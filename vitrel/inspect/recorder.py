@@ -488,7 +488,7 @@ class _Recorder(TorchDispatchMode):
         return func(*_mapped(swap, args), **_mapped(swap, kwargs))
 
     def _bias(self, func: Any, name: str, args: tuple, kwargs: dict, image: list[Tensor]) -> Any:
-        """Return the part of the operator's output that was added to a product of queries and keys, None if nothing was."""
+        """Return the part of the operator's output that was added to a product of queries and keys, None if none or unknown."""
         products = [product.both for value in image for product in self._trail[value].products]
         if name in _SOFTMAX or name in _PRODUCT or not any(products):
             return None
@@ -608,7 +608,7 @@ class _Recorder(TorchDispatchMode):
         return _tensors(moved) if len(_tensors(moved)) == len(made) else [_nowhere(value) for value in made]
 
     def _pointwise(self, image: list[Tensor], made: Tensor) -> Tensor:
-        """Return the places (pixels of tokens) of `made`, computed value by value: of the first operand with its shape."""
+        """Return the places (pixels of tokens) of `made`: of an operand with its shape, else of the first, expanded, or -1."""
         for value in image:
             place = self._trail[value].place
             if place is not None and value.shape == made.shape:

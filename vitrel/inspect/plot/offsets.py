@@ -68,7 +68,7 @@ def lattices(source: Source, size: int | Size | None = None) -> list[Lattice]:
         size: in pixels for a model, in patches for an encoding, one side or (h, w), by default that of training.
 
     Raises:
-        ValueError: there is nothing to draw, or what is drawn holds NaN.
+        ValueError: there is nothing to draw, what is drawn holds NaN, or a size is given for recorded layers.
     """
     if isinstance(source, nn.Module):
         found = [
@@ -146,7 +146,7 @@ def _measured(layer: Layer) -> Lattice:
 
 @torch.no_grad()
 def _of_encoding(name: str, encoding: PositionEncoding, grid: Grid) -> Iterator[Lattice]:
-    """Yield the rotation and the bias of an encoding on a grid as lattices, whichever it has; none if it adds to tokens."""
+    """Yield the rotation and the bias (unless constant) of an encoding on a grid as lattices; none if it adds to tokens."""
     terms = evaluated(encoding, grid)
     parts = [part for part in terms.in_attention if part is not None and part.dim() > 1]
     if encoding.site == "tokens" or not parts:
