@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check the model, print the report and write it to --json; exits with status 1 for findings, 2 for bad usage."""
+    """Check the model, print the report (not with --json -), write it to --json; exit with 1 for findings, 2 for bad usage."""
     try:
         check_folders(args.json)
         from vitrel.conformance import check

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert MODEL, write it to --out or upload it (--push), and print its position, training grid and number of classes."""
+    """Convert MODEL, write it to --out, upload it (--push) or both; print its position, training grid and number of classes."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.export.hub import OtherWeights, check_repository, push_to_hub

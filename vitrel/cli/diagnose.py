@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Diagnose one model after another and print the results; writes them to --json and the plot to --plot, if given."""
+    """Diagnose one model after another, print the results (not with --json -), and write to --json and --plot, if given."""
     check_folders(args.plot, args.json)
     if args.plot:
         require("matplotlib")

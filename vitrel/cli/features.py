@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure position in one model after another, then accuracy; prints the tables and writes them into --out, if given."""
+    """Measure position in each model, then accuracy (both by default); print the tables, write them into --out, if given."""
     check_models(args, random=True)
     check_data(args.data)
     from vitrel.evaluate.frozen import check_task, frozen_rows

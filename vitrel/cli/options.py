@@ -251,7 +251,7 @@ def add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def check_files(*files: Path | None) -> None:
-    """Raise FileNotFoundError, before any work, for an input file that does not exist; None passes."""
+    """Raise FileNotFoundError, before any work, for an input file that does not exist or is a folder; None passes."""
     for file in files:
         if file is not None and not file.is_file():
             raise FileNotFoundError(f"no file {file}{': it is a folder' if file.is_dir() else ''}")
@@ -269,7 +269,7 @@ def check_folders(*files: Path | str | None) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    """Write `content` as JSON into a file, or to standard output for "-"; values that JSON does not have as str(value)."""
+    """Write `content` as JSON into a file, or to standard output for "-"; objects of other types as str(value), NaN as NaN."""
     text = json.dumps(content, indent=1, default=str) + "\n"
     if path == "-":
         sys.stdout.write(text)

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _header(task: "Task", names: Sequence[str], top: int) -> list[str]:
-    """Return the columns of the CSV: "path", "label", "probability", "label_2", "probability_2", ... for `top` classes.
+    """Return the columns of the CSV: "path", "label", "probability", "label_2", "probability_2", ... for `top` classes or all.
 
     With several labels an image: "path", "label", and every class name ("class NAME" if NAME is "path" or "label").
     """

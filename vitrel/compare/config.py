@@ -154,7 +154,7 @@ def _comparison(config: Mapping[str, Any], several: bool, path: Path, out: Path)
 
 
 def _section(section: Any, keys: Collection[str], needed: Collection[str], where: str) -> dict[str, Any]:
-    """Return `section`; ValueError (naming `where`) for no mapping, other `keys`, or one of `needed` missing or empty."""
+    """Return `section`; ValueError (naming `where`) for no mapping, a key outside `keys`, or `needed` ones missing or empty."""
     if not isinstance(section, dict):
         raise ValueError(f"{where}: keys and values are expected ({', '.join(keys)}), got {section!r}")
     if unknown := [key for key in section if key not in keys]:

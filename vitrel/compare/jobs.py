@@ -82,8 +82,9 @@ def _check_end(config: Mapping[str, Any], folder: Path) -> None:
 def begin(config: dict[str, Any], folder: Path) -> list[str]:
     """Write <folder>/train.yaml, print the state of the run, and return the arguments of `vitrel train` to start or resume it.
 
-    For a run that is complete nothing is written and [] is returned. A new run also writes init_from.sha256, the SHA-256 of the
-    weights that it starts from ("" for none). ValueError if the folder has a run of another configuration, or of other weights.
+    For a run that is complete nothing is written and [] is returned. A run without checkpoint is new: init_from.sha256 gets the
+    SHA-256 of the weights that it starts from ("" for none). ValueError if a checkpoint is there and the configuration differs
+    (FREE settings may), or the file of weights.
     """
     last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
     source, start = Path(config["model"].get("tuning", {}).get("init_from") or ""), folder / "init_from.sha256"

@@ -100,7 +100,7 @@ def export_model(
 def check_sizes(model: nn.Module, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
     """Yield the batch size and the image size (h, w) in pixels of every comparison of an exported file with the model.
 
-    These are `size` with 1, 2 and 3 images and, if dynamic_size, three other sizes that the model takes, smaller and larger.
+    These are `size` with 1, 2 and 3 images and, if dynamic_size, three other sizes that the model takes with 1, 3 and 1.
     """
     h, w = size
     yield from ((1, size), (2, size), (3, size))
@@ -180,7 +180,7 @@ def _least_size(model: nn.Module) -> int:
 def _check(model: nn.Module, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
     """Run the model and a written file (`run`: images -> logits) on one batch of random images, and return their comparison.
 
-    RuntimeError if the file fails, or their logits differ by more than TOLERANCE.
+    RuntimeError if the file fails, or logits differ by more than TOLERANCE times the largest logit (or 1 if that is below 1).
     """
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
     image = torch.randn((batch, channels_of(model), *size), generator=torch.Generator().manual_seed(0))

@@ -144,11 +144,11 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, kept: Kept) -> Row:
-        """Return {column: value} of `columns` over all images, and of "majority", the metric of `chance` in percent."""
+        """Return {column: value} of `columns` over the images that were read, and of "majority", the metric of `chance` (%)."""
 
     @abstractmethod
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """Return a score of each image, [n], NaN where it could not be read: 100 times their mean is the column `metric`."""
+        """Return a score of each image, [n], NaN where it could not be read: 100 times the others' mean is column `metric`."""
 
     @abstractmethod
     def by_class(self, kept: Kept, classes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -111,9 +111,9 @@ class Multilabel(Task):
         }
 
     def scores(self, kept: Kept, metric: str) -> np.ndarray:
-        """Return the contribution of each image to the mAP, [n], NaN for those that could not be read; their mean is the mAP.
+        """Return the contribution of each image to the mAP, [n], NaN for those that could not be read.
 
-        It is the mean of `contributions` over the classes that occur. `metric` is ignored.
+        It is the mean of `contributions` over the classes that occur; their mean is the mAP, 0 to 1. `metric` is ignored.
         """
         weights, values = self.by_class(kept, kept.arrays["labels"].shape[-1])
         scores = np.full(len(kept.seen), math.nan)
