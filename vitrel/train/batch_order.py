@@ -44,7 +44,7 @@ class Order(Sampler[list[Draw]], ABC):
     epoch = first = 0
 
     def start(self, epoch: int, batch: int = 0) -> None:
-        """Let every iteration from now on, until the next call, yield the batches of `epoch` from number `batch` on."""
+        """Let every iteration from now on, until the next call, yield the batches of `epoch` from index `batch` on."""
         self.epoch, self.first = epoch, batch
 
     def __iter__(self) -> Iterator[list[Draw]]:

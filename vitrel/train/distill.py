@@ -138,7 +138,7 @@ class Distillation:
         return () if self.features is None else self.features.blocks
 
     def student_view(self, images: Tensor, batch: int) -> Tensor:
-        """Return the images [B, 3, h, w] resized for the student, in training batch number `batch`.
+        """Return the images [B, 3, h, w] resized for the student, in the training batch of index `batch`.
 
         The size is sizes[batch % len(sizes)], by antialiased bicubic interpolation; without `sizes` nothing is resized.
         """

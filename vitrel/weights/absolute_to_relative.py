@@ -239,7 +239,7 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
 
 
 def _few(block: Block, grid: Grid, images: int) -> int:
-    """Return how many of `images` images an encoding is fitted to: at most 16, fewer where their logits need much memory."""
+    """Return how many of `images` images an encoding is fitted to: 1 to 16, fewer where their logits need much memory."""
     keys = grid.tokens if block.window is None else block.window.tokens
     return max(1, min(images, 16, _LOGITS // (block.attn.num_heads * grid.tokens * keys)))
 

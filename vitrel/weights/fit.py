@@ -266,7 +266,7 @@ def _covariance(tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
-    """Set the frequencies of all heads in place: some pairs do not rotate, the others slow to fast in all directions.
+    """Set the frequencies of all heads in place: the first pairs do not rotate, the others slow to fast in all directions.
 
     `still` is the share of pairs that do not rotate, 0 to 1; `factor` multiplies all frequencies.
     """

@@ -62,7 +62,7 @@ def collate(items: Sequence[tuple[Tensor, Any]], as_list: bool = False) -> tuple
 class Reader(ABC):
     """Abstract list of the images of one split. A subclass defines what the source of an image is, and opens it.
 
-    The source is a path, a member of a tar, or the number of a row.
+    The source is a path, a member of a tar, or the index of a row.
 
     Args:
         classes: class names, by label.

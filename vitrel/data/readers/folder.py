@@ -132,7 +132,7 @@ class Scan:
             warn_once(left_out)
 
     def _files(self, top: str, label: int) -> Iterator[ImageFile]:
-        """Yield the image files below class folder `top`, sorted by folder; note links, other files, errors for messages."""
+        """Yield the image files below class folder `top`, sorted by folder; note unfollowed links, other files, errors."""
         images: dict[str, list[ImageFile]] = {}
         scanned = set()
         plain = [(top, int(os.path.islink(top)))]  # (path of a folder, links in it)

@@ -25,11 +25,11 @@ LABELS = ("label", "cls")  # columns, the latter of a WebDataset
 
 @dataclass
 class Rows(Reader):
-    """Reader of the encoded images of a Hugging Face data set: the source of an image is the number of its row.
+    """Reader of the encoded images of a Hugging Face data set: the source of an image is the index of its row.
 
     Args:
         rows: the data set of the split, with the column of images alone.
-        keys: name of each row: its number, or of a WebDataset "<tar>: <key of the sample>".
+        keys: name of each row: its index, or of a WebDataset "<tar>: <key of the sample>".
     """
 
     rows: Any
@@ -42,11 +42,11 @@ class Rows(Reader):
         return image["path"] if image["bytes"] is None else image["bytes"]
 
     def name(self, source: int) -> str:
-        """Return the number of the row, or of a WebDataset the tar and the key of the sample."""
+        """Return the index of the row as text, or of a WebDataset "<tar>: <key of the sample>"."""
         return str(self.keys[source])
 
     def states(self, sources: Sequence[int]) -> list[str]:
-        """Return the size of each encoded image in bytes; "" for images that are files of their own."""
+        """Return the size in bytes of each encoded image, as text; "" for none, and for images that are files of their own."""
         import pyarrow.compute as pc
 
         parts = (part.column(0) for part in self.rows.with_format("arrow").iter(1000))

@@ -13,7 +13,7 @@ from vitrel.data.readers.splits import Split
 
 @dataclass
 class TorchvisionSet(Reader):
-    """Reader of a torchvision set (`images`), which decodes the images itself: the source of an image is its number."""
+    """Reader of a torchvision set (`images`), which decodes the images itself: the source of an image is its index."""
 
     images: Any
 
@@ -25,7 +25,7 @@ class TorchvisionSet(Reader):
             raise BadImage(f"cannot decode {self.title(source)}: {error}") from error
 
     def name(self, source: int) -> str:
-        """Return the number of the image as text."""
+        """Return the index of the image as text."""
         return str(source)
 
 

@@ -88,7 +88,7 @@ def tar_files(root: str) -> list[str]:
 
 
 def is_web_dataset(tar: str) -> bool:
-    """Return whether one of a tar's first members is a WebDataset's label, as `0001.cls`; False if it cannot be read."""
+    """Return whether one of a tar's FIRST members is a WebDataset's label, as `0001.cls`; False if it cannot be read."""
     try:
         with tarfile.open(tar, "r:") as archive:
             return any(member.name.endswith(".cls") for member in islice(archive, FIRST))

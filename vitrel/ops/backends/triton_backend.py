@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     """What decides which kernels a call needs; the entries are those of Call, or are made of them.
 
     grid: (h, w, prefix) of the keys, and queries: their number; with a window, those of the window. bias and rotary: whether
-    the kernels read a bias table and angles. grads: whether these two need gradients; None in inference. device: GPU's number.
+    the kernels read a bias table and angles. grads: whether these two need gradients; None in inference. device: GPU's index.
     """
 
     window: tuple[int, int] | None
@@ -190,7 +190,7 @@ def _try(kind: Kind) -> None:
 
 @torch._dynamo.assume_constant_result
 def _can_run_on(index: int) -> bool:
-    """Return whether GPU number `index` is NVIDIA's, of compute capability 8.0 or later; True without one (fake tensors)."""
+    """Return whether the GPU of this index is NVIDIA's, of compute capability 8.0 or later; True without one (fake tensors)."""
     gpu = sdpa_faults.stack(index)
     return torch.version.hip is None and (gpu is None or gpu.capability >= (8, 0))
 

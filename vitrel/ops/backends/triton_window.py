@@ -702,7 +702,7 @@ def _add_angle_gradients(dcos, dsin, x, grad):
 
 @triton.jit
 def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes: tl.constexpr):
-    """Add in memory, as `_add_angle_gradients`, to the sums number `part` of DANGLES; from slot `summed` on they count as 0."""
+    """Add in memory, as `_add_angle_gradients`, to part `part` of the sums DANGLES; from slot `summed` on they count as 0."""
     base = DANGLES + part * (2 * sizes[N] * sizes[D])
     region = tl.where(slot < summed, 0, -1)
     dcos = _rows(base, slot * sizes[D], region, sizes)
@@ -714,7 +714,7 @@ def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes: tl.
 
 @triton.jit
 def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes: tl.constexpr):
-    """Store the sums dcos and dsin of the slots as number `part` in DANGLES, whose parts are [2, N, D]."""
+    """Store the sums dcos and dsin of the slots as part `part` of DANGLES, whose parts are [2, N, D]."""
     base = DANGLES + part * (2 * sizes[N] * sizes[D])
     region = tl.where(slot < sizes[N], 0, -1)
     _store_rows(base, slot * sizes[D], region, dcos, sizes)
