@@ -38,7 +38,7 @@ class AtomicIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write the checkpoint, and its folder; OSError if that fails (disk full): the old file is unchanged, nothing beside it."""
+        """Write the checkpoint and its folder; OSError if that fails (disk full), the old file unchanged, nothing beside it."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part, part.open("wb") as file:
