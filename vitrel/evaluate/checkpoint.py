@@ -83,7 +83,7 @@ class TrainedModel:
         return tuple(dict.fromkeys((self.img_size, *map(self.size_of, self.train_sizes))))
 
     def is_training(self, size: Size, budget: int | None = None) -> bool:
-        """Return whether the model was trained at `size` (h, w) pixels; at native shape, with `budget` at any `size`."""
+        """Return whether the model was trained at `size` (h, w) pixels; one of native shape: with `budget`, at any `size`."""
         return Budget(budget) in self.train_sizes if self.is_native and budget is not None else size in self.train_sizes
 
     @property

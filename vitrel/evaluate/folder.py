@@ -176,7 +176,7 @@ class Folder:
                 part.write_text(json.dumps(self.settings, indent=1), "utf-8")
 
     def write_table(self, rows: Sequence[Row]) -> None:
-        """Write results.csv from `rows`, and images.npz from all results, which replaces images/; without a folder nothing."""
+        """Write results.csv from `rows` and, if images/ exists, images.npz of all results in its place; in memory: nothing."""
         if self.path is None:
             return
         with atomic_write(self.path / TABLE) as part:

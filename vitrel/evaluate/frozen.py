@@ -119,8 +119,8 @@ def knn(
 def linear_probe(bank: Tensor, known: Tensor, queries: Tensor, classes: int) -> Tensor:
     """Return logits [n, classes] of `queries` [n, C] by logistic regression on `bank` [m, C] with classes `known` [m].
 
-    Features are standardized as those of `bank`. The weight decay is that of DECAYS with the highest accuracy on every fifth
-    row of `bank`, when fitted to the others. Rows of class -100 add nothing to the loss.
+    Features are standardized as those of `bank`. The weight decay is that of DECAYS (the first if equal, or with fewer than 5
+    rows) with the highest accuracy on every fifth row of `bank`, fitted to the others. Rows of class -100 add no loss.
     """
     mean, spread = bank.mean(0), bank.std(0, correction=0).clamp(min=1e-6)
     bank, queries = (bank - mean) / spread, (queries - mean) / spread

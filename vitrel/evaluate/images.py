@@ -250,7 +250,7 @@ class Images:
             self._decoded = read
 
     def batch_of(self, view: View) -> int:
-        """Return the number of images in a batch: `batch_size`, but with masks at most MASK_PIXELS / (pixels of an image)."""
+        """Return the number of images in a batch: `batch_size`, with masks at most MASK_PIXELS / (pixels of an image), or 1."""
         return min(self.batch_size, max(1, MASK_PIXELS // math.prod(view.size))) if view.masks else self.batch_size
 
     def order(self, view: View, rank: int = 0, world: int = 1) -> list[int]:
@@ -311,7 +311,7 @@ class Images:
         return [shown(dataset.name(at)) for at in dataset.bad_indices()] if isinstance(dataset, ImageSet) else []
 
     def items(self, view: View, indices: Iterable[int]) -> Iterator[tuple[int, Tensor, Any]]:
-        """Yield (index, image [3, H, W], target) of the images `indices`, in whatever process; unreadable ones are left out."""
+        """Yield (index, image [3, H, W], target) of the images `indices`, prepared for `view`, without unreadable ones."""
         dataset, files = self.dataset(view), None if view.budget is None else self._sizes(view)
         for index in indices:
             image, target = dataset[index if files is None else Draw(index, view.shape_of(files[index]))]

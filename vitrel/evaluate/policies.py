@@ -192,9 +192,9 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
 def costs_at(model: nn.Module, size: Size, policy: str, shapes: Counter[Size] | None = None, patch: Size | None = None) -> Row:
     """Return the columns of results.csv that need no images: tokens, windows, resampling, multiply-adds.
 
-    For images of several shapes, tokens is the mean over all of them. Other columns use `sample_shapes` alone: gflops and
-    pad_fraction are means over their images, resampled names all policies, and resampled_values, unseen and saturated are the
-    largest values.
+    For images of several shapes, window is that at `size`, and tokens the mean over all of them. Other columns use
+    `sample_shapes` alone: gflops and pad_fraction ("" if they differ in stages) are means over their images, resampled names
+    all policies, and resampled_values, unseen and saturated are the largest values.
 
     Args:
         size: (h, w) in pixels.

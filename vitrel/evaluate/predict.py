@@ -97,7 +97,8 @@ class SlidingWindow(nn.Module):
 def window_places(size: Size, window: Size) -> list[tuple[int, int]]:
     """Return the upper left corners of windows of `window` (h, w) over an image of `size`, half overlapping, row by row.
 
-    Corners and sizes are in pixels. Along an axis on which the image is not larger than the window there is one, at 0.
+    Corners and sizes are in pixels. The last window along an axis ends with the image, so it may overlap more. Along an axis on
+    which the image is not larger than the window there is one, at 0.
     """
     starts = [
         [*range(0, side - own, max(1, own // 2)), max(0, side - own)] for side, own in zip(size, window, strict=True)
@@ -256,7 +257,8 @@ def peak_mb(device: torch.device) -> float:
 def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.device) -> Row:
     """Return {column: value} of STATISTICS, means over images [3, h, w], and of position_share, of the first image alone.
 
-    These columns of results.csv say how attention spreads, and by how much position changes it. NaN where unavailable.
+    They are columns of results.csv. attention_span is the exp of the mean entropy, position_share that of the layer where it
+    is largest. NaN where unavailable.
     """
     row, by_image = dict.fromkeys((*STATISTICS, "position_share"), math.nan), list[dict[str, float]]()
     with _unless_unavailable():
@@ -279,7 +281,7 @@ def attention_columns(at: AtSizes, images: Iterable[Tensor], device: torch.devic
 
 @contextlib.contextmanager
 def _unless_unavailable() -> Iterator[None]:
-    """Context manager that ends silently at a ValueError, of a model whose attention cannot be read, or out of memory."""
+    """Context manager that ends silently at a ValueError (not BadImage), of attention that cannot be read, or out of memory."""
     try:
         yield
     except BadImage:

@@ -64,7 +64,7 @@ class Grid(NamedTuple):
 
 
 def first_screen(judged: Judged) -> str:
-    """Return the main results as Markdown, for the terminal and table.md: one table, and the sentences on every model."""
+    """Return the main results as Markdown, for the terminal and table.md: one table, sentences on every model, and notes."""
     texts = [f"- {text}\n" for text in sentences(judged).values()] + [f"\n{text}\n" for text in notes(judged)]
     return f"{caption_of(judged, '± half its 95 % interval')}:\n\n{main_grid(judged).markdown()}\n{''.join(texts)}"
 

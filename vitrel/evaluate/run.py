@@ -87,7 +87,7 @@ def at_sizes(
             segmentation a data set has masks [h, w] of each image's size instead, with 255 where there is no class; for several
             labels an image targets [K] of 0 and 1.
         sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). (): 0.5,
-            1, 1.5 and 2 times the training size of the first model. The training sizes of every model are always added.
+            1, 1.5 and 2 times the training size of the first model. Every model is also evaluated at its own training sizes.
         out: folder of the evaluation.
         overwrite: start anew where `out` has another evaluation.
         title: of the report.
@@ -330,8 +330,8 @@ def _share(
 ) -> tuple[Row, Kept, list[str]]:
     """Run a trial on this process's part of the images, those number rank, rank + world, ...
 
-    Return columns on memory, batch size and attention, the results of these images, and the names of those not readable.
-    `ahead` is called with the part of them, 0 to 1, that each batch is.
+    Return columns on memory, batch size and attention (NaN but in the last process, and in the protocol sliding), the results
+    of these images, and the names of those not readable. `ahead` is called with the part of them, 0 to 1, that each batch is.
     """
     model, view, (rank, world) = trial.trained.model, trial.view, rank_and_world()
     keep = partial(trial.task.keep, outputs=trial.outputs)

@@ -126,7 +126,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Text that identifies the row within an evaluation: label, seed, size, protocol, policy and crop_pct."""
+        """Text that identifies the row in an evaluation: label, seed, size, protocol, budget, translation, policy, crop_pct."""
         budget = "" if self.view.budget is None else f",{self.view.budget}t"
         moved = f", moved {self.view.translation} px" if self.view.translation else ""
         of_model = f"{shown(self.trained.label)}|{self.trained.seed}|{format_size(self.size)}"
@@ -134,7 +134,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Model, size, protocol and policy in words, for progress lines and errors."""
+        """Model, size, protocol, budget and policy in words, for progress lines and errors."""
         text = f"{self.trained.label} at {format_size(self.size)} ({self.protocol}"
         text += "" if self.view.budget is None else f", at most {self.view.budget} tokens"
         return f"{text})" if self.policy == "none" else f"{text}, {self.policy})"
@@ -174,7 +174,7 @@ class Trial:
 
 
 def trials(models: Sequence[TrainedModel], outputs: Sequence[tuple[int, ...]], settings: Settings) -> list[Trial]:
-    """Return the trials (rows): first at all models' training sizes, listed in settings or not, then at the others in order.
+    """Return the trials (rows): first of each model at its own training sizes, listed or not, then at the others in order.
 
     A policy has a trial at the sizes where it makes a difference, in the protocol sliding only the first policy; a translation
     has one at the training size in the first protocol. Trials that share images are adjacent.

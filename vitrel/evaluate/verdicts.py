@@ -147,10 +147,11 @@ def groups_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def merged(protocol: str, group: Sequence[Row], scores: Scores | None = None) -> Row:
-    """Return one row for a group of `groups_of`: means over seeds of numbers that differ, and the largest peak memory.
+    """Return one row for a pair (`protocol`, `group`) of `groups_of`: means over seeds of numbers that differ, the largest
+    peak memory, and else the first seed's columns.
 
-    Its new columns are seeds (their number), keys (of their rows), low and high: the 95 % interval of the task's metric over
-    seeds and images, of one seed Wilson's. Other columns are those of the first seed.
+    The column protocol is `protocol`. New are seeds (their number), keys (of their rows), low and high: the 95 % interval of
+    the task's metric over seeds and images, of one seed Wilson's. `scores` as of `judge`.
     """
     row = group[0] | {"protocol": protocol, "seeds": len(group), "keys": [one.get("key") for one in group]}
     for name in row:
@@ -296,7 +297,8 @@ def judge(rows: Sequence[Row], scores: Scores | None = None, margin: float = MAR
 def _add_verdicts(family: Sequence[Place], margin: float) -> None:
     """Set the columns of `Judged.rows` in the rows of one model and protocol, in place, against the nearest training size.
 
-    The column best is False until `_compare`. Without a row at a training size there are no differences and verdicts.
+    Each of safe, loses and gains is one family of tests over the rows (Holm), which also sets the ends of the intervals. The
+    column best is False until `_compare`. Without a row at a training size there are no differences and verdicts.
     """
     firsts: dict[Size, Place] = {}
     for place in family:
