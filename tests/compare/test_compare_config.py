@@ -130,6 +130,7 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
         ({"models": [{"name": "vitrel_swin_n", "model_args": None}]}, "model_args of vitrel_swin_n, got None"),
         ({"name": "../../y"}, "name: a folder is named by it"),
         ({"models": [{"name": "vitrel_swin_n", "label": "../y"}]}, "label: a folder is named by it"),
+        ({"models": [{"name": "vitrel_swin_n", "label": " "}]}, "label: a folder is named by it, .* not empty, .* got ' '"),
         ({"evaluate": {"sizes": [64], "protocols": ["zoom"]}}, "unknown protocol 'zoom'"),
         ({"models": [ROPE, ROPE | {"label": "aid", "weights_of": ["rope"]}]}, r"weights_of of aid: .* got \['rope'\]"),
         ({"models": [ROPE, ROPE | {"label": "aid", "tuned_from": {"rope": 1}}]}, "tuned_from of aid: .* got {'rope': 1}"),

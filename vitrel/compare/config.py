@@ -166,9 +166,10 @@ def _section(section: Any, keys: Collection[str], needed: Collection[str], where
 
 def _folder_name(value: Any, where: str) -> str:
     """Return a name, a text or number, as text; ValueError, which begins with `where`, if no folder can have this name."""
-    if not isinstance(value, str | int | float) or Path(str(value)).name != str(value) or value == "..":
-        raise ValueError(f"{where}: a folder is named by it, so it is text without slashes, got {value!r}")
-    return str(value)
+    text = str(value)
+    if not isinstance(value, str | int | float) or not text.strip() or Path(text).name != text or text == "..":
+        raise ValueError(f"{where}: a folder is named by it, so it is text, not empty, without slashes, got {value!r}")
+    return text
 
 
 def merged(common: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
