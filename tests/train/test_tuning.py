@@ -66,6 +66,8 @@ def test_other_classes_of_the_same_number_get_a_new_classifier(run, capsys):
     module = small(ABSOLUTE, tuning=Tuning(str(run), trainable=["norm"]))
     fit(module, other, max_epochs=1)
     assert "in another order: the classifier is new" in capsys.readouterr().out
+    fit(small(ABSOLUTE, 3, tuning=Tuning(str(run), position="table", fit=0)), Tensors(3), max_epochs=1)
+    assert capsys.readouterr().out.count("the classifier is new") == 1
     assert not module.model.head.weight.requires_grad  # `trainable` names what is trained, a new head too
 
 
@@ -148,6 +150,8 @@ def test_a_file_for_a_model_of_timm_is_read_as_others_are(tmp_path):
     for name, how in (("vitrel_vit_n8_none", {}), ("vit_tiny_patch16_224", {"tuning": Tuning(position="table")})):
         with pytest.raises(ValueError, match=f"for timm's own models: use model.tuning.init_from: {path}"):
             Classifier(name, 4, 32, {"checkpoint_path": str(path)}, **how)
+    with pytest.raises(ValueError, match=r"leave out model_args\.pretrained: vit_tiny.* model\.tuning\.pretrained or init_from"):
+        Classifier(name, 4, 32, {"pretrained": True}, **how)
 
 
 @pytest.mark.filterwarnings("error:.*in eval mode.*")

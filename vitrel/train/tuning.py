@@ -83,7 +83,7 @@ class Tuning:
     ) -> tuple[nn.Module, list[str] | None]:
         """Return the model with its initial weights, and the class names stored with the weights, or None.
 
-        A converted model (`_rebuilds`) gives its class names even if its classifier is new. Prints what is resampled or new.
+        The class names are None too if the classifier is new. Prints what is resampled or new.
 
         Args:
             name: timm name, or a file that `vitrel.load` takes.
@@ -92,20 +92,26 @@ class Tuning:
             model_args: further arguments of the model.
 
         Raises:
-            ValueError: an unknown model, `num_classes` or `img_size` in `model_args`, weights that do not fit, or another
-                number of classes with `reset_head` false.
+            ValueError: an unknown model, `num_classes` or `img_size` in `model_args`, or `pretrained` there for a model that
+                becomes a vitrel model; weights that do not fit, or another number of classes with `reset_head` false.
         """
         if reserved := sorted({"num_classes", "img_size"} & model_args.keys()):
             raise ValueError(f"model_args must not set {' and '.join(reserved)}, which data.data and data.size determine")
         weights, rebuilds = model_args.get("checkpoint_path"), self._rebuilds(name)
         if weights and (rebuilds or name.startswith("vitrel_")):
             raise ValueError(f"model_args.checkpoint_path is for timm's own models: use model.tuning.init_from: {weights}")
+        if "pretrained" in model_args and rebuilds:
+            raise ValueError(
+                f"leave out model_args.pretrained: {name} becomes a vitrel model here, and its weights come from "
+                "model.tuning.pretrained or init_from"
+            )
         if rebuilds:
             base, classes = self.initial(name)
             try:
-                return self._changed(base, name, num_classes, img_size, model_args), classes
+                model = self._changed(base, name, num_classes, img_size, model_args)
             except (RuntimeError, TypeError) as error:
                 raise ValueError(f"{name} cannot have model.model_args {model_args}: {error}") from error
+            return model, None if self.reset_head or base.num_classes != num_classes else classes
         check_registered(name)
         arguments = {"img_size": img_size, "num_classes": num_classes, **model_args}
         try:
@@ -134,10 +140,9 @@ class Tuning:
         return base, _label_names(base) if self.pretrained else None
 
     def has_weights(self, name: str) -> bool:
-        """Return whether these settings or a file `name` give weights to start from; `pretrained` in model_args does not count.
+        """Return whether these settings or a file `name`, the `model` of the run, give weights to start from.
 
-        Args:
-            name: the `model` of the run, as for `build`.
+        Weights that timm gives its own model, by `pretrained` or `checkpoint_path` in model_args, do not count.
         """
         return self.pretrained or self.init_from is not None or Path(name).exists()
 
@@ -317,7 +322,7 @@ class Tuning:
             model_args: further arguments of the model.
         """
         has_weights = self.has_weights(name)
-        changes = {"img_size": img_size, **{name: value for name, value in model_args.items() if name != "pretrained"}}
+        changes = {"img_size": img_size, **model_args}
         if not has_weights:
             return self._new(base, **changes, num_classes=num_classes)
         model = rebuilt(base, **changes)
