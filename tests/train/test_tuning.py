@@ -150,7 +150,7 @@ def test_a_file_for_a_model_of_timm_is_read_as_others_are(tmp_path):
     for name, how in (("vitrel_vit_n8_none", {}), ("vit_tiny_patch16_224", {"tuning": Tuning(position="table")})):
         with pytest.raises(ValueError, match=f"for timm's own models: use model.tuning.init_from: {path}"):
             Classifier(name, 4, 32, {"checkpoint_path": str(path)}, **how)
-    with pytest.raises(ValueError, match=r"leave out model_args\.pretrained: vit_tiny.* model\.tuning\.pretrained or init_from"):
+    with pytest.raises(ValueError, match=r"leave out model_args\.pretrained: vit_tiny.* from model\.tuning\.pretrained"):
         Classifier(name, 4, 32, {"pretrained": True}, **how)
 
 
