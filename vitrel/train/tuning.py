@@ -108,10 +108,10 @@ class Tuning:
         if rebuilds:
             base, classes = self.initial(name)
             try:
-                model = self._changed(base, name, num_classes, img_size, model_args)
+                changed = self._changed(base, name, num_classes, img_size, model_args)
             except (RuntimeError, TypeError) as error:
                 raise ValueError(f"{name} cannot have model.model_args {model_args}: {error}") from error
-            return model, None if self.reset_head or base.num_classes != num_classes else classes
+            return changed, None if self.reset_head or base.num_classes != num_classes else classes
         check_registered(name)
         arguments = {"img_size": img_size, "num_classes": num_classes, **model_args}
         try:
