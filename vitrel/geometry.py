@@ -131,7 +131,8 @@ def _is_recorded() -> bool:
 def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[Tensor, ...]:
     """Return the cached tensors of a function (by name) and key; compute and cache them if they are not.
 
-    The least recently used are then dropped until all have at most `limit` bytes; what a captured CUDA graph reads is kept.
+    Others, the least recently used first, are then dropped until all have at most `limit` bytes; what a captured CUDA graph
+    reads stays in memory.
     Raises RuntimeError if they would be computed while a CUDA graph is captured.
     """
     global _cached_bytes
@@ -159,9 +160,9 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
 
 
 def _traced(function: Callable[..., Any], kinds: Sequence[type], key: tuple, device: torch.device | str | None) -> Any:
-    """Return function(*key, device=device) in a trace, which records its operators; an export records them once per key.
+    """Return function(*key, device=device) in a trace, which records its operators.
 
-    It stores the result in its tracing mode, export(strict=True) excepted. `kinds` are the types of the parts of the key.
+    An export, unless strict, records them once per key: its tracing mode keeps results. `kinds` are the types of key parts.
     """
     mode = None
     if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is

@@ -17,7 +17,7 @@ AXES = ("hw", "h", "w", "h+w")
 class Grid(NamedTuple):
     """A grid of h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
 
-    An offset class is the number of an offset, query minus key in patches, along an axis:
+    An offset class is the index of an offset, query minus key in patches, along an axis:
 
     - "hw": offset (dy, dx) is class (dy + h-1)(2w-1) + dx + w-1 of (2h-1)(2w-1);
     - "h": offset dy is class dy + h-1 of 2h-1;

@@ -165,7 +165,7 @@ def _filled(model: ViT, image: Tensor) -> Tensor:
 def _check_tile(model: ViT, image: Tensor, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
     """Raise ValueError unless a tile `image` with the patches x [B, h, w, C] continues the strip of `memory`, or begins one.
 
-    `whole` is the grid of the whole strip; None if its height is not given.
+    `whole` is the grid of the whole strip; None if its height is not given, an error if the model adds an encoding to tokens.
     """
     if whole is None and model.pos_embed is not None:
         raise ValueError(

@@ -101,7 +101,7 @@ class Backbone(nn.Module, abc.ABC):
         """Ignore the value; it exists because timm's factory assigns to it."""
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
-        """Return the grid of tokens for an image of `size` (h, w) pixels; sides that are not whole patches are rounded up."""
+        """Return the grid of all tokens, prefix too, for an image of `size` (h, w) pixels; sides are rounded up to patches."""
         (h, w), (ph, pw) = size, self.patch_embed.patch_size
         return Grid(-(-h // ph), -(-w // pw), self.num_prefix_tokens)
 
@@ -201,7 +201,7 @@ class Backbone(nn.Module, abc.ABC):
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
     def position_lr_scales(self) -> dict[str, float]:
-        """Return {parameter of an encoding in attention: factor on its learning rate in fine-tuning, its `lr_scale`}."""
+        """Return {each parameter of encodings in attention: its factor on the learning rate in fine-tuning, `lr_scale`}."""
         scales: dict[str, float] = {}
         for name, module in self.named_modules():  # a composition comes before its parts
             if isinstance(module, PositionEncoding) and module.site == "attention":

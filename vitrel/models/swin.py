@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the stage, [B, h, w, C] -> [B, h', w', C']; only its patch merging changes the shape."""
+        """Apply the stage; patch merging makes [B, h, w, C] to [B, ceil(h/2), ceil(w/2), 2C], blocks keep the shape."""
         x = self.downsample(x)
         grid = Grid(x.shape[1], x.shape[2])
         for block in self.blocks:
@@ -187,7 +187,7 @@ class Swin(Backbone):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return (forward_features(x), [features of the chosen stages]) of images x as in timm.
+        """Return (forward_features(x), [features of the chosen stages, first to last]) of images x as in timm.
 
         Args:
             x: images [B, in_chans, height, width].
@@ -260,7 +260,10 @@ class Swin(Backbone):
         self.head.apply(self.init_linear)
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Return {"stem": regex, "blocks": regexes} of parameters' names, for timm's layer decay; `coarse`: by stage."""
+        """Return {"stem": regex, "blocks": [(regex, order)]} of parameters' names, for timm's layer decay.
+
+        With `coarse`, "blocks" is one regex instead, which divides them by stage.
+        """
         fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^pos_embed|^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
 
@@ -334,7 +337,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """Return {model: (arguments, pretrained cfg)} of every size and each key of POSITIONS that acts in attention."""
+    """Return {model: (arguments, pretrained cfg)} of every size and each of the `keys` of POSITIONS that acts in attention."""
     return {
         f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

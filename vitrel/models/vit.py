@@ -267,7 +267,7 @@ class ViT(Backbone):
         intermediates_only: bool = False,
         attn_mask: Tensor | None = None,
     ) -> list | tuple[Tensor, list]:
-        """Return (forward_features(x), [features of the chosen blocks]) of images x as in timm.
+        """Return (forward_features(x), [features of the chosen blocks, first to last]) of images x as in timm.
 
         Args:
             x: images [B, in_chans, height, width].
@@ -347,7 +347,7 @@ class ViT(Backbone):
 
         Args:
             num_classes: number of classes; 0 for no classifier.
-            global_pool: as in the constructor, "map" only for a model built with it; None keeps the pooling.
+            global_pool: as in the constructor, "map" only for a model built with it (another drops it); None keeps the pooling.
 
         Raises:
             ValueError: the model cannot have this global_pool.
@@ -370,7 +370,7 @@ class ViT(Backbone):
         self.head_dist = None if self.head_dist is None else classifier()
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Return {"stem": regex, "blocks": regexes} of parameters' names, for timm's layer decay; `coarse` is not read."""
+        """Return {"stem": regex, "blocks": [(regex, order)]} of names, for timm's layer decay; `coarse` is not read."""
         return dict(
             stem=r"^cls_token|^dist_token|^reg_token|^pos_embed|^patch_embed|^norm_pre|^shared_position",
             blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],

@@ -84,7 +84,7 @@ _UNIVERSAL = {"temperature"}  # option of create_position, for any encoding
 
 
 def split_position(position: str) -> tuple[str, str]:
-    """Return two strings, the keys in `position` that add to tokens and those that act in attention, joined by '+' ("": none).
+    """Return the keys in `position` that add to tokens and those that act in attention ("none" too), each joined by '+', or "".
 
     >>> split_position("absolute+rope_mixed+table")
     ('absolute', 'rope_mixed+table')
@@ -127,7 +127,7 @@ def create_position(
 
     Raises:
         TypeError: no part has the option.
-        ValueError: a key, size or value is unknown or impossible, or a reference grid is combined with a policy.
+        ValueError: a key, size or value is unknown or impossible, or `reference` of rope_axial is combined with a policy.
     """
     check_options(position, options)
     grid, built = Grid(*grid), {}

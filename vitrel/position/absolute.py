@@ -25,8 +25,8 @@ class Absolute(PositionEncoding):
     Args:
         init_std: standard deviation of the initial values.
         shift_coords: in training, each axis moves by a random number of patches up to this, either way; None: no shift.
-        jitter_coords: s; in training, each axis is multiplied by its own random factor in 1/s..s; None: no stretch.
-        rescale_coords: s; in training, both axes are multiplied by one random factor in 1/s..s; None: no scale.
+        jitter_coords: s; in training, each axis is stretched about the center by its own random factor in 1/s..s; None: not.
+        rescale_coords: s; in training, both axes are stretched about the center by one random factor in 1/s..s; None: not.
 
     Attributes:
         pos_embed: learned rows [1, P + h*w, C] of P prefix tokens, then all patches, as in timm; C = num_heads * head_dim.

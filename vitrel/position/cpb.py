@@ -78,7 +78,7 @@ class CPB(PositionEncoding):
 
 @cached_geometry
 def _log_spaced_offsets(h: int, w: int, side: tuple[int, int], device: torch.device) -> Tensor:
-    """Return (g(dy), g(dx)) of every offset of an h x w grid, in patches, query minus key, [(2h-1)(2w-1), 2] float32.
+    """Return (g(dy), g(dx)) of every offset in the order of `Grid.offsets`, [(2h-1)(2w-1), 2] float32.
 
     g(d) = sign(d) log2(1 + 8 |d| / max(M0 - 1, 1)) / 3, where M0 is `side` along the axis.
     """

@@ -21,7 +21,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_p
 class Decomposed(PositionEncoding):
     """Query-dependent bias per row offset and per column offset, with parameters named as in SAM; none with prefix tokens.
 
-    The products q . row are added to the logits without the factor D^-1/2. Longer axes are resampled by `policy`.
+    The products q . row are added to the logits without the factor D^-1/2. Axes longer than in training are resampled by
+    `policy`, shorter ones read their center rows.
 
     Args:
         init_std: standard deviation of the initial values.

@@ -44,8 +44,8 @@ def scaled_distances(
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], policy: str, axis: str, device: torch.device) -> Tensor:
     """Return all offsets (dy, dx) between patches, [R, 2] float32; for axis "h" those of dx = 0, for "w" those of dy = 0.
 
-    They are in patches with the policy "keep", else multiplied by trained side / side, `trained` being (h, w) of the training
-    grid.
+    They are in the order of `Grid.offsets`, in patches with the policy "keep", else multiplied by trained side / side;
+    `trained` is (h, w) of the training grid.
     """
     offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":

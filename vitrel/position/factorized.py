@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Factorized(PositionEncoding):
-    """Learned bias per head and row offset, plus one per column offset; longer axes are resampled by `policy`.
+    """Learned bias per head and row offset, plus one per column offset; only axes that grow are resampled, by `policy`.
 
     Args:
         init_std: standard deviation of the initial values.

@@ -20,6 +20,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class FIRE(PositionEncoding):
     """Bias that an MLP computes from psi(distance of query and key) / psi(longer side of the grid), psi(d) = log(1 + |c| d).
 
+    Distance (Euclidean) and side are in patches.
+
     Args:
         hidden: width of the MLP.
 

@@ -77,7 +77,8 @@ def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, d
 def _views(offsets: Tensor, fov: int) -> Tensor:
     """Return for each of V fields of view whether it contains the key at each offset (dy, dx): [R, 2] -> [V, R] bool.
 
-    Offsets are query minus key; `fov` is the angle of a view in degrees. V is 4 for 180 (up, down, left, right), else 8.
+    Offsets are query minus key; `fov` is the angle of a view in degrees. V is 4 for 180 (up, down, left, right), else 8. A view
+    contains its borders and the query's own place.
     """
     y, x = offsets.unbind(-1)
     halves = up, down, left, right = y >= 0, y <= 0, x >= 0, x <= 0  # "up": keys above the query

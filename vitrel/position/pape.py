@@ -28,7 +28,7 @@ class PaPE(PositionEncoding):
     """Query-dependent bias that is a sum of M parabolas per head, each of the offset along a learned direction.
 
     With t = w . (dy, dx), query minus key in patches, a parabola is -softplus(a . q) t^2 + (b . q) t; the sum is multiplied by
-    D^-1/2.
+    D^-1/2, and 0 with prefix tokens.
 
     Args:
         parabolas: number M of parabolas per head.

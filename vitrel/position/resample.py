@@ -22,7 +22,7 @@ POLICIES = ("geometric", "clip", "bicubic")
 
 
 class Taps(NamedTuple):
-    """Numbers and weights of the K source rows whose weighted sum is a target row, for T target rows: [T, K] each."""
+    """Indices and weights of the K source rows whose weighted sum is a target row, for T target rows: [T, K] each."""
 
     index: Tensor  # type: ignore[assignment]  # [T, K] int64
     weight: Tensor  # [T, K] float32
@@ -138,9 +138,9 @@ def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
 
 @cached_geometry
 def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
-    """Return for every offset of `target` the number of the row that it reads, if clipped, in a table over those of `source`.
+    """Return for every offset of `target` the index of the row that it reads, if clipped, in a table over those of `source`.
 
-    Both are (h, w) in patches. The numbers of the `prefix` rows that follow in the table come last; the type is int64.
+    Both are (h, w) in patches. The indices of the `prefix` rows that follow in the table come last; the type is int64.
     """
     y, x = (clipped_rows(m, n - 1, device=device) for n, m in zip(source, target, strict=True))
     index = (y[:, None] * (2 * source[1] - 1) + x).flatten()

@@ -72,7 +72,7 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
     def switch(self, options: Mapping[str, Any]) -> set[str]:
         """Change `policy`, `policy_strength` and `yarn_turns`, and return the names of those applied.
 
-        Others are ignored; with a reference grid, which excludes policies, all are.
+        Other options are ignored; with the option `reference`, which excludes policies, all are.
 
         Raises:
             ValueError: policy_strength is not finite and above 0, or yarn_turns not ascending above 0; nothing is changed then.
@@ -160,7 +160,7 @@ class RopeAxial(RotaryEncoding):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of the angles of all tokens, for H heads or for all heads alike (1)."""
+    """Cosines and sines of the angles of all tokens, [H, N, D/2] each, or [1, N, D/2] for all heads alike."""
 
     cos: Tensor  # [H|1, N, D/2]; 1 on prefix rows
     sin: Tensor  # [H|1, N, D/2]; 0 on prefix rows

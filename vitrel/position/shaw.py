@@ -22,7 +22,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_
 class Shaw(PositionEncoding):
     """Learned vectors for every clipped offset along each axis, which are added to keys and to values.
 
-    The vector of an offset, query minus key, is row clip(offset) + R of a table [2R+1, D], or [H, 2R+1, D] with per_head.
+    The vector of an offset, query minus key, is row clip(offset) + R of a table [2R+1, D], or [H, 2R+1, D] with per_head. Pairs
+    with a prefix token have none.
 
     Args:
         radius: R in patches, one number or (rows, columns); None: half of each side of the training grid, rounded down.

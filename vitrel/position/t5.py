@@ -104,7 +104,7 @@ class T5(PositionEncoding):
 
 
 class Rule(NamedTuple):
-    """Division of the offsets along one axis into buckets, by first distances, with a choice for offsets below 0."""
+    """Division of the offsets along an axis into buckets by distance; those below 0 are in the same, others, or bucket 0."""
 
     first: tuple[int, ...]  # first distance of every bucket of one sign, from 0
     bidirectional: bool  # False: all offsets below 0 are in bucket 0

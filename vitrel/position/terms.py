@@ -233,7 +233,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         reference grid of rope_axial.
 
         Raises:
-            ValueError: the training grid is not known.
+            ValueError: the training grid is needed and not known.
         """
         if self.keeps_range or self.policy == "renormalize":
             return 0.0
@@ -254,7 +254,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return self.unseen(grid) if self.policy == "clip" else 0.0
 
     def reset_parameters(self) -> None:
-        """Initialize the encoding's parameters in place; by default truncated normal with standard deviation `init_std`."""
+        """Initialize the parameters in place; by default those of no submodule, truncated normal with deviation `init_std`."""
         for parameter in self.parameters(recurse=False):
             nn.init.trunc_normal_(parameter, std=self.init_std)
 

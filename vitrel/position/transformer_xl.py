@@ -19,7 +19,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 
 
 class TransformerXL(PositionEncoding):
-    """Query-dependent bias: the product of the query and a learned projection of sines and cosines of the offset.
+    """Query-dependent bias: D^-1/2 (q + v_bias) . (w_r (sines and cosines of the offset)), 0 with prefix tokens.
 
     Args:
         base: of the sinusoid's frequencies base^(-t / (C/4)).
