@@ -328,7 +328,7 @@ def resampling(examined: Examined) -> Iterator[Finding]:
 
 
 def _resampled(one: Derived, text: str) -> vectors.Later | None:
-    """Return a function that makes the `Vectors` of a finding; None if its `text` is "" and its rule is not a right one."""
+    """Return a function that makes the `Vectors` of a finding; None if `text` is "" and the rule of `one` is no right one."""
     return functools.partial(vectors.embedding, one) if text or one.how.kind == "right" else None
 
 

@@ -51,13 +51,13 @@ def identify(surveys: dict[Size, Survey], model: nn.Module, embeddings: list[Der
 
 
 def summary(found: list[Identity]) -> list[str]:
-    """Return a line of text for each different encoding, ending with the number of modules that have it if they are several."""
+    """Return a line of text for each different encoding, ending in "(12 layers)" if it was found 12 times, "" if once."""
     counts = Counter(str(one) for one in found)
     return [text if n == 1 else f"{text} ({n} layers)" for text, n in counts.items()]
 
 
 def _attention(found: Located, others: list[Located], model: nn.Module) -> list[Identity]:
-    """Return the encodings in one attention ("none" for windows without any); `others` are the same layer at other sizes."""
+    """Return the encodings in one attention, rotation first; without any "none" for windows, else []. `others`: other sizes."""
     made, details = [], _windows(found)
     if found.rotation is not None:
         made.append(Identity(found.where, *named_rotation(found.rotation, [other.rotation for other in others])))

@@ -143,7 +143,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 def transposed_order(found: Located) -> dict[str, Tensor]:
     """Return {error in words: [h, w] index of the token at each place} for two errors: axes exchanged, columns first.
 
-    Of exchanged height and width it is [w, h]. The result is {} for windows and with padding.
+    For exchanged height and width the index is [w, h]. The result is {} for windows and with padding.
     """
     h, w = found.grid
     if found.windows > 1 or found.tokens.shape[1] != h * w + found.prefix:

@@ -105,7 +105,7 @@ def _window(one: Located, other: Located) -> str:
 
 
 def _embeddings(examined: Examined, other: Examined) -> Iterator[Finding]:
-    """Yield a finding for each embedding at each size, against the reference `other`, or one if their numbers differ."""
+    """Yield a finding for each embedding at each size, against the reference `other`, or one if it has more or fewer."""
     if len(examined.embeddings) != len(other.embeddings):
         first, second = (len(e.surveys[examined.sizes[0]].embeddings) for e in (examined, other))
         where = f"image of {format_size(examined.sizes[0])} px"

@@ -47,7 +47,7 @@ class Report:
         encodings: the kinds of position that were identified, with the number of layers that have them.
         findings: the deviations.
         results: {check: "FINDING", "passed", or why it is not applicable}.
-        held: {check that passed: one of its comparisons}, of those that compare numbers.
+        held: {check that passed: one of its comparisons}, of those that have `vectors`.
         seconds: duration.
     """
 

@@ -131,7 +131,7 @@ def _examine(subject: Subject, sizes: tuple[Size, ...], say: Callable[[str], Non
 
 
 def _results(name: str, examined: Examined) -> tuple[list[Finding], list[Finding], str]:
-    """Run a check of CHECKS; return its deviations (merged), what holds and has numbers, and why it is not applicable, or "".
+    """Run a check of CHECKS; return deviations (merged), findings that hold and have `vectors`, and why not applicable, or "".
 
     An error of the model makes a check not applicable only where the check itself runs the model, and is raised elsewhere.
     """
@@ -174,7 +174,7 @@ def _merged(findings: Any, model: str) -> list[Finding]:
 
 
 def _smallest(name: str, findings: list[Finding], examined: Examined) -> list[Finding]:
-    """Return the findings of the check `name`, the first with the input, numbers and vectors of a smaller grid that shows it.
+    """Return the findings of the check `name`, the first with the input, text and vectors of a smaller grid that shows it.
 
     The grids of _SMALLER are tried in order, within _SECONDS, if the model is not changed for a size; none may show it.
     """

@@ -101,7 +101,7 @@ def _groups(found: list[Attention]) -> list[list[int]]:
 def _locate(group: list[int], plain: list[Attention], fixed: list[list[Attention]], size: Size, model: nn.Module) -> Located:
     """Return one attention, computed in the parts `group`, with its tokens in the image; Unlocated if they cannot be placed.
 
-    `group` are numbers of attentions in a pass: in `plain`, an ordinary pass, and in each of `fixed`, with constant content.
+    `group` are indices of attentions in a pass: in `plain`, an ordinary pass, and in each of `fixed`, with constant content.
     """
     first = plain[group[0]]
     queries, keys = first.logits.shape[-2:]

@@ -145,7 +145,7 @@ def embedding(one: Derived) -> Vectors:
 
 
 def window(found: Located, slots: Tensor, expected: Tensor) -> Vectors:
-    """Return `Vectors` of which slots see each other, bool [N, N]: seen, and `expected` [W, N, N], where most pairs differ."""
+    """Return `Vectors` of which slots see each other, [N, N], of the window that differs most from `expected` [W, N, N]."""
     which = int((expected != found.visible).flatten(1).sum(1).argmax())
     about = {"grid": list(found.grid), "slots": slots, "tokens": found.tokens[which], "places": found.places[which]}
     return Vectors(expected[which], found.visible[which], about)

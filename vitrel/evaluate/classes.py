@@ -44,7 +44,7 @@ def class_outputs(trained: TrainedModel, classes: Sequence[str], data: str) -> t
 
 
 def output_names(trained: TrainedModel) -> list[str]:
-    """Return the name of each output, for people: the model's classes, descriptions for ImageNet heads, or else numbers."""
+    """Return the name of each output, for people: the model's classes, descriptions for ImageNet heads, else "0", "1", ..."""
     count = trained.model.num_classes
     names = trained.classes or (getattr(trained.model, "pretrained_cfg", None) or {}).get("label_names") or ()
     if len(names) == count:

@@ -136,9 +136,9 @@ class Images:
 
     Attributes:
         classes: names of the classes in the order of labels; None where the data set has none.
-        names: of the images, relative to the data folder, in its order; numbers where the data set has none.
+        names: of the images, relative to the data folder, in its order; "0", "1", ... where the data set has none.
         total: number of images that the data have, of which `n` may choose some.
-        source: name of the data.
+        source: name or folder of the data, or the class of a data set that was passed.
 
     Args:
         data: a name or folder that `create_dataset` takes, a data set of (uint8 [3, h, w] or PIL image, label or mask), or the

@@ -108,7 +108,7 @@ def _axes(title: str, judged: Judged) -> tuple["Figure", Any]:
 
 
 def _draw(axes: Any, number: int, label: str, x: Sequence[float], rows: Sequence[Row], hollow: bool = False) -> None:
-    """Draw the points of rows at `x` with intervals, joined unless hollow; color and marker are by the model's `number`."""
+    """Draw the points of rows at `x` with intervals, joined unless hollow; `number`, a model's index, sets color and marker."""
     if not rows:
         return
     y = [main_metric(row) for row in rows]

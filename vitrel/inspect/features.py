@@ -187,7 +187,7 @@ def _probe_error(fit: Tensor, held: Tensor, places: Tensor, ridge: float) -> Ten
     """Return the mean squared errors [2] of row and column on tokens `held` [B, h, w, C], of a probe fitted to tokens `fit`.
 
     `places` [h*w, 2] are row and column of the tokens of an image, from -1 to 1; `ridge` is the penalty as a share of the
-    tokens' number, for features scaled to unit variance.
+    number of tokens, for features scaled to unit variance.
     """
     fit, held = fit.flatten(0, 2), held.flatten(0, 2)
     mean, spread = fit.mean(0), fit.std(0, correction=0)

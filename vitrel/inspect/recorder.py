@@ -62,7 +62,7 @@ class _Product(NamedTuple):
 class _Trail:
     """What the recorder knows of a tensor that depends on the image: what it is made of, and the token of each value.
 
-    `linears` are numbers of linear layers, `entered` names of parameters, `rotation` the cosines and sines in it. `plain` is
+    `linears` are indices of linear layers, `entered` names of parameters, `rotation` the cosines and sines in it. `plain` is
     the tensor without position, `bias` what was added to a product of queries and keys, `place` the pixel at which each value's
     patch begins, -1 for none. `mixed`: a value is made of several tokens, as by a convolution.
     """
@@ -82,7 +82,7 @@ class Attention:
     """One attention, recorded at its softmax: logits [B*L, Q, K] of B images, L windows times heads; images are the slowest.
 
     `plain` and `unrotated` are without position, `bias` is what was added to the product of `query` and `key`, and `places` are
-    the pixels at which the patches of queries and keys begin. `linears` are the numbers of the linear layers that make queries
+    the pixels at which the patches of queries and keys begin. `linears` are the indices of the linear layers that make queries
     and keys, `entered` the parameters that enter after these.
     """
 
@@ -131,7 +131,7 @@ class Pass:
 
 
 class Replace(NamedTuple):
-    """The results that a pass replaces, by their numbers in an earlier pass of the same model.
+    """The results that a pass replaces, by the indices of linear layers and of products in an earlier pass of the model.
 
     Those of products become 0, those of linear layers random rows (of the seed `content`) that are the same for all tokens.
     """
