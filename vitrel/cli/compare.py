@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 def check(comparison: "Comparison") -> None:
     """Raise ValueError or OSError for data that cannot be found and models that cannot be built or evaluated as configured.
 
-    It runs before any training. A comparison of which every model is trained is not checked.
+    It runs before any training. A comparison of which every run has its last checkpoint is not checked.
     """
     from vitrel.compare.models import untrained_models
     from vitrel.evaluate.policies import at_size_with

@@ -165,7 +165,7 @@ def _section(section: Any, keys: Collection[str], needed: Collection[str], where
 
 
 def _folder_name(value: Any, where: str) -> str:
-    """Return a name, a text or number, as text; ValueError, which begins with `where`, if no folder can have this name."""
+    """Return a text or number as text; ValueError (begins with `where`) for others, blank text, slashes, "." and ".."."""
     text = str(value)
     if not isinstance(value, str | int | float) or not text.strip() or Path(text).name != text or text == "..":
         raise ValueError(f"{where}: a folder is named by it, so it is text, not empty, without slashes, got {value!r}")

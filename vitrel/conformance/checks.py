@@ -311,9 +311,9 @@ def _grids(one: Derived) -> str:
 def resampling(examined: Examined) -> Iterator[Finding]:
     """embedding(h, w) = resample(master, (h, w)): every learned embedding is its parameter resampled to h rows and w columns.
 
-    If no parameter is recognized, the master is the native embedding. A crop counts as right, unless that of a larger image is
-    filled up with zeros. Yields a finding for each embedding and size; NotApplicableError if none can be compared, or (at the
-    end) if no rule is known and no single parameter holds the embedding.
+    If no parameter is recognized, the master is the native embedding. Right are here also moved centers (see `half_pixel`) and
+    a crop, unless that of a larger image is filled up with zeros. Yields a finding for each embedding and size;
+    NotApplicableError if none can be compared, or (at the end) if no rule is known and no single parameter holds the embedding.
     """
     learned = _learned(examined)
     if any(one.how.rule == "cropped" for one in learned):
@@ -333,7 +333,7 @@ def _resampled(one: Derived, text: str) -> vectors.Later | None:
 
 
 def _beyond(examined: Examined) -> list[Derived]:
-    """Run the model at 2 patches more in height and 3 in width than natively; return its embeddings, [] if it refuses that."""
+    """Run the model at 2 patches more in height and 3 in width than natively; return each `Derived` with a rule, or []."""
     subject, (h, w) = examined.subject, trained_size(examined.subject.model)
     size = h + 2 * subject.unit(), w + 3 * subject.unit()
     if subject.refusal(size):

@@ -161,7 +161,7 @@ def _named(finding: Finding, model: str) -> Finding:
 
 
 def _merged(findings: Any, model: str) -> list[Finding]:
-    """Return the first finding of each (check, expected); its `where` (if "", the name `model`) counts the other layers too."""
+    """Return the first finding of each (check, expected), `_named`; its `where` also tells how many other layers have it."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.check, finding.expected), []).append(_named(finding, model))

@@ -38,9 +38,9 @@ def _small(subject: Subject) -> list[Size]:
 def cache(examined: Examined) -> Iterator[Finding]:
     """model(b) after model(a) = model(b) of a model that ran nothing before.
 
-    a and b are images of two sizes. A model fails that stores tables or masks of one size and uses them at another. Yields a
-    finding for each pair of sizes up to the first failure; NotApplicableError if it is built for one size, or the first two
-    sizes are not each other with height and width exchanged.
+    a and b are images of the first two sizes, in both orders, then of 2 x 2 patches and the first. A model fails that stores
+    tables or masks of one size and uses them at another. Yields a finding for each pair up to the first failure;
+    NotApplicableError if it is built for one size, or the two are not each other with height and width exchanged.
     """
     if not examined.one_module:
         raise NotApplicableError("the model is built for one size; another one is another module")
@@ -193,7 +193,8 @@ def device(examined: Examined) -> Iterator[Finding]:
 def compiled(examined: Examined) -> Iterator[Finding]:
     """torch.compile(model)(image) = model(image), with one graph for each size and without code generation.
 
-    Two sizes are checked if one module takes the first two, else the first. NotApplicableError if the model does not compile.
+    Two sizes are checked if one module takes the first two, else the first. What torch compiled before is reset.
+    NotApplicableError if the model does not compile.
     """
     subject = examined.subject
     sizes = examined.sizes[:2] if examined.one_module else examined.sizes[:1]

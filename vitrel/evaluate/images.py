@@ -231,7 +231,7 @@ class Images:
             yield moved(pixels, view.translation), targets
 
     def _read(self, view: View, rank: int, world: int) -> Iterator[Batch]:
-        """Yield the batches of `batches` without translation, from the cache, or decoded and then cached if memory suffices."""
+        """Yield the batches of `batches` without translation, from the cache, or decoded, and cached at the end if they fit."""
         self.dataset(view)  # may empty the cache
         if self._decoded is not None:
             yield from self._decoded

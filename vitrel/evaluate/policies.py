@@ -67,7 +67,7 @@ def policies_at(
 
 def _tempers(model: nn.Module, size: Size) -> bool:
     """Return whether the attention temperature log N changes the model at `size`: an encoding that does not have it yet gets
-    another number of tokens than in training.
+    another number of tokens than in training. False for a model of another library.
     """
     if not isinstance(model, Backbone):
         return False

@@ -174,7 +174,8 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
 def opened(models: Sequence[TrainedModel], data: Data, settings: Settings) -> tuple[Images, list[Trial]]:
     """Open the data; return the images, and one `Trial` for each row of the evaluation, also for those already measured.
 
-    ValueError for models of several tasks, classes that do not fit a model, or settings that fit neither.
+    ValueError for models of several tasks, classes that do not fit a model, settings that do not fit models or data, or data
+    that cannot be read, then also OSError.
     """
     check_tasks(models)
     reading = Reading(
@@ -264,7 +265,8 @@ def _costs(left: Sequence[Trial], images: Images) -> dict[tuple, Row]:
 def _cost(trial: Trial, images: Images) -> Row:
     """Return the columns of `costs_at` for a trial; tokens and gflops are times the windows of the protocol sliding.
 
-    Of several training sizes, unseen and saturated are at most `unseen_after`, the share unseen at the best of them.
+    Of several training sizes, unseen and saturated are at most `unseen_after`, the share unseen at the best of them; of a token
+    budget only if it is one of training.
     """
     trained, view = trial.trained, trial.view
     shapes = None if view.budget is None else images.shapes(view)

@@ -38,16 +38,17 @@ _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 
 class StageWindows(NamedTuple):
     """The windows of all blocks with the same grid, window size and kind (strided or not); pairs are (h, w) in tokens.
 
-    `blocks` counts them; `window` is None for global attention; `padding` are the rows below and columns right that fill the
-    last windows. The tokens of a strided window lie at equal distances over the whole grid (MaxViT's grid attention).
+    `blocks` counts them; `window` is None for global attention; `shift` is that of the shifted blocks; `padding` are the rows
+    below and columns right that fill the last windows. Tokens of a strided window lie at equal distances over the whole grid
+    (MaxViT's grid attention).
     """
 
     blocks: int
     grid: Size
     window: Size | None  # None: global
-    shift: Size  # of the shifted blocks
-    padding: Size  # rows below and columns right that fill the last windows
-    strided: bool = False  # MaxViT's grid attention: a window holds tokens at equal distances over the whole grid
+    shift: Size
+    padding: Size
+    strided: bool = False
 
     @property
     def padded_share(self) -> float:

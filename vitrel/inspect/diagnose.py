@@ -275,7 +275,7 @@ def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasCh
 
 
 def _angles(call: Call) -> Tensor | None:
-    """Return the angles of `_neighbors` from a call's cosines and sines; None if these are missing or too few for its grid."""
+    """Return the angles of `_neighbors` from a call's rotation, not empty; None without sines or cosines for its whole grid."""
     grid = call.window or call.grid[:2]
     parts = {rotates(part): part for part in call.rotation}
     first = call.rotation[0]
