@@ -216,7 +216,7 @@ def compiled(examined: Examined) -> Iterator[Finding]:
 def exported(examined: Examined) -> Iterator[Finding]:
     """torch.export.export(model).module()(image) = model(image), for one size.
 
-    Raises NotApplicableError if the model does not export.
+    It is the first size. Yields one finding; NotApplicableError if the model does not export.
     """
     subject, size = examined.subject, examined.sizes[0]
     model, images = subject.at(size), subject.images(size)

@@ -187,7 +187,7 @@ class Folder:
             shutil.rmtree(self.path / "images")
 
     def frame(self, rows: Sequence[Row]) -> "pd.DataFrame":
-        """Return rows as a table with the columns `columns_of` the first row's task; no rows give a table without lines."""
+        """Return rows as a table with the columns `columns_of` the first row's task, without rows (and lines) of TASKS[0]."""
         return pd.DataFrame(rows, columns=columns_of(rows[0]["task"] if rows else TASKS[0]))
 
     @property

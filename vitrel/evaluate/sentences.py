@@ -48,7 +48,7 @@ def notes(judged: Judged) -> list[str]:
 
 
 def legend(judged: Judged) -> dict[str, str]:
-    """Return {word of the main table: what it means}, of the verdicts that occur there, "trained" and "bold"."""
+    """Return {word: what it means} for those of "bold", "trained" and the verdicts that occur in the main table."""
     rows = [row for model in judged.models.values() for row in model.used.values()]
     words = {row["verdict"] for row in rows} | {"trained" for row in rows if is_training(row)}
     words |= {"bold" for model in judged.models.values() if model.ahead}

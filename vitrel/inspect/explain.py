@@ -194,7 +194,9 @@ def explain(
 def _terms(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return `added` of an `Explanation`, and its other tensors [H, M, ...] by name, for all heads and queries."""
+    """Return `added` of an `Explanation` ("NAME 2" for a name's second term), and its other tensors [H, M, ...] by name, for
+    all heads and queries.
+    """
     bare = Terms(scale=terms.scale)
     scale = bare.scale * q.shape[-1] ** -0.5
     found = {

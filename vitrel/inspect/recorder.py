@@ -708,7 +708,7 @@ class _Recorder(TorchDispatchMode):
             self.found.added.append(Added(self.stack[-1], tokens.shape, position.clone(), where, origin))
 
     def _note_origin(self, operator: str, args: tuple, read: list[Tensor], out: Any) -> None:
-        """Store of which parameter an operator's output is made; count its values in `resampled` if it is an interpolation."""
+        """Store of which parameter an operator's output is made; count the values that an interpolation to a new size reads."""
         origin = next((self._origin[value] for value in read if value in self._origin), None)
         if origin is None:
             return
