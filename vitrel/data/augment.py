@@ -317,7 +317,7 @@ def policy_transform(
 
     Args:
         text: a policy as in `Augmentation.policy`, such as "rand-m9-mstd0.5-inc1".
-        interpolation: interpolation of geometric operations; "random" chooses one for every image or operation.
+        interpolation: interpolation of geometric operations; "random" chooses one for each operation, for "trivial" each image.
         fill: color, 0 to 255 per channel, of pixels that geometric operations leave without content.
 
     Raises:

@@ -153,7 +153,7 @@ class Drawn(Dataset, ABC):
 
         center [B, M, 2] (y, x) and radius [B, M] are in pixels, kind [B, M] as in `Scene`; color [B, M, 3] is RGB from 0 to 1,
         and normalized here. The window indexes the pixels [B, K_y, K_x] around object m of every image; their coverage is 1/2 -
-        signed distance, within 0..1.
+        the distance to its edge in pixels (negative inside), within 0..1.
         """
         h, w = self.size
         center, radius = center.astype(np.float32), radius.astype(np.float32)

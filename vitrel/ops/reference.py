@@ -170,7 +170,7 @@ def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (p, p + D/2) of queries or keys: RoPE (arXiv 2104.09864) in the layout of DINOv3.
+    """Rotate the channel pairs (p, p + D/2) of queries or keys, (a, b) to (a cos - b sin, b cos + a sin), as RoPE in DINOv3.
 
     The result has the type to which x and the angles promote, so cast the angles to x's dtype in half precision. Queries and
     keys of code that pairs channels (2p, 2p + 1) have to be reordered first, x.unflatten(-1, (-1, 2)).mT.flatten(-2) of both;

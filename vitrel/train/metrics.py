@@ -13,7 +13,7 @@ from vitrel.common.files import atomic_write
 class CSVLog(Logger):
     """`metrics.csv` in the run's folder: one row per logging step, a column per metric.
 
-    Lightning's CSVLogger deletes the file when a run is resumed; this logger appends to it.
+    Lightning's CSVLogger deletes the file when a run is resumed; this logger keeps the rows that `resume` reads.
 
     Args:
         folder: the run's folder.
