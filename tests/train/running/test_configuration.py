@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import ROOT, command, each
+from helpers import ROOT, each
 from vitrel.common.user_modules import VARIABLE, import_modules
 from vitrel.train import run
 from vitrel.train.running.command import keys
@@ -49,14 +49,10 @@ def stopped(args, capsys):
 CLASS = "evil.C is not allowed: a configuration names classes of lightning.pytorch, "
 FILES = {  # a configuration, and what is said of it
     "trainer: {callbacks: [{class_path: evil.C}]}": CLASS,
-    "trainer: {callbacks: '{class_path: evil.C}'}": CLASS,
     "trainer: {callbacks: {class_path: LambdaCallback, init_args: {setup: evil.f}}}": "evil.f is not allowed",
-    "trainer: {callbacks: lightning.pytorch.callbacks.timer.time}": "time is not allowed",
     "trainer: {callbacks: lightning.pytorch.callbacks.timer.os.system}": "has no attribute 'os'",
     "trainer: {strategy: {class_path: FSDPStrategy, init_args: {auto_wrap_policy: evil.f}}}": "evil.f is not allowed",
     "seed_everything: 0\ntrainer: {logger: {<<: {class_path: evil.C}}}": CLASS,
-    "trainer.callbacks.class_path: evil.C": CLASS,
-    "model: {class_path: evil.C}": "unknown key model.class_path",
     "data: {augment: {class_path: evil.C}}": CLASS,
     "fit: {trainer: {callbacks: evil.C}}": "unknown key trainer.callbacks: did you mean trainer.callbacks?",
 }
@@ -75,13 +71,9 @@ def test_a_file_names_no_code_but_lightnings_and_ours(evil, text, capsys):
 @each(
     "option",
     [
-        *(f"--trainer.{name}=evil.C" for name in ("logger", "callbacks.help", "callbacks.class_path")),
+        *(f"--trainer.{name}=evil.C" for name in ("logger", "callbacks.help")),
         "--trainer.callbacks+=evil.C",
-        "--trainer.callbacks=./inner.yaml",
-        "--trainer={callbacks: evil.C}",
         "--trainer=./inner.yaml",
-        "--model.optim=./inner.yaml",
-        "--config={trainer: {callbacks: evil.C}}",
         "--conf=./inner.yaml",
         "--config=file://inner.yaml",
     ],
@@ -124,12 +116,9 @@ def test_tags_are_refused(evil, tag, capsys):
     assert status == 2 and not evil.ran()
 
 
-def test_a_key_that_is_given_twice_is_refused(evil, capsys):
+def test_a_key_that_is_given_twice_is_refused(evil):
     with pytest.raises(ValueError, match=r"twice\.yaml: .*the key lr is given twice, in line 3 and in line 4"):
         run(["fit", "--config", write(evil.folder / "twice.yaml", "model:\n  optim:\n    lr: 1.0\n    lr: 2.0\n")])
-    with pytest.raises(SystemExit) as end:
-        command("train").main(["--config", evil.folder / "twice.yaml"])
-    assert "twice.yaml: this is not plain YAML: the key lr is given twice, in line 3 and in line 4" in str(end.value.code)
 
 
 @pytest.mark.slow
@@ -139,7 +128,6 @@ def test_a_key_that_is_given_twice_is_refused(evil, capsys):
         "{callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/top1}}]}",
         "{strategy: {class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {find_unused_parameters: true}}}",
         "{plugins: [{class_path: lightning.pytorch.plugins.environments.SLURMEnvironment, init_args: {auto_requeue: false}}]}",
-        "{logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: ./runs.v2}}}",
         "{default_root_dir: runs.v2, max_time: {days: 1}, devices: [0], strategy: ddp, profiler: simple}",
     ],
 )
@@ -157,14 +145,11 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
     ("args", "text"),
     [
         (["--trainer.max_epoch=3"], "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
-        (["--trainer.max_epoch", "3"], "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
         (["--data.augment.flips=false"], "unknown key flips: did you mean flip?"),
         (["--data.size=64", "--model={optim: {lrr: 1}}"], "unknown key model.optim.lrr: did you mean model.optim.lr?"),
         (["--lr=3"], "unknown key lr: did you mean model.optim.lr?"),
         (["--model.learning-rate=3"], "unknown key model.learning-rate: did you mean model.optim.lr?"),
-        (["--seed=3"], "unknown key seed: did you mean seed_everything?"),
         (["--teeth=32"], "unknown key teeth; --help-all lists the keys"),
-        (["--model.optim.schedule=cosine"], "unknown key model.optim.schedule; --help-all lists the keys"),
         (["--weights_only=false"], "unknown key weights_only"),
         (["--data.seed=3"], 'Linked "data.seed" must be given via "seed_everything"'),
         (["stray"], "unknown key stray"),
@@ -210,28 +195,40 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
-    config, path = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
-    torch.save({"state_dict": {}, "x": Bomb(tmp_path / "ran")}, path)
-    with pytest.raises(ValueError, match=r"last.ckpt \(.* bytes\) was refused: it holds more than tensors and plain values"):
-        run(["fit", "--config", config, f"--ckpt_path={path}", f"--trainer.default_root_dir={tmp_path}/r"])
+@pytest.mark.slow
+@each("sharded", [False, True])
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, sharded):
+    """torch unpickles a sharded one, which is a folder, whatever `weights_only` says."""
+    path = tmp_path / f"last{sharded}.ckpt"
+    if sharded:
+        path.mkdir()
+        (path / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    else:
+        torch.save({"state_dict": {}, "x": Bomb(tmp_path / "ran")}, path)
+    text = r"last.*\.ckpt" if sharded else r"last.*\.ckpt \(.* bytes\) was refused: it holds more than tensors and plain values"
+    with pytest.raises((ValueError, OSError), match=text):
+        run(
+            [
+                "fit",
+                "--config",
+                write(tmp_path / "base.yaml", BASE),
+                f"--ckpt_path={path}",
+                f"--trainer.default_root_dir={tmp_path}/r",
+            ]
+        )
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow
-def test_a_sharded_checkpoint_is_refused(tmp_path):
-    """torch unpickles it, whatever `weights_only` says."""
-    config, folder = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    with pytest.raises((ValueError, OSError), match=r"last\.ckpt"):
-        run(["fit", "--config", config, "--ckpt_path", str(folder), f"--trainer.default_root_dir={tmp_path}/r"])
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-@each("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])
+@each("path", ["last", "ftp://127.0.0.1/x.ckpt"])
 def test_a_checkpoint_is_a_local_file(tmp_path, path):
-    config = write(tmp_path / "base.yaml", BASE)
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path[:4]}"):
-        run(["fit", "--config", config, f"--ckpt_path={path}", f"--trainer.default_root_dir={tmp_path}/r"])
+        run(
+            [
+                "fit",
+                "--config",
+                write(tmp_path / "base.yaml", BASE),
+                f"--ckpt_path={path}",
+                f"--trainer.default_root_dir={tmp_path}/r",
+            ]
+        )
