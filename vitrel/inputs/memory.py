@@ -54,7 +54,7 @@ def forward_memory(
         model: a ViT without windows.
         image: the tile [B, in_chans, h, w]. Tiles of a strip have one width; heights may differ.
         memory: the value returned for the tile above; None for the topmost tile.
-        length: number of tiles, this one included, whose keys and values are in the new memory; 0: of none.
+        length: most tiles, this one included, whose keys and values are in the new memory; 0: of none.
         height: pixels of the whole strip: positions are then those in the strip. None: positions are those in the grid of the
             cached rows and the tile. Both give the same for encodings that depend on offsets only, but not for those that
             depend on the grid (table, levit, factorized, decomposed, fire, rope_normalized, RoPE with a policy, log_n), nor for

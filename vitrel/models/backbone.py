@@ -23,7 +23,7 @@ LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only wind
 
 
 def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a backbone's constructor so that it stores a copy of its arguments in `self.arguments`.
+    """Decorate a backbone's constructor so that it stores, at its end, a deep copy of its arguments in `self.arguments`.
 
     Defaults are included; device and dtype are not.
     """
@@ -82,7 +82,7 @@ class Backbone(nn.Module, abc.ABC):
     def current_arguments(self) -> dict[str, Any]:
         """Return the constructor arguments of the model in its current state.
 
-        They differ from `arguments` after a new head, pruning, or removal of the absolute embedding.
+        They differ from `arguments` after a new head, pruning or removal of the absolute embedding, not after `set_input_size`.
         """
         _, attention = split_position(self.arguments["position"])
         position = (attention or "none") if self.pos_embed is None else self.arguments["position"]

@@ -50,9 +50,9 @@ class Config(NamedTuple):
         Args:
             device: of the parameters.
             dtype: of the parameters.
-            changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
-                `preparation`. The names of classes are dropped unless there are num_classes of them; train_sizes are dropped
-                if img_size is among the changes.
+            changes: constructor arguments that replace those of the configuration (num_classes that of a Segmenter);
+                pretrained_cfg_overlay replaces entries of `preparation`. The names of classes are dropped unless there are
+                num_classes of them; train_sizes are dropped if img_size is among the changes.
 
         Raises:
             TypeError: the model's constructor does not have an argument, or `preparation` has an entry that is none of

@@ -306,7 +306,7 @@ class ViT(Backbone):
         norm: bool = False,
         attn_mask: Tensor | None = None,
     ) -> list:
-        """Return the patch features of the last n blocks, or of the blocks with these indices, as in timm and DINO.
+        """Return the patch features of the last n blocks, or of the blocks with these indices, first to last, as timm and DINO.
 
         Args:
             x: images [B, in_chans, height, width].

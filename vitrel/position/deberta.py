@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_
 
 
 class DeBERTa(PositionEncoding):
-    """Content-to-position and position-to-content terms of the logits, by clipped offset along each axis.
+    """Content-to-position and position-to-content terms of the logits between patches, by clipped offset along each axis.
 
     At offset d (query minus key), the query is multiplied by row clip(d) + R of `key_*` (K), and the key by row clip(-d) + R of
     `query_*` (Q). The content term and these terms are divided by sqrt(3 D).

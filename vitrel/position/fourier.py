@@ -66,7 +66,7 @@ class Fourier(PositionEncoding):
 
 @cached_geometry
 def fourier_waves(h: int, w: int, bands: int, base: float, dtype: str, device: torch.device) -> Tensor:
-    """Return sines and cosines of every patch, [h*w, 2 * bands]: first those of its row's angle a, then of its column's.
+    """Return sines and cosines of every patch, [h*w, 2 * bands] in `dtype`: first of its row's angle a, then of its column's.
 
     They are sin(a f_0), cos(a f_0), sin(a f_1), ... with f_t = base^(-2t / bands); a = 2 pi (y + 1) / h or 2 pi (x + 1) / w.
     """

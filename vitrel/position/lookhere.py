@@ -30,6 +30,7 @@ class LookHere(PositionEncoding):
 
     The last min(4, num_heads // 3) heads, at least one, are undirected, with slopes 1/4, 1/16, ..; the heads before them are
     directed and cycle through the views, with slope 1/2 in the first round, 1/4 in the second, .. There are no parameters.
+    Pairs with a prefix token have bias 0.
 
     Args:
         fov: field of view of the directed heads in degrees, 180, 90 or 45.

@@ -176,7 +176,7 @@ def resampled_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int)
 
 
 def resample_embedding(embedding: Tensor, target: Grid) -> Tensor:
-    """Resample an absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
+    """Resample an absolute embedding, [h, w, C] -> [h'*w', C] of its type, by antialiased bicubic interpolation, as DeiT."""
     image, size = upcast(embedding.permute(2, 0, 1)[None]), (target.h, target.w)  # [1, C, h, w]
     if is_known(target.w) and target.w == 1:  # torch 2.14 resamples the rows of a map of one column wrongly on a CPU
         image = F.interpolate(image.mT, size=size[::-1], mode="bicubic", antialias=True, align_corners=False).mT
@@ -186,7 +186,7 @@ def resample_embedding(embedding: Tensor, target: Grid) -> Tensor:
 
 
 def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
-    """Read an absolute embedding at any positions, [h, w, C] -> [n, C], bilinearly.
+    """Read an absolute embedding at any positions, [h, w, C] -> [n, C] of its type, bilinearly.
 
     Args:
         embedding: [h, w, C].

@@ -31,7 +31,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_pair, 
 
 
 class RotaryEncoding(PositionEncoding, abc.ABC):
-    """Abstract base class of rope_axial and rope_mixed: rotations whose frequencies a policy lowers on larger grids.
+    """Abstract base class of rope_axial and rope_mixed: rotations, whose frequencies policies but "keep" lower on larger grids.
 
     Args:
         grid: the training grid.
@@ -99,6 +99,8 @@ class RotaryEncoding(PositionEncoding, abc.ABC):
 
 class RopeAxial(RotaryEncoding):
     """Rotation by fixed frequencies, first half of the channel pairs (p, p + D/2) by the row, second half by the column.
+
+    Prefix tokens are not rotated.
 
     Args:
         base: of the fixed frequencies base^(-4t/D), t = 0..D/4-1, in radians per patch; D = head_dim.
@@ -200,7 +202,7 @@ def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
 
 
 class RopeMixed(RotaryEncoding):
-    """Rotation of channel pairs (p, p + D/2) by angles f_y y + f_x x, with frequencies learned per head and pair.
+    """Rotation of channel pairs (p, p + D/2), not of prefix tokens, by angles f_y y + f_x x, f learned per head and pair.
 
     Args:
         base: of the magnitudes base^(-4t/D) at which the learned frequencies start (`reset_parameters`).

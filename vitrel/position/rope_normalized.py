@@ -23,6 +23,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 class RopeNormalized(PositionEncoding):
     """Rotation by angles 2 pi y / period or 2 pi x / period, y and x from -1 to 1 over the grid; it has no parameters.
 
+    The channel pairs (p, p + D/2) of y come before those of x. Prefix tokens are not rotated.
+
     Args:
         base: of the periods base^(4t/D), t = 0..D/4-1, in half sides of the grid; D = head_dim.
         shift_coords: in training, each axis moves by a random number of half sides up to this, either way; None: no shift.

@@ -18,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class SinCos(PositionEncoding):
-    """Fixed embedding added to patches: sines and cosines of the row in the first half of the channels, then of the column.
+    """Fixed embedding added to patches: sines, then cosines, of the row in the first half of the channels, then of the column.
 
     Args:
         base: of the frequencies f_t = base^(-t / (C/4)).

@@ -162,7 +162,10 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def perturbs(self) -> bool:
-        """Whether forward draws random numbers: in training with shift_, jitter_ or rescale_coords; False for a Composition."""
+        """Whether `terms` draws random numbers: in training with shift_, jitter_ or rescale_coords.
+
+        A Composition returns False, also if one of its parts draws.
+        """
         strengths = self.shift_coords, self.jitter_coords, self.rescale_coords
         return self.training and strengths != (None, None, None)
 
