@@ -50,7 +50,7 @@ class Config(NamedTuple):
         Args:
             device: of the parameters.
             dtype: of the parameters.
-            changes: constructor arguments that replace those of the configuration (num_classes that of a Segmenter);
+            changes: constructor arguments that replace those of the configuration (num_classes: that of a Segmenter, if any);
                 pretrained_cfg_overlay replaces entries of `preparation`. The names of classes are dropped unless there are
                 num_classes of them; train_sizes are dropped if img_size is among the changes.
 

@@ -137,8 +137,8 @@ class Segmenter(nn.Module):
 class Tokens(nn.Module):
     """Model of the tokens that a linear head reads, images [B, 3, height, width] -> [B, width, h, w].
 
-    They are those of the last block or, if strides differ, of all stages, upsampled to the finest and joined. The last of them
-    have passed the final norm.
+    They are those of the last block or, if strides differ, of all stages, upsampled to the finest and joined. Those of the last
+    block or stage have passed the final norm.
 
     Args:
         body: a model with `forward_intermediates`.

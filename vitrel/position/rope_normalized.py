@@ -73,7 +73,7 @@ def _rotation(
 
 @cached_geometry
 def _coordinates(h: int, w: int, dtype: str, device: torch.device) -> Tensor:
-    """Return row and column (y, x) of every patch's center, [h*w, 2], where the grid reaches from -1 to 1."""
+    """Return row and column (y, x) of every patch's center, [h*w, 2] in `dtype`, where the grid reaches from -1 to 1."""
     y, x = Grid(h, w).coordinates(device).to(getattr(torch, dtype)).unbind(-1)
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)
 

@@ -205,7 +205,7 @@ class Classifier(LightningModule):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the weights, [] without `ema`; ValueError for any strategy that shards weights."""
+        """Return [the callback that averages the weights], [] without `ema`; ValueError for FSDP and model parallelism."""
         if isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             # a shard has one dimension, so matrices could not be told from biases, and weight decay would silently be off
             raise ValueError("strategies that shard the weights are not supported: use trainer.strategy ddp")
@@ -236,7 +236,7 @@ class Classifier(LightningModule):
     def on_fit_start(self) -> None:
         """Fit the added position encoding (`Tuning.fit`) unless the run is resumed; compile the blocks if `Execution` says so.
 
-        Both print a line.
+        Either, if done, prints a line.
         """
         if self.tuning.position is not None and self.tuning.fit != 0 and not self.resumed:
             self.tuning.fit_position(self.backbone, self.name, self.trainer.datamodule.unaugmented)
