@@ -11,7 +11,7 @@ from vitrel.geometry import is_known
 class PatchEmbed(timm.layers.PatchEmbed):
     """timm's PatchEmbed that pads every image to whole patches, as timm's own does with dynamic_img_pad=True.
 
-    The image may have any size, whatever `strict_img_size` says. Arguments, parameters and numbers are timm's.
+    The image may have any size, whatever `strict_img_size` says. Arguments, parameters and results are timm's.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Fourier(PositionEncoding):
     """Learned linear function of sines and cosines of the row / height and column / width, which is added to the patches.
 
     Args:
-        bands: numbers per axis, half of them sines; an even number.
+        bands: sines and cosines per axis, an even number in all.
         base: of the frequencies base^(-2t / bands); the angles run up to 2 pi on every grid.
 
     Attributes:

@@ -28,7 +28,7 @@ POLICIES = ("keep", "linear", "ntk", "yarn")
 
 
 class RotaryPolicy(NamedTuple):
-    """A policy that changes rotary frequencies on grids larger than the training grid, with its numbers.
+    """A policy that changes rotary frequencies on grids larger than the training grid, with its settings.
 
     Args:
         name: one of POLICIES.

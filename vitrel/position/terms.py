@@ -211,7 +211,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
         Args:
             options: {name: value} of `policy`, names joined by "+" (the last that this encoding has applies), and in subclasses
-                of the numbers that belong to it. Options and policies that this encoding does not have are ignored.
+                of the policy's own options. Options and policies that this encoding does not have are ignored.
         """
         applied = set()
         for policy in options.get("policy", "").split("+"):
