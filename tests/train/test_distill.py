@@ -5,6 +5,7 @@ import timm
 import torch
 from torch.nn import functional as F
 
+from helpers import each
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
 from vitrel.train import Classifier, Optimization
@@ -41,7 +42,7 @@ def classifier(distillation, **how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [None, (48, 64)])
+@each("size", [None, (48, 64)])
 def test_the_teacher_sees_its_own_preprocessing(weights, size):
     teacher = teacher_of(resnet(weights, img_size=size))
     assert teacher.size == (size or timm.get_pretrained_cfg("resnet10t").input_size[-2:])
@@ -126,20 +127,14 @@ def test_the_order_of_a_teachers_outputs_is_told_where_timm_has_another(weights)
         fit(classifier(resnet(weights, img_size=32)), data, max_epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ({"checkpoint": "x", "pretrained": True}, "give resnet10t either a checkpoint, or pretrained: true"),
-        ({"checkpoint": "x", "alpha": 2.0}, r"distillation.alpha \(2.0\) is within 0..1"),
-        ({"checkpoint": "x", "tau": 0.0}, r"distillation.tau \(0.0\) positive"),
-    ],
-)
-def test_settings_are_checked(how, text):
-    with pytest.raises(ValueError, match=text):
-        Distillation("resnet10t", **how)
-
-
 def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
+    for how, text in (
+        ({"pretrained": True}, "give resnet10t either a checkpoint, or pretrained: true"),
+        ({"alpha": 2.0}, r"distillation.alpha \(2.0\) is within 0..1"),
+        ({"tau": 0.0}, r"distillation.tau \(0.0\) positive"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Distillation("resnet10t", checkpoint="x", **how)
     with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot load .*resnet.pt: .*size mismatch for fc"):
         Teacher(resnet(weights), 5)
     state = torch.load(weights / "resnet.pt", weights_only=True)
@@ -212,7 +207,7 @@ def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_ch
     model = timm.create_model("vitrel_vit_n8_absolute", num_classes=7, img_size=32, **SMALL)
     torch.nn.init.normal_(model.pos_embed.pos_embed)  # one that matters
     save(model.eval(), tmp_path / "start.safetensors")
-    tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="rope_mixed", absolute="drop")
+    tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="rope_mixed", absolute="drop", fit=0)
     how = {"objective": Objective(distillation=Distillation(alpha=1.0, labels=False)), "tuning": tuning}
     recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, optim=Optimization(lr=1e-2, warmup_epochs=0))
     assert recipe.num_classes == 7 and recipe.model.pos_embed is None
@@ -233,52 +228,53 @@ def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_ch
         Distillation(checkpoint="x")
 
 
-@pytest.mark.slow(seconds=4)
-def test_pretrained_weights_are_fitted_by_default(tmp_path, capsys):
-    """The embedding is dropped, the table has values from the start, and some updates move it by a logit's tenths."""
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model with an absolute embedding that matters, and its file."""
     torch.manual_seed(4)
     model = timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=32, **SMALL)
     torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
-    save(model.eval(), tmp_path / "start.safetensors")
-    data, tables = Tensors(), {}
-    for epochs, rate in ((1, 1e-12), (2, 5e-4)):
-        tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="table")
-        settings = Optimization(lr=rate, layer_decay=0.5, warmup_epochs=0)
-        recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=tuning, optim=settings)
-        fit(recipe, data, max_epochs=epochs)
-        tables[rate] = [block.position.relative_position_bias_table.detach().clone() for block in recipe.model.blocks]
-    assert "the absolute embedding: drop" in (printed := capsys.readouterr().out) and "table fitted to 24 images" in printed
-    assert recipe.model.pos_embed is None and min(table.std() for table in tables[1e-12]) > 0.01
-    moved = [(a - b).abs().max() for a, b in zip(*tables.values(), strict=True)]
-    assert min(moved) > 0.02  # 12 updates; with layer decay and a factor of 1 at most 0.003
-    for how, said in (({"fit": 0}, "is not fitted to the weights:"), ({"absolute": "keep"}, "is not fitted to the weights:")):
-        tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="table", **how)
-        kept = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=tuning, optim=settings)
-        assert said in capsys.readouterr().out and kept.model.pos_embed is not None
+    path = tmp_path_factory.mktemp("start") / "start.safetensors"
+    save(model.eval(), path)
+    return model, str(path)
 
 
-def test_weights_whose_position_cannot_be_fitted_are_said(tmp_path, capsys):
-    model = timm.create_model("vitrel_vit_n8_none", num_classes=4, img_size=32, **SMALL)
-    save(model.eval(), tmp_path / "start.safetensors")
-    tuning = {"init_from": str(tmp_path / "start.safetensors"), "position": "table"}
-    fit(Classifier("vitrel_vit_n8_none", 4, (32, 32), tuning=Tuning(**tuning)), Tensors(), max_epochs=1)
-    printed = capsys.readouterr().out
-    assert "not fitted to the weights, since the model has no absolute embedding to convert: it is learned" in printed
-    with pytest.raises(ValueError, match="no absolute embedding to convert"):
-        fit(Classifier("vitrel_vit_n8_none", 4, (32, 32), tuning=Tuning(**tuning, fit=8)), Tensors(), max_epochs=1)
+STILL = Optimization(lr=1e-9, warmup_epochs=0)
+
+
+def fitted_to(path, name="vitrel_vit_n8_absolute", **how):
+    return Classifier(name, 4, (32, 32), tuning=Tuning(init_from=path, position="table", **how), optim=STILL)
 
 
 @pytest.mark.slow
-def test_an_encoding_is_fitted_before_training_and_not_again(tmp_path, capsys):
-    """Beside an embedding that fades; one that is dropped: the test above, and how closely it is followed: tests/weights."""
-    torch.manual_seed(4)
-    model = timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=32, **SMALL)
-    torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
-    save(model.eval(), tmp_path / "start.safetensors")
-    tuning = {"init_from": str(tmp_path / "start.safetensors"), "position": "table", "absolute": "fade"}
-    data, found, still = Tensors(), {}, Optimization(lr=1e-9, warmup_epochs=0)
+def test_pretrained_weights_are_fitted_by_default(start, capsys):
+    """The embedding is dropped, and the table has values from the start."""
+    recipe = fitted_to(start[1])
+    fit(recipe, max_epochs=1)
+    assert "the absolute embedding: drop" in (printed := capsys.readouterr().out) and "table fitted to 24 images" in printed
+    tables = [block.position.relative_position_bias_table for block in recipe.model.blocks]
+    assert recipe.model.pos_embed is None and min(table.std() for table in tables) > 0.01
+    for how in ({"fit": 0}, {"absolute": "keep"}):
+        kept = fitted_to(start[1], **how)
+        assert "is not fitted to the weights:" in capsys.readouterr().out and kept.model.pos_embed is not None
+
+
+def test_weights_whose_position_cannot_be_fitted_are_said(tmp_path, capsys):
+    path = str(tmp_path / "start.safetensors")
+    save(timm.create_model("vitrel_vit_n8_none", num_classes=4, img_size=32, **SMALL), path)
+    fit(fitted_to(path, "vitrel_vit_n8_none"), max_epochs=1)
+    printed = capsys.readouterr().out
+    assert "not fitted to the weights, since the model has no absolute embedding to convert: it is learned" in printed
+    with pytest.raises(ValueError, match="no absolute embedding to convert"):
+        fit(fitted_to(path, "vitrel_vit_n8_none", fit=8), max_epochs=1)
+
+
+@pytest.mark.slow
+def test_an_encoding_is_fitted_before_training_and_not_again(start, tmp_path, capsys):
+    """Beside an embedding that fades; one that is dropped: a test above, and how closely it is followed: tests/weights."""
+    (model, path), data, found = start, Tensors(), {}
     for fit_to in (0, 16):
-        recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=Tuning(**tuning, fit=fit_to), optim=still)
+        recipe = fitted_to(path, absolute="fade", fit=fit_to)
         trainer = fit(recipe, data, max_epochs=1)
         fitted = copy.deepcopy(recipe.model)
         with torch.no_grad():
@@ -286,11 +282,8 @@ def test_an_encoding_is_fitted_before_training_and_not_again(tmp_path, capsys):
             found[fit_to] = (fitted.eval()(data.images) - model(data.images)).square().mean()
     assert "table fitted to 16 images" in capsys.readouterr().out
     assert found[16] < found[0]
-    how = {"tuning": Tuning(**tuning, fit=16), "optim": still}
-    capsys.readouterr()
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    resumed = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how)
-    fit(resumed, data, max_epochs=1, ckpt_path=tmp_path / "run.ckpt")
+    fit(fitted_to(path, absolute="fade", fit=16), data, max_epochs=1, ckpt_path=tmp_path / "run.ckpt")
     assert "fitted" not in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"model.tuning.fit .* absolute: drop"):
         Tuning(fit=16)

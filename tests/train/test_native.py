@@ -132,26 +132,20 @@ def native(native_folder):
 
 
 @pytest.mark.slow
-def test_killed_inside_an_epoch(command, whole, native, tmp_path):
-    """With everything that is drawn, averaged weights, repeated views and even batches: bit-equal once resumed."""
-    extra = (*EVERYTHING, *native, "--data.repeats=2", "--run.save_every=1")
-    args = command("cut", *extra, epochs=2)
+def test_a_run_is_resumed_inside_an_epoch_at_its_shape_alone(command, whole, native, tmp_path):
+    """With everything that is drawn, averaged weights, repeated views, even batches and two budgets: bit-equal once resumed."""
+    extra = (*EVERYTHING, *native, "--data.train_sizes=[32, 40]", "--data.repeats=2", "--run.save_every=1")
+    args, folder = command("cut", *extra, epochs=2), tmp_path / "cut"
     assert status(in_child(args, at(9, signal.SIGKILL))) == -signal.SIGKILL
-    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
-
-
-@pytest.mark.slow
-def test_a_run_evaluates_every_image_and_is_resumed_at_its_shape_alone(command, native, tmp_path):
-    args = command("run", *native, "--data.train_sizes=[32, 40]", epochs=1)
-    run(args)
-    top1 = float(rows(tmp_path / "run" / "metrics.csv")[-1]["val/top1"])
-    assert top1 * 28 == pytest.approx(round(top1 * 28), abs=1e-3)  # of 28 images
-    trained = load_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
-    assert trained.train_sizes == (Budget(16), Budget(25)) and trained.img_size == (32, 32)
     for change, text in (("--data.tokens=20", "data.tokens: 16, now 20"), ("--data.train_sizes=null", "train_sizes: ")):
         with pytest.raises(ValueError, match=text):
-            run([*resumed(args, tmp_path / "run"), change])
+            run([*resumed(args, folder), change])
+    assert status(in_child(resumed(args, folder))) == 0
+    assert_same_run(folder, whole(*extra, epochs=2))
+    top1 = float(rows(folder / "metrics.csv")[-1]["val/top1"])
+    assert top1 * 28 == pytest.approx(round(top1 * 28), abs=1e-3)  # of 28 images, each once
+    trained = load_checkpoint(folder / "checkpoints" / "last.ckpt")
+    assert trained.train_sizes == (Budget(16), Budget(25)) and trained.img_size == (32, 32)
 
 
 def test_settings_without_a_native_shape_are_refused(native_folder):

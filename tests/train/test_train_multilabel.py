@@ -126,7 +126,8 @@ def test_a_run_learns_and_its_checkpoint_is_evaluated(several, squares, tmp_path
 @pytest.mark.slow
 def test_two_processes_sum_their_metrics(several, squares, tmp_path):
     """The evaluation set is an odd number of images: one rank fills its share, and the metrics are those of one process."""
-    assert on_two(several("two", "--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=8", epochs=1)) == [0, 0]
+    quick = "--data.batch_size=8", "--trainer.limit_train_batches=2"
+    assert on_two(several("two", "--trainer.devices=2", "--trainer.strategy=ddp", *quick, epochs=1)) == [0, 0]
     [row] = [row for row in rows(tmp_path / "two" / "metrics.csv") if row["val/loss"]]
     frame = at_sizes(load_checkpoint(tmp_path / "two" / "checkpoints" / "last.ckpt"), squares, device="cpu")
     found = frame.set_index("img_size").loc["32x32"]
