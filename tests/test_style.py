@@ -9,7 +9,7 @@ import pytest
 
 import vitrel
 from helpers import each
-from helpers.sources import import_statements, sources, trees
+from helpers.sources import import_statements, sources, statements, trees
 
 CORE = ["geometry", "grid", "position", "ops", "layers", "models"]  # each may import those before it
 SHARED = {"common"}  # all may import it
@@ -27,10 +27,6 @@ ROOMS = {  # what else each room may import; all may import the core
     "compare": {"data", "weights", "train", "evaluate", "tasks"},
 }
 TOP = ("tools", "cli", "__main__", "__init__")  # may import everything
-
-
-def functions(tree):
-    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def imports(name):
@@ -103,8 +99,10 @@ def undocumented(name):
             continue
         if not ast.get_docstring(node):
             yield node.name
-        for function in functions(node):
-            if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+        for function in statements(node):
+            if not isinstance(function, ast.FunctionDef) or any(
+                "jit" in ast.unparse(decorator) for decorator in function.decorator_list
+            ):
                 continue  # a kernel's arguments are pointers and numbers of its own language
             arguments = [a for a in function.args.args + function.args.kwonlyargs if a.arg not in ("self", "cls")]
             arguments += [function.args.vararg] if function.args.vararg else []
@@ -159,7 +157,7 @@ def test_described_arguments_exist():
     """A docstring does not describe an argument that was renamed or removed."""
     wrong = {}
     for name, tree in trees().items():
-        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)):
+        for node in (n for n in statements(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)):
             if unknown := {*described(ast.get_docstring(node))} - {*parameters(node)}:
                 wrong[f"{name}: {node.name}"] = unknown
     assert wrong == {}

@@ -46,11 +46,13 @@ def test_lines_are_joined_and_nothing_is_hidden(capsys):
         raise TypeError
 
 
-def test_ctrl_c_says_what_is_saved_and_how_to_go_on(capsys):
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(capsys, monkeypatch):
     code, said = ended(capsys, noted(KeyboardInterrupt(), "3 rows saved in a.csv"))
     assert code == 130 and said == "interrupted: 3 rows saved in a.csv\n"
     code, said = ended(capsys, KeyboardInterrupt())
     assert code == 130 and "nothing was saved" in said and "the same command" in said and said.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")
+    assert ended(capsys, KeyboardInterrupt()) == (130, "")  # of several processes one tells
 
 
 def test_sigterm_is_cleaned_up_after_and_ends_with_143(capsys):
@@ -74,11 +76,6 @@ def test_warnings_are_one_line(monkeypatch):
     with reported():
         assert warnings.formatwarning("2 files are left out", UserWarning, "a.py", 1) == "warning: 2 files are left out\n"
         assert "a.py:1: DeprecationWarning" in warnings.formatwarning("old", DeprecationWarning, "a.py", 1)
-
-
-def test_of_several_processes_one_tells(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert ended(capsys, KeyboardInterrupt()) == (130, "")
 
 
 def test_names_that_are_no_utf8_can_be_printed(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 from itertools import product
-from math import log, sqrt
+from math import ceil, log, sqrt
 
 import pytest
 
@@ -35,11 +35,8 @@ def test_native_size_is_the_grid_nearest_to_the_exact_sides(patch):
         if min(exact) < 1:
             assert (h, w) == ((budget, 1) if ratio > 1 else (1, budget))
             continue
-        near = [
-            (a, b)
-            for a, b in product(range(1, budget + 1), repeat=2)
-            if a * b <= budget and abs(a - exact[0]) < 1 and abs(b - exact[1]) < 1
-        ]
+        sides = (range(max(1, int(side)), ceil(side) + 1) for side in exact)
+        near = [(a, b) for a, b in product(*sides) if a * b <= budget]
         assert (h, w) in near
         assert sides_changed((h, w), exact) == pytest.approx(min(sides_changed(grid, exact) for grid in near))
 

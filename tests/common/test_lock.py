@@ -1,45 +1,21 @@
-"""Two processes never write into one folder at the same time, and a killed one leaves it free."""
-
-import subprocess
-import sys
+"""Two processes never write into one folder at the same time, and one that has ended leaves it free."""
 
 import pytest
 
-from helpers import ROOT
+from helpers.locks import locked
 from vitrel.common import lock
 from vitrel.common.lock import only_writer
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from lock import only_writer
-with only_writer(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(100)
-"""
 
-
-@pytest.fixture
-def other(tmp_path):
-    """A process that holds the lock of tmp_path."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]  # the file alone: importing the package takes seconds
-    process = subprocess.Popen(command, cwd=ROOT / "vitrel" / "common", stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, other, monkeypatch):
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
     entered = []
-    with pytest.raises(BlockingIOError, match=f"another process is writing into {tmp_path}"), only_writer(tmp_path):
+    refused = pytest.raises(BlockingIOError, match=f"another process is writing into {tmp_path}")
+    with locked(tmp_path), refused, only_writer(tmp_path):
         entered.append("while the other one held it")
-    other.kill()
-    other.wait()
     with only_writer(tmp_path):
-        entered.append("after its death")
-    assert entered == ["after its death"]
+        entered.append("after its end")
+    assert entered == ["after its end"]
 
 
 def test_a_process_may_enter_its_own_folder_again(tmp_path):

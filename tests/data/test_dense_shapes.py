@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import each
 from vitrel.data import DenseShapes, Draw, class_names, create_dataset
 from vitrel.data.dense_shapes import CLASSES, CLEARANCE
 from vitrel.data.shapes import PATCH
@@ -47,7 +48,7 @@ def test_it_has_what_other_data_sets_have(drawn):
     assert len(canvas) == 1000 and canvas.pixels == 1 and canvas[0][1].shape == (96, 64)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         (lambda: class_names("shapes-dense"), "shapes-dense have a class for every pixel, .*: use the task segmentation"),

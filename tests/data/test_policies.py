@@ -10,7 +10,6 @@ from timm.data import auto_augment
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from helpers import each
 from vitrel.common.resources import without_traceback
 from vitrel.data import create_dataset
 from vitrel.data.augment import POLICIES, Augmenter, _warping, operations_of, policy_transform
@@ -42,16 +41,13 @@ def test_a_string_means_what_it_means_to_timm():
     assert {op.hparams["translate_pct"] for op in mixed.ops} == {0.3}  # as timm's loaders set it
 
 
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        ("randm9", "unknown augment.policy 'randm9': it begins with one of rand, augmix, "),
-        ("rand-m9-std0.5", "augment.policy 'rand-m9-std0.5': Unknown RandAugment config section"),
-    ],
-)
-def test_policies_that_cannot_be(policy, text):
-    with pytest.raises(ValueError, match=text):
-        Augmenter(Augmentation(policy=policy), (48, 64), HALF)
+def test_policies_that_cannot_be():
+    for policy, text in (
+        ("randm9", "unknown .*'randm9': it begins with one of rand, augmix, "),
+        ("rand-m9-std0.5", "-std0.5'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Augmenter(Augmentation(policy=policy), (48, 64), HALF)
 
 
 VARIANTS = {  # of every kind of policy, so that together they have all operations
@@ -61,9 +57,8 @@ VARIANTS = {  # of every kind of policy, so that together they have all operatio
 }
 
 
-@pytest.mark.slow
 def test_every_operation_takes_every_magnitude():
-    """The lowest, the highest and 200 random ones, with which the oldest and the newest Pillow give the same image."""
+    """With which the oldest and the newest Pillow give the same image."""
     assert VARIANTS.keys() == POLICIES.keys() - {"trivial"}
     policies = [policy_transform(text) for variants in VARIANTS.values() for text in variants]
     operations = {(op.name, op.magnitude_max or 10): op for policy in policies for op in operations_of(policy)}
@@ -72,7 +67,7 @@ def test_every_operation_takes_every_magnitude():
     image = Image.fromarray(as_array(picture()))
     for (name, most), operation in operations.items():
         operation.prob, operation.magnitude_std = 1.0, 0
-        for magnitude in (0, most, *np.random.default_rng(0).uniform(0, most, 200).tolist()):
+        for magnitude in np.linspace(0, most, 24).tolist():
             operation.magnitude = magnitude
             view = operation(image)
             assert view.size == image.size and view.mode == "RGB"
@@ -99,16 +94,6 @@ def test_geometry_is_pillows_to_a_level(interpolation):
         assert np.abs(views[0] - views[1]).mean() < 1.5, pair[0].name
 
 
-@pytest.mark.slow
-@each("text", VARIANTS["augmix"])
-def test_weights_of_a_mixture_are_numbers(text):
-    policy, image = policy_transform(text), Image.fromarray(as_array(picture(12, 16)))
-    with np.errstate(all="raise"):
-        for seed in range(100):
-            random.seed(seed), np.random.seed(seed)  # noqa: NPY002
-            assert policy(image).size == (16, 12)
-
-
 def fails(image, *args, **how):
     raise TypeError("no such image")
 
@@ -129,13 +114,10 @@ def test_an_error_names_image_operation_and_seed(place, tmp_path, monkeypatch):
     monkeypatch.setattr(name, fails)
     data = create_dataset(str(tmp_path), "train", (48, 64), mean=HALF, std=None, augment=Augmentation(**settings), seed=7)
 
-    def train():
-        for epoch in range(200):  # a policy's operation is one of several
+    with pytest.raises(AugmentationError) as caught:  # noqa: PT012  a policy's operation is one of several
+        for epoch in range(200):
             data.set_epoch(epoch)
             list(DataLoader(data, num_workers=int(place == "albumentations")))
-
-    with pytest.raises(AugmentationError) as caught:
-        train()
     seed = f"seed 7, epoch {data.epoch}, image number 0, view 0"
     text = rf"train/a/0.png \(48x64 pixels\): {operation} failed with the random numbers of {seed}: no such image$"
     assert re.search(text, without_traceback(str(caught.value)))

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from timm.models import _registry
 
+from helpers import each
 from helpers.pictures import picture, tensor
 from vitrel.data import Augmentation, Prepare, collate, normalize
 from vitrel.data.augment import Augmenter
@@ -25,9 +26,9 @@ def both(array, input_size, crop_pct, crop_mode, interpolation, mean, normalize)
     return theirs, prepare(tensor(array)) if normalize else as_tensor(prepare.cropped(tensor(array)))
 
 
-@pytest.mark.parametrize(("h", "w"), [(30, 60), (90, 45), (48, 47), (64, 64)])
-@pytest.mark.parametrize("crop_pct", [0.875, 1.0, 1.15])
-@pytest.mark.parametrize("crop_mode", MODES)
+@each(("h", "w"), [(30, 60), (90, 45), (48, 47), (64, 64)])
+@each("crop_pct", [0.875, 1.0, 1.15])
+@each("crop_mode", MODES)
 def test_pixels_are_those_of_timm(crop_mode, crop_pct, h, w):
     for size in ((3, 56, 56), (3, 64, 40)):
         for interpolation in ("bicubic", "bilinear"):
@@ -120,7 +121,7 @@ def test_the_center_crop_of_training_is_the_view_of_evaluation(mode):
     assert torch.equal(augmented, Prepare((32, 48), half, None, 0.875, crop_mode=mode)(image))
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         ({"interpolation": "lanczos"}, "unknown interpolation 'lanczos'; use one of bicubic, bilinear"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import each
 from vitrel.data import Draw
 from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, PLACES, Shapes
 
@@ -33,6 +34,8 @@ def test_items_depend_on_seed_and_index_alone():
         assert torch.equal(image, again) and label == label_again
     assert image.dtype == torch.float32 and image.shape == (3, 64, 64) and type(label) is int
     assert not torch.equal(images(one), images(Shapes(40, seed=2)))
+    one.set_epoch(4)
+    assert torch.equal(one[39][0], image) and one.name(17) == "shapes (seed 1): 17"
 
 
 @pytest.mark.parametrize("how", [{}, {"protocol": "canvas", "region": (0.0, 0.0, 0.75, 1.0)}])
@@ -42,14 +45,6 @@ def test_draws_of_several_sizes_are_those_of_sets_of_that_size(how):
     expected = [dataset[3], large[5], dataset[7], large[5], dataset[9]]
     for (image, label), (again, label_again) in zip(batch, expected, strict=True):
         assert torch.equal(image, again) and label == label_again
-    assert torch.equal(dataset[Draw(5, (96, 80))][0], large[5][0])
-
-
-def test_it_has_what_other_data_sets_have():
-    dataset = Shapes(500, seed=3)
-    dataset.set_epoch(4)
-    assert torch.equal(dataset[3][0], Shapes(500, seed=3)[3][0])
-    assert dataset.name(17) == "shapes (seed 3): 17"
 
 
 def test_label_names_the_side_of_the_warm_object(scenes):
@@ -57,16 +52,11 @@ def test_label_names_the_side_of_the_warm_object(scenes):
     dy, dx = (warm - cool).T
     direction = np.where(np.abs(dx) > np.abs(dy), np.where(dx < 0, 0, 1), np.where(dy < 0, 2, 3))
     assert CLASSES == ("left", "right", "above", "below")
-    assert (direction == scenes.label).all()
+    assert (direction == scenes.label).all() and np.abs(np.bincount(scenes.label) / N - 0.25).max() < 0.04
     image, label = Shapes(8)[0]
     red, blue = warm_and_cool(image)
     y, x = (red.nonzero().float().mean(0) - blue.nonzero().float().mean(0)).tolist()
     assert CLASSES[label] == (("left" if x < 0 else "right") if abs(x) > abs(y) else "above" if y < 0 else "below")
-
-
-def test_labels_are_balanced(scenes):
-    counts = np.bincount(scenes.label, minlength=4)
-    assert np.abs(counts / N - 0.25).max() < 0.04
 
 
 def test_no_patch_shows_both_objects():
@@ -100,28 +90,22 @@ def test_phases_within_patches_are_uniform_for_every_label():
         assert chi2 < 255 + 5 * (2 * 255) ** 0.5, (CLASSES[label], chi2)
 
 
-@pytest.fixture(scope="module")
-def many():
-    images, labels = zip(*Shapes(4000, seed=2).__getitems__(range(4000)), strict=True)
-    return torch.stack(images), torch.tensor(labels)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("side", "low", "high"), [(8, 0.2, 0.3), (32, 0.4, 1.0)])
-def test_bag_of_patches_does_not_tell_the_label(many, side, low, high):
+def test_bag_of_patches_does_not_tell_the_label():
     """A ridge classifier on order-free statistics of 8-px patches is at chance on unseen images; of 32-px patches it is not."""
-    x, y = many
-    patch = x.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
-    basis = torch.linalg.qr(torch.randn(patch.shape[-1], 24, generator=torch.Generator().manual_seed(0)))[0]
-    tokens = patch @ basis  # [B, patches, 24]
-    moments = (tokens.mT @ tokens).flatten(1)[:, torch.ones(24, 24).triu().flatten().bool()]
-    features = torch.cat([tokens.mean(1), moments], 1).double()
-    features = (features - features[:3000].mean(0)) / features[:3000].std(0)
-    target = torch.nn.functional.one_hot(y, 4).double() - 0.25
-    gram = features[:3000].mT @ features[:3000] + 100 * torch.eye(features.shape[1])
-    weight = torch.linalg.solve(gram, features[:3000].mT @ target[:3000])
-    accuracy = ((features[3000:] @ weight).argmax(1) == y[3000:]).float().mean().item()
-    assert low < accuracy < high
+    x, y = zip(*Shapes(2400, seed=2).__getitems__(range(2400)), strict=True)
+    x, target = torch.stack(x), torch.nn.functional.one_hot(torch.tensor(y), 4).double()
+    for side, low, high in ((8, 0.2, 0.3), (32, 0.4, 1.0)):
+        patch = x.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        basis = torch.linalg.qr(torch.randn(patch.shape[-1], 24, generator=torch.Generator().manual_seed(0)))[0]
+        tokens = patch @ basis  # [B, patches, 24]
+        moments = (tokens.mT @ tokens).flatten(1)[:, torch.ones(24, 24).triu().flatten().bool()]
+        features = torch.cat([tokens.mean(1), moments], 1).double()
+        features = (features - features[:1800].mean(0)) / features[:1800].std(0)
+        gram = features[:1800].mT @ features[:1800] + 100 * torch.eye(features.shape[1])
+        weight = torch.linalg.solve(gram, features[:1800].mT @ (target[:1800] - 0.25))
+        accuracy = ((features[1800:] @ weight).argmax(1) == target[1800:].argmax(1)).float().mean().item()
+        assert low < accuracy < high
 
 
 def test_center_of_the_pair_is_alike_for_every_label(scenes):
@@ -179,7 +163,7 @@ def test_normalized_by_mean_and_std():
     assert torch.allclose(images(Shapes(8, mean=mean, std=std)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kwargs", "text"),
     [
         ({"n": 0}, r"n \(0\) must be at least 1"),
@@ -190,7 +174,6 @@ def test_normalized_by_mean_and_std():
         ({"size": 32, "protocol": "canvas"}, "objects do not fit: the canvas protocol at 32x32 px .* 32x32 units.* needs 46"),
         ({"region": (0.0, 0.0, 1.0, 0.5)}, "objects do not fit: the scale protocol .* leave 64x32 units"),
         ({"region": (0.5, 0.0, 0.2, 1.0)}, "region must be shares"),
-        ({"region": (0.0, 0.0, 2.0, 2.0)}, "region must be shares"),
         ({"region": (-0.5, 0.0, 1.0, 1.0)}, "region must be shares"),
     ],
 )
