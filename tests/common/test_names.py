@@ -4,8 +4,6 @@ import timm
 import vitrel
 from helpers import each
 from vitrel.common.names import nearest
-from vitrel.evaluate.checkpoint import load_model
-from vitrel.train.tuning import check_registered
 
 ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalized")]
 
@@ -28,14 +26,9 @@ def test_encodings(name, expected):
     assert nearest(name, vitrel.POSITIONS) == expected
 
 
-@each(
-    "ask",
-    [vitrel.create_model, check_registered, load_model],
-    ids=["create_model", "train", "evaluate"],
-)
-def test_a_model_with_half_its_encoding_named(ask):
+def test_a_model_with_half_its_encoding_named():
     with pytest.raises(ValueError, match=rf"unknown model 'vitrel_vit_s16_rope'.* {', '.join(ROPES)}"):
-        ask("vitrel_vit_s16_rope")
+        vitrel.create_model("vitrel_vit_s16_rope")
 
 
 def test_the_last_word_counts_where_the_others_are_missing():

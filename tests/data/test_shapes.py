@@ -6,7 +6,7 @@ import torch
 
 from helpers import each
 from vitrel.data import Draw
-from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, PLACES, Shapes
+from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, PLACES, SPECK_RADIUS, Shapes
 
 N = 2000
 
@@ -73,6 +73,8 @@ def test_specks_keep_a_patch_away_from_the_pair(scenes):
     drawn = scenes.radius[:, :-2] > 0
     assert drawn.any(1).mean() > 0.5 and not drawn.all()
     assert gap[drawn].min() > GAP
+    sizes = scenes.radius[:, :-2][drawn]
+    assert SPECK_RADIUS[0] <= sizes.min() < sizes.max() <= SPECK_RADIUS[1]
 
 
 def phase_counts(scenes, label):

@@ -49,19 +49,6 @@ def test_equal_to_the_gather(grid, axis):
         torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-14)
 
 
-def test_serves_the_tables_of_an_encoding():
-    """`decomposed` by hand: the logits of its two query tables, through the skew."""
-    from helpers.variants import make, perturbed
-    from vitrel.ops.reference import table_logits
-
-    grid = Grid(3, 4, 1)
-    terms = perturbed(make("decomposed", grid, dtype=torch.float64))(grid)
-    q = torch.randn(2, 2, grid.tokens, 8, dtype=torch.float64)
-    scale = 8**-0.5 * terms.scale
-    skewed = sum(skew(scale * q @ table.query.mT, grid, table.axis) for table in terms.tables)
-    torch.testing.assert_close(skewed, table_logits(q, q, terms.tables, grid, scale))
-
-
 def test_compiles_and_exports():
     torch._dynamo.reset()
     scores = torch.randn(2, 12, 5)

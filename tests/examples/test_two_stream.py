@@ -65,28 +65,6 @@ def test_streams_have_gradients_and_orders_of_their_own():
         torch.testing.assert_close(first, second)
 
 
-def test_a_token_does_not_see_itself_in_the_query_stream():
-    """A change of one token's keys and values reaches only what comes after it, its own query stream not among it."""
-    grid, place = Grid(2, 3), 3
-    content, query, k, v = draw(4, 1, HEADS, 6, DIM)
-    other_k, other_v = k.clone(), v.clone()
-    token = ORDER[place]
-    other_k[:, :, token] += 1
-    other_v[:, :, token] += 1
-    runs = [
-        two_stream_attention(content, query, *kv, Terms(), grid, torch.tensor(ORDER)) for kv in ((k, v), (other_k, other_v))
-    ]
-    changed = [(a - b).abs().amax((0, 1, 3)) > 1e-6 for a, b in zip(*runs, strict=True)]
-    assert changed[0].nonzero().flatten().tolist() == sorted(ORDER[place:])
-    assert changed[1].nonzero().flatten().tolist() == sorted(ORDER[place + 1 :])
-
-
-def test_masks_of_the_permutation():
-    content, query = permutation_masks(torch.tensor([1, 2, 0]), 4)
-    assert content.int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 1, 1]]
-    assert query.int().tolist() == [[1, 0, 1, 1], [1, 0, 0, 0], [1, 0, 1, 0]]
-
-
 @pytest.mark.slow
 def test_two_streams_compile_without_a_break():
     q, order = draw(1, HEADS, 6, DIM), torch.randperm(6)
@@ -140,5 +118,5 @@ def test_embeddings_added_to_tokens_are_refused():
 @pytest.mark.slow
 def test_training_lowers_the_error_of_prediction():
     """How far it comes with position, and without: results/two_stream."""
-    first, later = (train("rope_axial", steps, batch=4, n_val=16, lr=5e-3) for steps in (1, 20))
-    assert later < 0.1 * first  # 0.029 and 0.50
+    first, later = (train("rope_axial", steps, batch=4, n_val=16, lr=5e-3) for steps in (1, 12))
+    assert later < 0.1 * first  # 0.042 and 0.50

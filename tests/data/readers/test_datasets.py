@@ -38,6 +38,8 @@ def test_what_does_not_apply_is_refused(tmp_path):
         create_dataset("shapes", "train", (64, 64), **CFG, augment=Augmentation())
     with pytest.raises(ValueError, match="evaluation images are not augmented"):
         create_dataset(str(tmp_path), "val", (64, 64), **CFG, augment=Augmentation())
+    with pytest.raises(ValueError, match="augmented images are uint8, not normalized: give std=None"):
+        create_dataset(str(tmp_path), "train", (64, 64), **CFG, augment=Augmentation())
     with pytest.raises(ValueError, match="unknown split 'test'"):
         create_dataset("shapes", "test", (64, 64), **CFG)
     with pytest.raises(TypeError, match="protocl"):

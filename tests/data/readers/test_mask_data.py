@@ -270,6 +270,8 @@ def test_image_and_mask_move_alike(root, crop):
         labeled = (mask != 255) & shown
         assert (nearest == mask)[labeled].float().mean() > 0.93
         assert (mask[~shown] == 255).all()
+    for image, _ in views(root, (64, 48), crop=crop, factor=(1.0, 1.0)):
+        assert (image != 0).any(0).all()  # multiples are of the scale at which the image covers the target
 
 
 def test_masks_are_not_aside_of_their_images():

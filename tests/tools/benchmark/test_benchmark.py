@@ -2,7 +2,6 @@
 
 import collections
 import importlib
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from tools.benchmark import __main__ as benchmark
 from tools.benchmark.engine import Case, Contender, Engine, Visit, relative_errors, too_large
-from tools.benchmark.models import MODELS, model_call, model_cases, our_model, peer_model
+from tools.benchmark.models import model_call, model_cases
 from tools.benchmark.page import PAGE, tables
 from tools.benchmark.samples import ROOT, Samples, machine, read_rows
 from tools.benchmark.scale import DENSE, scale_cases
@@ -178,22 +177,6 @@ def test_rows_of_scale(engine, monkeypatch):
     assert all(row["call_ms"] == 2.0 and row["rounds"] == [] for row in found)
 
 
-@pytest.mark.slow
-def test_our_model_is_timms():
-    """With tables of standard deviation 0.5 that count."""
-    for model in (name for name in MODELS if "nano" in name):
-        ours, theirs = our_model(model, (112, 112)).eval(), peer_model(model, (112, 112)).eval()
-        image = torch.randn(2, 3, 112, 112)
-        with torch.no_grad():
-            expected = theirs(image)
-            torch.testing.assert_close(ours(image), expected, atol=1e-5, rtol=0)
-            tables = [p for name, p in ours.named_parameters() if "bias_table" in name]
-            assert all(abs(p.std() - 0.5) < 0.1 for p in tables) and bool(tables) is ("Swin" in model or "table" in model)
-            for table in tables:
-                table.copy_(table.roll(1, 0))
-            assert not tables or (ours(image) - expected).abs().max() > 0.01, model
-
-
 def test_the_gate_of_training(monkeypatch):
     """Every gradient of timm's model, under our names; the definition is computed in parts; a wrong table does not pass."""
     known = next(c for c in model_cases(True) if c.name == "Swin nano")
@@ -217,44 +200,44 @@ def test_the_gate_of_training(monkeypatch):
 # --- workers
 
 
+CALLS = """
+import os, torch
+
 def glutton(mb):
     return lambda: {"sum": torch.ones(mb * 2**20 // 4).sum(), "threads": torch.tensor(torch.get_num_threads())}
 
-
 def later(what):
-    """Fine once, then `what`."""
     calls = []
-
     def call():
         calls.append(1)
         if len(calls) > 1:
-            {"die": lambda: os._exit(9), "raise": lambda: 1 / 0}[what]()
+            what == "die" and os._exit(9)
+            1 / 0
         return {"x": torch.ones(1)}
-
     return call
+"""
 
 
-def started(worker, build, **args):
-    """Starts another contender in the same process, which spares the seconds of its imports."""
-    return worker._ask("start", f"{Path(__file__).stem}:{build}", args, 1)
+@pytest.mark.slow(seconds=4)
+def test_a_worker_answers_until_it_dies(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
 
+    def started(build, **args):  # another contender in the same process, which spares the seconds of its imports
+        return worker._ask("start", f"calls:{build}", args, 1)
 
-@pytest.mark.slow(seconds=15)
-def test_a_worker_answers_until_it_dies():
-    paths = os.pathsep.join((str(Path(__file__).parent), str(ROOT)))
-    with Worker(f"{Path(__file__).stem}:glutton", {"mb": 200}, 1, {"PYTHONPATH": paths}, patience=60.0) as worker:
+    with Worker("calls:glutton", {"mb": 50}, 1, {"PYTHONPATH": str(tmp_path)}, patience=60.0) as worker:
         assert worker.start()["first_call_s"] > 0 and worker.outcome()["threads"] == 1
         times = worker.run(3)
         assert len(times) == 3 and all(0 <= ms < 2000 for ms in times)
         memory = worker.memory()
-        assert 0 <= memory["call_bytes"] - 200 * 2**20 < 100
+        assert 0 <= memory["call_bytes"] - 50 * 2**20 < 100
         assert memory["call_ms"] > 0 and memory["launches"] is None
-        started(worker, "glutton", mb=1)
+        started("glutton", mb=1)
         assert 0 <= worker.memory()["call_bytes"] - 2**20 < 100
-        started(worker, "later", what="raise")
+        started("later", what="raise")
         with pytest.raises(WorkerFailed, match="ZeroDivisionError: division by zero"):
             worker.run(1)
-        started(worker, "later", what="die")
+        started("later", what="die")
         with pytest.raises(WorkerFailed, match="the process ended with status 9"):
             worker.run(1)
 

@@ -46,7 +46,7 @@ def test_jobs_end_in_time_with_what_they_have_started(setting, scripted, tmp_pat
     scripted(f"case $4 in fast) echo $TIER;; slow) sleep 60 & echo $! > {tmp_path}/pid; wait;; *) exit 3;; esac")
     start = time.time()
     jobs = [Job("fast", env={"TIER": "one"}), Job("slow"), Job("wrong")]
-    assert run(setting("check", 2.0), jobs, at_once=2) == {"fast": 0, "slow": None, "wrong": 3}
+    assert run(setting("check", 1.0), jobs, at_once=2) == {"fast": 0, "slow": None, "wrong": 3}
     assert (tmp_path / "check-fast.log").read_text() == "one\n"
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
     while status.exists() and "zombie" not in status.read_text() and time.time() - start < 30:
@@ -121,6 +121,8 @@ def test_bytes_that_have_to_be_moved():
 @pytest.mark.slow
 def test_models_and_attention_are_measured_once(setting, monkeypatch):
     monkeypatch.setattr(bench, "_REPEATS", bench.Repeats(1, 2, 0.0, 1))
+    monkeypatch.setattr(attention, "_WARM", 1)
+    monkeypatch.setattr(attention, "_CALLS", 1)
     monkeypatch.setattr(torch, "compile", lambda net, **how: net)
     part = setting("bench")
     assert {one.library for _, one in bench._missing(part, part.samples(bench.MEASURED))} == {"ours", "timm"}
@@ -173,30 +175,31 @@ def test_waiting_for_data_is_measured():
     assert found["updates"] == 7 and 0.55 < found["data_wait"] < 0.9 and 60 < found["images_per_s"] < 101
 
 
-def picture(path, size=(32, 24), mode="RGB", value=None):
+def picture(path, size=(32, 24), value=None):
+    """Of random colors, or a mask of one value."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    shape = (size[1], size[0], 3)[: len(mode)] if mode == "RGB" else (size[1], size[0])
-    pixels = (
-        np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8) if value is None else np.full(shape, value, np.uint8)
-    )
-    Image.fromarray(pixels, mode).save(path)
+    w, h = size
+    colors = np.random.default_rng(0).integers(0, 255, (h, w, 3), dtype=np.uint8)
+    Image.fromarray(colors if value is None else np.full((h, w), value, np.uint8)).save(path)
 
 
-@pytest.fixture
-def packed(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
     """A folder as `pack` makes it, of few images and drawn weights."""
-    source = tmp_path / "source"
+    folder = tmp_path_factory.mktemp("packed")
+    source = folder / "source"
     for split, count in (("train", 17), ("val", 2)):
         for i in range(count):
             picture(source / "camvid" / "images" / split / f"{i}.jpg", (480, 360))
-            picture(source / "camvid" / "masks" / split / f"{i}.png", (480, 360), "L", i % 3 if i else IGNORED)
+            picture(source / "camvid" / "masks" / split / f"{i}.png", (480, 360), i % 3 if i else IGNORED)
             picture(source / "photographs" / split / f"class{i % 2}" / f"{i}.jpg")
     torch.save(timm.create_model("vit_tiny_patch16_224", **NARROW).state_dict(), source / "weights.pth")
-    monkeypatch.setattr(pack.subprocess, "run", lambda command, check: None)  # pip, which needs a network
     args = argparse.Namespace(
-        folder=tmp_path / "packed", camvid=source / "camvid", weights=source / "weights.pth", images=source / "photographs"
+        folder=folder / "packed", camvid=source / "camvid", weights=source / "weights.pth", images=source / "photographs"
     )
-    pack.main(argparse.ArgumentParser(), args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack.subprocess, "run", lambda command, check: None)  # pip, which needs a network
+        pack.main(argparse.ArgumentParser(), args)
     return args.folder
 
 

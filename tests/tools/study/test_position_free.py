@@ -104,21 +104,6 @@ def test_a_row_has_the_columns_of_the_file_and_a_linear_head_finds_what_colors_t
     assert found["miou"] > 95  # the border between two patches is interpolated
 
 
-def test_a_row_has_the_columns_of_the_results(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    for split, n in (("train", 300), ("val", 200)):
-        for number in range(n):
-            (folder := tmp_path / split / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(folder / f"{number}.png")
-    monkeypatch.setattr(position_free, "SIZE", 32)
-    monkeypatch.setattr(position_free, "IMAGES", 4)
-    monkeypatch.setattr(position_free, "miou", lambda model, camvid: 12.5)  # measured above
-    model = ViT(32, 8, num_classes=2, embed_dim=16, depth=1, num_heads=2, position="table").eval()
-    row = position_free.measured(trained_model(model, label="a"), tmp_path, tmp_path)
-    measured = {*position_free.SHARES.values(), "agreement_64x64", "k-NN_32", "linear_32", "k-NN_64", "linear_64"}
-    assert row["miou"] == 12.5 and measured <= {*row}
-
-
 def test_the_tables_of_the_page_are_those_of_the_rows():
     page = (ROOT / position_free.PAGE).read_text("utf-8")
     for name, table in position_free.tables(position_free.RESULTS):
