@@ -24,7 +24,7 @@ EVERYTHING = (
     "--model.mixing.cutmix=1.0",
     "--model.label_smoothing=0.1",
     "--trainer.accumulate_grad_batches=2",
-    "--model.ema={decay: 0.9}",
+    "--model.ema={decay: 0.9, warmup: true}",
     "--trainer.gradient_clip_val=1.0",
 )
 

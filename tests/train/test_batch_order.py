@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from helpers import each
 from vitrel.data import Shapes
 from vitrel.train.batch_order import EpochOrder, Filled, evaluation_batches
 
@@ -28,7 +29,7 @@ def test_a_function_of_seed_and_epoch():
     assert len({tuple(flat(order(seed=seed).batches(epoch))) for seed in range(3) for epoch in range(3)}) == 9
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each("world", [1, 2, 3])
 def test_ranks_share_the_batches_of_one(world):
     """With the same images per batch of all ranks, any number of ranks sees the same ones."""
     whole = order(50, 12).batches(5)
@@ -82,7 +83,7 @@ def test_what_fills_no_batch_is_refused():
         order(10, 2, sizes=[(128, 128)])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@each("world", [1, 2, 3, 4])
 def test_evaluation_is_filled_up_by_what_does_not_count(world):
     data = Shapes(10, (32, 32))
     shares = [evaluation_batches([(32, 32)] * 10, 3, rank, world) for rank in range(world)]

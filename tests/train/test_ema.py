@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from timm.utils import ModelEmaV3
 from torch.nn import functional as F
 
+from helpers import each
 from helpers.small_runs import Tensors, fit, small
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train.ema import AveragedWeights, Ema
@@ -30,17 +31,6 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-class Cut(Callback):
-    """Stops the run, after everything else, when `updates` updates are done."""
-
-    def __init__(self, updates):
-        self.updates = updates
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == self.updates:
-            raise RuntimeError("cut")
-
-
 class Follow(Callback):
     """timm's average of the same weights."""
 
@@ -54,7 +44,7 @@ class Follow(Callback):
         self.ema.update(module.model, step=trainer.global_step)
 
 
-@pytest.mark.parametrize("settings", [Ema(0.9), Ema(0.9, warmup=True)])
+@each("settings", [Ema(0.9), Ema(0.9, warmup=True)])
 def test_the_average_is_timms(settings):
     follow = Follow(settings)
     module = recipe(settings)
@@ -91,30 +81,6 @@ def test_the_average_is_where_the_weights_are():
         average.on_train_batch_end(trainer, module, None, None, trainer.global_step - 1)
     assert {p.device.type for p in average._average_model.module.parameters()} == {"meta"}
     assert int(average._average_model.n_averaged) == 3
-
-
-@pytest.mark.slow
-def test_resuming_within_the_warm_up_is_bit_exact(tmp_path):
-    """A constant decay: tests/train/running/test_resume.py."""
-
-    def run(name, ckpt_path=None, **how):
-        torch.manual_seed(0)
-        module = recipe(Ema(0.9, warmup=True), label_smoothing=0.1)
-        every = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        callbacks = [every, *how.pop("callbacks", [])]
-        return fit(module, Tensors(**how), ckpt_path, callbacks=callbacks, enable_checkpointing=True)
-
-    whole = run("whole")
-    with pytest.raises(RuntimeError, match="cut"):
-        run("cut", callbacks=[Cut(2)])
-    path = tmp_path / "cut" / "step=2.ckpt"
-    assert same(read(path)["state_dict"], read(tmp_path / "whole" / path.name)["state_dict"])
-    cut = run("cut", path, skip=2)
-    ends = [read(tmp_path / name / "step=12.ckpt") for name in ("cut", "whole")]
-    for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "lr_schedulers"):
-        assert same(ends[0].get(key), ends[1].get(key)), key
-    for key in ("val/loss", "val/top1"):
-        assert torch.equal(cut.callback_metrics[key], whole.callback_metrics[key]), key
 
 
 def test_a_run_resumes_with_an_average_or_without_but_not_changed(tmp_path):

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitrel.train.datamodule
 import vitrel.train.running.command
+from helpers import each
 from helpers.runs import run
 from helpers.small_runs import Tensors, fit
 from vitrel.evaluate.predict import Runner
@@ -77,7 +78,7 @@ def test_loader_processes_are_the_cores_but_two(monkeypatch):
     assert default_workers(torch.device("cpu")) == 0
 
 
-@pytest.mark.parametrize("triton", [True, False])
+@each("triton", [True, False])
 def test_blocks_are_compiled_where_one_size_is_trained(monkeypatch, triton):
     monkeypatch.setattr(execution, "has_triton", lambda: triton)
     assert Execution().compiles(GPU, one_size=True) is triton

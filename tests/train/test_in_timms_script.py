@@ -9,7 +9,6 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the model
-from helpers.runs import in_child, status
 
 SCRIPT = """
     import sys
@@ -39,15 +38,11 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_a_script_of_timm_trains_a_model_of_ours(tmp_path):
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-
-    def train(arguments):
-        sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
-
-    out = tmp_path / "last.pth.tar"
-    assert status(in_child([str(tmp_path / "train.py"), "--model", "vitrel_swin_t", "--out", str(out)], main=train)) == 0
+def test_a_script_of_timm_trains_a_model_of_ours(tmp_path, monkeypatch):
+    script, out = tmp_path / "train.py", tmp_path / "last.pth.tar"
+    script.write_text(textwrap.dedent(SCRIPT))
+    monkeypatch.setattr(sys, "argv", [str(script), "--model", "vitrel_swin_t", "--out", str(out)])
+    runpy.run_path(str(script), run_name="__main__")
     saved = torch.load(out, weights_only=True)
     assert saved["arch"] == "vitrel_swin_t" and saved["state_dict"]["head.fc.weight"].shape[0] == 5
     model = timm.create_model("vitrel_swin_t", depths=(1, 1, 1, 1), img_size=64, num_classes=5)

@@ -42,36 +42,24 @@ def test_random_state_is_a_function_of_seed_epoch_batch_and_rank(classifier):
         assert len(set(source)) == len(keys)
 
 
-def test_labels_of_minus_one_count_nowhere():
-    def evaluated(labels, images):
-        torch.manual_seed(0)
-        data = Tensors(num_classes=7)
-        data.val_dataloader = lambda: Batches(images, labels, 4)
-        metrics = fit(small(num_classes=7), data, max_epochs=1).callback_metrics
-        return {name: metrics[name] for name in ("val/loss", "val/top1", "val/top5")}
-
-    images, labels = torch.randn(5, 3, 32, 32), torch.arange(5)
-    filled = torch.cat([images[:2], torch.zeros(2, 3, 32, 32), images[2:], torch.zeros(5, 3, 32, 32)])
-    some = torch.cat([labels[:2], torch.tensor([-1, -1]), labels[2:], torch.full((5,), -1)])  # one batch of -1 alone
-    plain, padded = evaluated(labels, images), evaluated(some, filled)
-    assert padded["val/top1"] == plain["val/top1"] and padded["val/top5"] == plain["val/top5"]
-    assert float(padded["val/loss"]) == pytest.approx(float(plain["val/loss"]), abs=1e-6)
-    assert float(plain["val/top5"]) > 0 and plain["val/top1"] <= plain["val/top5"]
-
-
 def test_top5_is_of_more_than_five_classes():
     assert "val/top5" not in fit(small(num_classes=5), max_epochs=1).callback_metrics
 
 
-def test_evaluation_counts_images_not_batches():
+def test_evaluation_counts_images_not_batches_nor_what_fills_them():
+    """Labels of -1 count nowhere, in a batch of them alone too."""
     data, module = Tensors(num_classes=6), small(num_classes=6)
+    images, labels = data.images[:6], data.labels[:6]
+    filled = torch.cat([images[:2], torch.zeros(2, 3, 32, 32), images[2:], torch.zeros(6, 3, 32, 32)])
+    some = torch.cat([labels[:2], torch.tensor([-1, -1]), labels[2:], torch.full((6,), -1)])
+    data.val_dataloader = lambda: Batches(filled, some, 4)
     metrics = fit(module, data, max_epochs=1).callback_metrics
     with torch.no_grad():
-        logits = module.eval()(data.images[:6])  # a batch of 4 and one of 2
-    assert float(metrics["val/loss"]) == pytest.approx(float(F.cross_entropy(logits, data.labels[:6])), abs=1e-6)
-    assert float(metrics["val/top1"]) == pytest.approx(float((logits.argmax(-1) == data.labels[:6]).float().mean()))
+        logits = module.eval()(images)
+    assert float(metrics["val/loss"]) == pytest.approx(float(F.cross_entropy(logits, labels)), abs=1e-6)
+    assert float(metrics["val/top1"]) == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
     lowest = logits.argmin(-1)  # five of six classes
-    assert float(metrics["val/top5"]) == pytest.approx(float((lowest != data.labels[:6]).float().mean()))
+    assert float(metrics["val/top5"]) == pytest.approx(float((lowest != labels).float().mean()))
 
 
 def test_the_epochs_mean_is_that_of_its_images():

@@ -8,7 +8,7 @@ from math import log
 import pytest
 from torch.utils.data import DataLoader
 
-from helpers import shared
+from helpers import each, shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
 from vitrel.common.sizes import Budget, native_size
 from vitrel.data import Augmentation, create_dataset
@@ -38,7 +38,7 @@ def aspect_error(draw, sizes):
     return abs(log(h / w * width / height))
 
 
-@pytest.mark.parametrize("n", [3, 8, 9, 17, 119, 120])
+@each("n", [3, 8, 9, 17, 119, 120])
 def test_every_image_once_in_an_epoch(n):
     made = order(SIZES[:n]).batches(4)
     assert sorted(draw.index for draw in flat(made)) == list(range(n))
@@ -66,7 +66,7 @@ def test_a_function_of_seed_and_epoch():
     assert together[0] != together[1]  # not only the order of the batches
 
 
-@pytest.mark.parametrize(("n", "world"), [(120, 2), (119, 2), (101, 4)])
+@each(("n", "world"), [(120, 2), (119, 2), (101, 4)])
 def test_ranks_share_the_batches_of_one(n, world):
     whole = order(SIZES[:n], 8).batches(1)
     ranks = [order(SIZES[:n], 8 // world, rank=rank, world=world).batches(1) for rank in range(world)]
@@ -112,7 +112,7 @@ def test_what_leaves_a_rank_without_images_is_refused():
         order(batch_size=8, budgets=[576])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each("world", [1, 2, 3])
 def test_evaluation_sees_every_image_once_at_its_own_size(world):
     shares = [native_shares(SIZES, 8, 36, rank, world) for rank in range(world)]
     for parts in zip(*shares, strict=True):

@@ -6,6 +6,7 @@ import torch
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
 from torch.nn import functional as F
 
+from helpers import each
 from helpers.small_runs import Tensors, fit, small
 from vitrel.data import Augmentation
 from vitrel.train.objective import Erasing, Mixing, Objective
@@ -34,7 +35,7 @@ def test_cross_entropy_smooths_labels_and_leaves_targets():
     torch.testing.assert_close(loss(LOGITS, mixed), F.cross_entropy(LOGITS, mixed))
 
 
-@pytest.mark.parametrize("thresh", [None, 0.2])
+@each("thresh", [None, 0.2])
 def test_binary_cross_entropy_is_timms(thresh):
     loss = Objective("bce", bce_target_thresh=thresh).build(0.1)
     torch.testing.assert_close(loss(LOGITS, LABELS), BinaryCrossEntropy(0.1, thresh)(LOGITS, LABELS))
@@ -44,7 +45,7 @@ def test_binary_cross_entropy_is_timms(thresh):
     torch.testing.assert_close(loss(LOGITS, mixed), each.mean())
 
 
-@pytest.mark.parametrize(
+@each(
     ("build", "text"),
     [
         (lambda: Objective("ce", bce_target_thresh=0.2), "bce_target_thresh needs model.objective.loss: bce"),
@@ -81,7 +82,7 @@ def erased(mode="const", share=1.0, device="cpu"):
     return images, (random.random(), torch.rand(()).item(), np.random.rand())  # noqa: NPY002
 
 
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+@each("mode", ["const", "rand", "pixel"])
 def test_erasing(mode):
     images, _ = erased(mode)
     gone = (images != 1).all(1)  # [20, 64, 64]
@@ -101,7 +102,7 @@ def test_a_share_of_the_images_is_erased():
     assert 5 <= sum(bool((image != 1).any()) for image in erased(share=0.5)[0]) <= 15
 
 
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+@each("mode", ["const", "rand", "pixel"])
 def test_erasing_and_mixing_draw_on_the_cpu_for_every_device(mode):
     """On the meta device, which has no generator of its own and refuses to be read."""
     images, after = erased(mode)

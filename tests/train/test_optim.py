@@ -3,9 +3,9 @@ import math
 import pytest
 import timm
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 import vitrel  # noqa: F401
+from helpers import each
 from vitrel.train.optim import Optimization, create_optimizer, layer_of, parameter_groups
 
 MODELS = ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_mixed", "vitrel_vit_n8_none", "vitrel_swin_n"]
@@ -15,15 +15,6 @@ def model(name, **kwargs):
     return timm.create_model(name, num_classes=4, **kwargs)
 
 
-def rates(optimizer, updates, **schedule):
-    """{group: rate} at every update."""
-    scheduler = LambdaLR(optimizer, Optimization(warmup_epochs=0.2, **schedule).factor(updates, per_epoch=updates))
-    for _ in range(updates):
-        yield {group["name"]: group["lr"] for group in optimizer.param_groups}
-        optimizer.step()
-        scheduler.step()
-
-
 def grouped(net, **settings):
     """The groups, with the names of their parameters."""
     names = {p: n for n, p in net.named_parameters()}
@@ -31,8 +22,9 @@ def grouped(net, **settings):
     return [group | {"names": [names[p] for p in group["params"]]} for group in groups]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layer_decay", [None, 0.7])
+@pytest.mark.slow
+@each("name", MODELS)
+@each("layer_decay", [None, 0.7])
 def test_no_position_parameter_is_decayed_and_none_is_lost(name, layer_decay):
     net = model(name)
     groups = grouped(net, layer_decay=layer_decay)
@@ -61,40 +53,26 @@ def test_frozen_parameters_stay_out():
     assert names and not any(n.startswith("patch_embed") for n in names)
 
 
-def test_position_lr_scale_without_position_parameters_is_refused():
-    with pytest.raises(ValueError, match=r"position_lr_scale is 2.0, but the model has no position parameters .* set it to 1"):
-        grouped(model("vitrel_vit_n8_none", depth=1), position_lr_scale=2.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
+@each(
+    ("name", "shape", "layers"),
     [
-        ("vit_tiny_patch16_224", 13),  # the stem, 12 blocks, the head: 13 steps between the first and the last
-        ("vitrel_swin_n", 7),
+        (
+            "vit_tiny_patch16_224",
+            {"embed_dim": 24},
+            13,
+        ),  # steps from the stem over 12 blocks to the head
+        ("vitrel_swin_n", {}, 7),
     ],
 )
-def test_layer_decay_holds_at_every_update(name, layers):
-    net = model(name)
+def test_layer_decay_is_by_the_layers_of_the_model(name, shape, layers):
+    """That it holds at every update: test_recipe.py."""
+    net = model(name, **shape)
     optimizer = create_optimizer(net, Optimization(layer_decay=0.75, position_lr_scale=1.0))
     stem, head = next(iter(net.patch_embed.proj.parameters())), net.get_classifier().weight
-    group = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}
+    rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert max(layer_of(net).values()) == layers
-    for rate in rates(optimizer, 10):
-        assert rate[group[id(stem)]] / rate[group[id(head)]] == pytest.approx(0.75**layers)
-    assert layers != 13 or 0.75**layers == pytest.approx(0.024, abs=5e-4)
-
-
-def test_an_optimizer_of_second_order_is_refused():
-    with pytest.raises(ValueError, match=r"model\.optim\.name: adahessian needs second derivatives"):
-        create_optimizer(timm.create_model("vitrel_vit_n8_none", depth=1), Optimization(name="adahessian"))
-
-
-def test_layer_decay_and_position_rate_multiply():
-    net = model("vitrel_vit_n8_table")
-    optimizer = create_optimizer(net, Optimization(lr=1e-3, layer_decay=0.5, position_lr_scale=10.0))
-    rate = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rate["position.4"] == pytest.approx(5e-3) and rate["position.1"] == pytest.approx(10 * rate["decayed.1"])
-    assert optimizer.param_groups[0]["name"] == "decayed.5"  # whose rate is logged
+    assert rate[id(stem)] / rate[id(head)] == pytest.approx(0.75**layers)
+    assert optimizer.param_groups[0]["name"] == f"decayed.{layers}"  # whose rate is logged
 
 
 def test_encodings_have_their_own_rate_in_fine_tuning():
@@ -113,12 +91,17 @@ def test_encodings_have_their_own_rate_in_fine_tuning():
         assert not any(".x" in name for name in groups) and max(groups.values()) == pytest.approx(1e-3)
 
 
-def test_layer_decay_needs_layers():
+def test_what_a_model_or_an_optimizer_cannot_is_refused():
     with pytest.raises(ValueError, match=r"optim.layer_decay: Linear has no group_matcher"):
         grouped(torch.nn.Linear(2, 2), layer_decay=0.5)
+    net = model("vitrel_vit_n8_none", depth=1)
+    with pytest.raises(ValueError, match=r"position_lr_scale is 2.0, but the model has no position parameters .* set it to 1"):
+        grouped(net, position_lr_scale=2.0)
+    with pytest.raises(ValueError, match=r"model\.optim\.name: adahessian needs second derivatives"):
+        create_optimizer(net, Optimization(name="adahessian"))
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lookahead_adamw"])
+@each("name", ["muon", "adafactor", "lookahead_adamw"])
 def test_other_optimizers_by_name(name):
     torch.manual_seed(0)
     net = model("vitrel_vit_n8_table", depth=1)
@@ -143,7 +126,7 @@ def test_what_the_optimizer_is_given():
     assert own["betas"] == (0.9, 0.999) and own["fused"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "text"),
     [
         ({"name": "adamv"}, r"optim.name: timm has no optimizer 'adamv'; nearest: .*adam"),
@@ -180,9 +163,6 @@ def test_cosine_rises_and_falls_per_update():
     middle = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2))
     assert values == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, 0.1, 0.1])
     assert factors((0, 10, 99), warmup_epochs=1, final_lr=1.0) == [0.1, 1, 1]
-
-
-def test_the_warm_up_may_begin_above_zero():
     assert factors((0, 4, 9), warmup_epochs=1, initial_lr=0.5) == pytest.approx([0.55, 0.75, 1.0])
 
 
@@ -191,9 +171,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused():
         Optimization(warmup_epochs=1).factor(10, 10)
 
 
-@pytest.mark.parametrize(
-    ("updates", "per_epoch", "warmup"), [(3000, 10, 50), (500, 10, 50), (100, 10, 10), (10, 10, 1), (5, 5, 0), (1, 100, 0)]
-)
+@each(("updates", "per_epoch", "warmup"), [(3000, 10, 50), (500, 10, 50), (100, 10, 10), (10, 10, 1), (5, 5, 0), (1, 100, 0)])
 def test_the_default_warm_up_is_5_epochs_or_a_tenth_of_a_short_run(updates, per_epoch, warmup):
     factor = Optimization(final_lr=1.0).factor(updates, per_epoch)
     assert sum(factor(update) < 1 for update in range(updates)) == max(warmup - 1, 0) and factor(updates - 1) == 1

@@ -5,6 +5,7 @@ import timm
 import torch
 
 import vitrel
+from helpers import each
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
@@ -40,11 +41,6 @@ def test_another_size_is_resampled_and_said(run, capsys):
     (position,) = module.model.position_parameters()
     assert module.model.get_parameter(position).shape != average(run)[position].shape
     assert module(torch.zeros(1, 3, 48, 64)).shape == (1, 4)
-
-
-def test_a_folder_as_a_model_is_told_where_weights_go():
-    with pytest.raises(ValueError, match=r"'local-dir:exported': .* model\.tuning\.init_from"):
-        small("local-dir:exported")
 
 
 def test_the_classifier_is_new_where_the_classes_differ(run, capsys):
@@ -120,8 +116,17 @@ def test_what_does_not_go_together_in_tuning(pretrained):
     ):
         with pytest.raises(ValueError, match=text):
             Tuning(**how)
-    with pytest.raises(ValueError, match="is a file that holds the weights"):
-        small(str(pretrained[1]), tuning=Tuning(str(pretrained[1])))
+    for name, how, text in (
+        ("vitrel_vit_n8_none", dict(trainable=["head", "fc_nrm"]), r"the model has no 'fc_nrm'; nearest: .*fc_norm"),
+        ("vitrel_vit_n8_none", dict(trainable=["fc_norm"]), r"tuning.trainable: fc_norm has no parameters"),
+        ("vitrel_vit_n8_none", dict(trainable=[]), r"tuning.trainable: an empty list has no parameters"),
+        ("vitrel_vit_n8_none", dict(position="table", absolute="fade"), "absolute embedding"),
+        ("vitrel_vit_n8_none", dict(position="absolute"), "adds to tokens"),
+        ("local-dir:exported", {}, r"'local-dir:exported': .* model\.tuning\.init_from"),  # a folder
+        (str(pretrained[1]), dict(init_from=str(pretrained[1])), "is a file that holds the weights"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            small(name, tuning=Tuning(**how))
     with pytest.raises(ValueError, match=r"resnet18 .* has no vitrel model"):
         Classifier("resnet18", 4, 32, tuning=Tuning(position="table"))
 
@@ -178,21 +183,8 @@ def test_names_are_whole_ones():
     assert trained == {n for n, _ in module.model.named_parameters() if n.startswith("blocks.1.") or n == "cls_token"}
 
 
-@pytest.mark.parametrize(
-    ("trainable", "text"),
-    [
-        (["head", "fc_nrm"], r"tuning.trainable: the model has no 'fc_nrm'; nearest: .*fc_norm"),
-        (["fc_norm"], r"tuning.trainable: fc_norm has no parameters"),
-        ([], r"tuning.trainable: an empty list has no parameters"),
-    ],
-)
-def test_names_that_train_nothing_are_refused(trainable, text):
-    with pytest.raises(ValueError, match=text):
-        small(tuning=Tuning(trainable=trainable))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("name", "position", "absolute", "result"),
     [
         ("vitrel_vit_n8_none", "table", "keep", "table"),
@@ -212,15 +204,3 @@ def test_an_encoding_without_initial_weights(name, position, absolute, result):
     stored, options = module.stored
     again = timm.create_model(stored, num_classes=4, img_size=(32, 32), **options)
     again.load_state_dict(module.model.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "text"),
-    [
-        ("vitrel_vit_n8_none", dict(position="table", absolute="fade"), "absolute embedding"),
-        ("vitrel_vit_n8_none", dict(position="absolute"), "adds to tokens"),
-    ],
-)
-def test_an_encoding_that_cannot_be_added_without_weights(name, how, text):
-    with pytest.raises(ValueError, match=text):
-        small(name, tuning=Tuning(**how))

@@ -10,7 +10,6 @@ import torch
 import yaml
 
 from helpers import ROOT, each
-from vitrel.common.user_modules import VARIABLE, import_modules
 from vitrel.train import run
 from vitrel.train.running.command import keys
 
@@ -90,16 +89,6 @@ def test_values_of_any_kind_are_no_classes(evil, capsys):
     assert status == 0 and yaml.safe_load(printed)["model"]["model_args"]["a"][0]["class_path"] == "evil.C" and not evil.ran()
 
 
-def test_the_modules_of_import_may_be_named(evil, capsys, monkeypatch):
-    """As `vitrel train --import` does it; a logger of Lightning may as well."""
-    monkeypatch.setenv(VARIABLE, "")
-    import_modules(["evil"])
-    config = write(evil.folder / "base.yaml", BASE | {"trainer": {"max_epochs": 1, "callbacks": [{"class_path": "evil.C"}]}})
-    status, printed, said = stopped(["--config", config, "--print_config"], capsys)
-    assert status == 0, said
-    assert yaml.safe_load(printed)["trainer"]["callbacks"] == [{"class_path": "evil.C"}]
-
-
 def test_a_logger_without_its_package_says_so(evil, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", False)
     config = write(evil.folder / "base.yaml", BASE | {"trainer": {"max_epochs": 1, "logger": {"class_path": "MLFlowLogger"}}})
@@ -114,11 +103,6 @@ def test_tags_are_refused(evil, tag, capsys):
         run(["fit", "--config", write(evil.folder / "bad.yaml", f"seed_everything: {tag}")])
     status, _, _ = stopped([f"--seed_everything={tag}"], capsys)
     assert status == 2 and not evil.ran()
-
-
-def test_a_key_that_is_given_twice_is_refused(evil):
-    with pytest.raises(ValueError, match=r"twice\.yaml: .*the key lr is given twice, in line 3 and in line 4"):
-        run(["fit", "--config", write(evil.folder / "twice.yaml", "model:\n  optim:\n    lr: 1.0\n    lr: 2.0\n")])
 
 
 @pytest.mark.slow
