@@ -48,7 +48,7 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
     with pytest.raises(SystemExit, match=r"another evaluation is in .*number of images: 2 there, 3 now.*--overwrite"):
         tool.main([*arguments, "--follow-links"])
     tool.main([*arguments, "--follow-links", "--overwrite"])
-    assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them done" in capsys.readouterr().out
+    assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "rows: 1, done already: 0" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64 px), vitrel_swin_n" in header[0]
     assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
-    assert header[2] == f"12 rows, 0 of them done already; output folder {out}"
+    assert header[2] == f"rows: 12, done already: 0; output folder: {out}"
     assert f"open {out / 'report.html'} in a browser" in printed and printed.count("vitrel_swin_n") < 10
     frame = pd.read_csv(out / "results.csv")
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
@@ -72,7 +72,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
     assert {"report.html", "images.npz"} < {path.name for path in out.iterdir()}
     tool.main([*paths, *arguments])
     again = capsys.readouterr().out
-    assert "12 rows, 12 of them done already" in again and pd.read_csv(out / "results.csv").equals(frame)
+    assert "rows: 12, done already: 12" in again and pd.read_csv(out / "results.csv").equals(frame)
 
 
 def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
@@ -104,7 +104,7 @@ def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
     arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
     tool.main([*arguments, "--policy", "divisor", "rescale", "clip", "--dry-run"])
     printed = capsys.readouterr().out
-    assert "3 rows of 8 images each, 0 of them in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
+    assert "rows: 3, of 8 images each; in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
     assert "the others take about 1 min on this machine" in printed
 
 
@@ -248,5 +248,5 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]
     assert caught.value.code == code
-    assert f"2 rows are in {out}, and the same command measures the others" in said
+    assert f"rows in {out}: 2; the same command measures the others" in said
     assert len(read_rows(out)[0]) == 2 and not list(out.glob("**/.*.part"))

@@ -60,7 +60,7 @@ def test_rows_have_the_best_classes_with_their_probabilities(model, pictures, ca
         assert cells[::2] == [NAMES[at] for at in best.indices]
         assert [float(cell) for cell in cells[1::2]] == pytest.approx(best.values.tolist(), abs=1e-5)
     out = capsys.readouterr()
-    assert "7 images at 32x32, of 3 classes: predictions.csv" in out.out
+    assert "images: 7, at 32x32; classes: 3; written to predictions.csv" in out.out
     assert "left out, because they could not be read, 1: pictures/b/1.png" in out.err
 
 
@@ -78,7 +78,7 @@ def test_a_model_of_native_shape_gets_whole_images_within_its_tokens(model, pict
     model.train_sizes = ("24t",)
     vitrel.save(model, "model.safetensors")
     cli.main(["predict", "model.safetensors", "pictures/b", "--top", "1"])
-    assert [row[0][-5] for row in lines()[1:]] == ["0", "2", "3"] and "3 images at 24t" in capsys.readouterr().out
+    assert [row[0][-5] for row in lines()[1:]] == ["0", "2", "3"] and "images: 3, at 24t" in capsys.readouterr().out
     for path, name, value in lines()[1:]:
         cfg = model.pretrained_cfg
         prepare = Prepare(

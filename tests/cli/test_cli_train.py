@@ -106,7 +106,7 @@ def test_shapes_from_the_command_line(tmp_path, capfd):
     seen = r"images/s \d+  data wait \d+%  eta 0:00:00"
     first, second, update, epoch, best, _, _ = said.out.splitlines()
     assert first.startswith("vitrel_vit_n8_none, ") and "4 classes, at 64 px" in first
-    assert second == f"16 training and 8 evaluation images of shapes; 1 epochs, written to {tmp_path}"
+    assert second == f"16 training and 8 evaluation images of shapes; epochs: 1, written to {tmp_path}"
     assert update == "updates of 8 images: 1 device, batches of 8, 1 accumulated; learning rate 0.001"
     assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}", epoch)
     assert f"{tmp_path}/checkpoints/best.ckpt" in best

@@ -22,9 +22,9 @@ def test_a_log_gets_a_line_now_and_then(clock, capsys):
             advance(1, what)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "2.0 of 4 rows after 30 s, about 30 s left: b",
-        "4.0 of 4 rows after 60 s: d",
-        "4.0 of 4 rows after 60 s: done",
+        "rows: 2.0 of 4 after 30 s, about 30 s left: b",
+        "rows: 4.0 of 4 after 60 s: d",
+        "rows: 4.0 of 4 after 60 s: done",
     ]
 
 

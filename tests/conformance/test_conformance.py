@@ -254,7 +254,7 @@ def test_the_command_prints_a_table_writes_json_and_returns_1_for_findings(tmp_p
     found = json.loads(path.read_text())
     assert [f["check"] for f in found["findings"]] == ["half_pixel"] and found["versions"]["timm"] == timm.__version__
     tool.main(["conformance.faults:Tiny", "--checks", "half_pixel"])
-    assert "no finding in 1 checks" in capsys.readouterr().out
+    assert "no finding; checks: 1" in capsys.readouterr().out
 
 
 @each(

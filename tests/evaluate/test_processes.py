@@ -119,7 +119,7 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
         with processes.joined():
             assert requested == device
     for device in ("auto", "cuda"):
-        with pytest.raises(ValueError, match=r"no device cuda:3 .*2 GPUs.*start at most 2 processes"):
+        with pytest.raises(ValueError, match=r"no device cuda:3 .*GPUs .*visible: 2.*start at most one process for each"):
             Settings(device=device)
     Settings(device="cpu")
 

@@ -112,7 +112,7 @@ def test_a_crop_outside(origin, h, w):
     [
         (
             Terms(tokens=torch.zeros(30, 4)),
-            "tokens has 30 rows, but the 6x7 grid with 1 prefix tokens needs 43; pass the terms of",
+            "tokens has 30 rows, but the 6x7 grid with prefix=1 needs 43; pass the terms of",
         ),
         (Terms(rotary=(torch.zeros(1, 42, 2),) * 2), "rotary has 42 rows, .* needs 43"),
         (Terms(tables=(Table("h", bias=torch.zeros(2, 11)),)), "table over 'h' has 11 rows, .* needs 14"),

@@ -217,7 +217,7 @@ def test_only_the_last_tile_may_end_inside_a_patch():
     model, image = model_of("rope_axial"), strip()[:, :, : (3 + 1) * PATCH + 2]  # padded to five rows
     first, rest = image[:, :, : 3 * PATCH], image[:, :, 3 * PATCH :]
     for tile, height in ((rest, None), (rest, 8 * PATCH)):
-        with pytest.raises(ValueError, match="a tile of 6 rows of pixels is not divisible into patches of 4"):
+        with pytest.raises(ValueError, match="a tile of height 6 is not divisible into patches of 4"):
             forward_memory(model, tile, height=height)
     found, memory = forward_memory(model, first, height=image.shape[2])
     assert_same([found, forward_memory(model, rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
@@ -244,7 +244,7 @@ def test_a_short_tile_inside_a_strip_is_refused():
     model, image = model_of("rope_axial"), strip()
     _, memory = forward_memory(model, image[:, :, :PATCH], height=8 * PATCH)
     for height in (8 * PATCH, None):
-        with pytest.raises(ValueError, match="a tile of 1 rows of pixels is not divisible into patches of 4"):
+        with pytest.raises(ValueError, match="a tile of height 1 is not divisible into patches of 4"):
             forward_memory(model, image[:, :, :1], memory, height=height)
     with pytest.raises(ValueError, match="image of 1x12 pixels is smaller than one patch of 4x4"):  # as model(image) says
         forward_memory(model, image[:, :, :1], height=1)

@@ -175,7 +175,7 @@ def test_a_vit_built_in_two_ways():
     model = dict(depth=1, embed_dim=24, num_heads=2)
     timm_vit = timm.create_model("vit_tiny_patch16_224", **model)
     found = vitrel.diagnose(timm_vit, [(230, 224), 320])
-    assert found.findings["unread"] == "pixels that no patch contains at 230x224: 6 rows and 0 columns"
+    assert found.findings["unread"] == "pixels that no patch contains at 230x224: rows: 6, columns: 0"
     found = vitrel.diagnose(timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **model), [(230, 224), 320])
     assert "refused at 230x224: vit_tiny_patch16_224 does not take 230x224 pixels" in found.findings["refused"]
 

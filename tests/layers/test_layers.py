@@ -102,9 +102,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"x must be \[B, N, C\], got shape \(15, 16\)"):
         vitrel.RelativeAttention(16, 2)(torch.zeros(15, 16), (3, 5))
     layer = vitrel.RelativeAttention(16, 2, window=4)
-    with pytest.raises(ValueError, match="the grid has 1 prefix tokens: leave them out"):
+    with pytest.raises(ValueError, match="the grid has prefix=1: leave them out"):
         layer(torch.zeros(1, 16, 16), (3, 5, 1))
-    with pytest.raises(ValueError, match="x has 12 tokens, but the 3x5 grid with 0 prefix tokens has 15"):
+    with pytest.raises(ValueError, match="x has 12 tokens, but the 3x5 grid with prefix=0 has 15"):
         layer(torch.zeros(1, 12, 16), (3, 5))
     with pytest.raises(ValueError, match="computes its own mask"):
         layer(torch.zeros(1, 12, 16), (3, 4), torch.ones(12, 12, dtype=torch.bool))

@@ -187,7 +187,7 @@ def test_dropout_is_unbiased(backend):
 @each(
     ("shapes", "grid", "backend", "text"),
     [
-        (((1, 2, 6, 4),) * 3, Grid(2, 4), "auto", "6 keys and 6 values do not fit the 2x4 grid with 0 prefix tokens"),
+        (((1, 2, 6, 4),) * 3, Grid(2, 4), "auto", "6 keys and 6 values do not fit the 2x4 grid with prefix=0"),
         (((1, 2, 7, 4), (1, 2, 6, 4), (1, 2, 6, 4)), Grid(2, 3), "auto", "7 queries, but only 6 keys"),
         (
             ((1, 2, 6, 4),) * 3,

@@ -108,7 +108,7 @@ def test_masks_hold_against_large_logits(size, dtype, backend):
         (dict(window=(0, 7)), "window height must be at least 1 token, not 0"),
         (dict(window=(7, -1)), "window width must be at least 1 token, not -1"),
         (dict(shift=(0, 7)), r"shift along width must lie in 0..6 for a window of 7, not 7"),
-        (dict(grid=Grid(5, 6, 1)), "the grid has 1 prefix tokens"),
+        (dict(grid=Grid(5, 6, 1)), "the grid has prefix=1"),
         (dict(grid=Grid(6, 5)), r"expected \[B, 6, 5, 3 \* C\]"),
         (dict(num_heads=5), "C divisible by 5 heads"),
         (dict(backend="no"), "unknown backend 'no'"),

@@ -62,5 +62,5 @@ def test_unknown_option():
 
 @each("key", ["absolute", "table", "factorized"])
 def test_prefix_tokens_must_agree(key):
-    with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, but the grid has 1"):
+    with pytest.raises(ValueError, match=f"{key} was built for a grid with prefix=0, not 1"):
         create_position(key, (4, 4), 2, 8)(Grid(4, 4, 1))

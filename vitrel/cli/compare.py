@@ -95,7 +95,7 @@ def compare(comparison: "Comparison", jobs: int, how: dict[str, Any]) -> None:
     start, seeds = time.perf_counter(), [*dict.fromkeys(run.seed for run in comparison.runs)]
     labels, trainings = dict.fromkeys(run.label for run in comparison.runs), {run.folder: run for run in comparison.runs}
     on = comparison.data + (f", evaluated on {comparison.evaluated}" if comparison.evaluated != comparison.data else "")
-    print(f"{comparison.name}: {', '.join(labels)}; {len(trainings)} runs of {len(seeds)} seeds on {on}, {jobs} at a time, "
+    print(f"{comparison.name}: {', '.join(labels)}; runs: {len(trainings)}, seeds: {len(seeds)}, on {on}, {jobs} at a time, "
           f"in {comparison.folder}", flush=True)  # fmt: skip
     with only_writer(comparison.folder):
         for tuned in (False, True):  # what is tuned comes after what it starts from

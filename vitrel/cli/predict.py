@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"none of the {len(images)} images can be read: {', '.join(bad[:8])}")
     lines = zip(reader.samples, kept.arrays["cells"], kept.seen, strict=True)
     write_cells(args.out, [_header(task, names, args.top), *([path, *cells] for (path, _), cells, seen in lines if seen)])
-    print(f"{read:,} images at {format_size(size)}, of {len(names):,} classes: {args.out}")
+    print(f"images: {read:,}, at {format_size(size)}; classes: {len(names):,}; written to {args.out}")
     if bad:
         more = f" and {len(bad) - 8:,} more" if len(bad) > 8 else ""
         print(f"left out, because they could not be read, {len(bad):,}: {', '.join(bad[:8])}{more}", file=sys.stderr)

@@ -40,8 +40,8 @@ def checked_device(name: str) -> torch.device:
         raise ValueError(f"device is auto, cpu, cuda, cuda:1, ..., got {name!r}") from error
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         shared = int(os.environ.get("WORLD_SIZE", 1)) > 1 and name in ("auto", "cuda")
-        hint = f"start at most {count} processes, or use cpu" if shared else "use auto or cpu"
-        raise ValueError(f"there is no device {device} on this machine: {count} GPUs are visible; {hint}")
+        hint = "start at most one process for each, or use cpu" if shared else "use auto or cpu"
+        raise ValueError(f"there is no device {device} on this machine (GPUs that are visible: {count}): {hint}")
     if device.type not in ("cpu", "cuda"):
         try:
             torch.ones(1, device=device).item()

@@ -43,7 +43,7 @@ def progress(total: int, unit: str, every: float = EVERY, work: float | None = N
                 nonlocal done
                 done += share
                 bar.set_description_str(what, refresh=False)
-                bar.set_postfix_str(f"{done:.1f}/{total} {unit}", refresh=False)
+                bar.set_postfix_str(f"{unit} {done:.1f}/{total}", refresh=False)
                 bar.update(share * cost)
 
             yield advance
@@ -55,7 +55,7 @@ def progress(total: int, unit: str, every: float = EVERY, work: float | None = N
         nonlocal printed
         printed = time.monotonic()
         left = f", about {_minutes((printed - start) / worked * (work - worked))} left" if 0 < worked < work else ""
-        print(f"{done:.1f} of {total} {unit} after {_minutes(printed - start)}{left}: {what}", file=sys.stderr, flush=True)
+        print(f"{unit}: {done:.1f} of {total} after {_minutes(printed - start)}{left}: {what}", file=sys.stderr, flush=True)
 
     def advance_log(share: float, what: str, cost: float = 1.0) -> None:
         nonlocal done, worked

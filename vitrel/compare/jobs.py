@@ -107,7 +107,7 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
         print(f"resuming after epoch {done} of {epochs}", flush=True)
         arguments += ["--ckpt_path", str(last)]
     else:
-        print(f"training for {epochs} epochs", flush=True)
+        print(f"training to epoch {epochs}", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         start.write_text(digest, "utf-8")
     settings.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")

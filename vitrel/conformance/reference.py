@@ -27,7 +27,7 @@ def like(examined: Examined) -> Iterator[Finding]:
     ours, theirs = (list(each.measured(size)) for each in (examined, other))
     where = f"image of {format_size(size)} px"
     if len(ours) != len(theirs):
-        text = f"{len(ours)} attention layers were located, {len(theirs)} in the reference"
+        text = f"attention layers that were located: {len(ours)}, in the reference: {len(theirs)}"
         yield Finding("like", examined.subject.name, "as many layers", text, where)
         return
     for (_, one, turn, rows), (_, reference, other_turn, other_rows) in zip(ours, theirs, strict=True):

@@ -100,5 +100,5 @@ class Report:
             lines += ["", f"{finding.check}: {finding.found}"]
             lines += [f"  {name:10} {getattr(finding, name)}" for name in ("where", "expected", "input", "definition")]
         if self.ok:
-            lines += ["", f"no finding in {len(self.passed)} checks"]
+            lines += ["", f"no finding; checks: {len(self.passed)}"]
         return "\n".join(lines)

@@ -134,7 +134,7 @@ def _evaluated(
                     folder.add(row, kept, bad)
         except (KeyboardInterrupt, MemoryError, OSError, RuntimeError) as error:
             if told and folder.rows:
-                error.add_note(f"{len(folder.rows)} rows are in {path}, and the same command measures the others")
+                error.add_note(f"rows in {path}: {len(folder.rows)}; the same command measures the others")
             raise
         rows = with_retention(folder.rows)
         folder.write_table(rows)
@@ -155,7 +155,7 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
     done = {row["key"] for row in read_rows(out)[0]}
     left = [trial for trial in plan if trial.key not in done]
     if not left:
-        return f"All {len(plan)} rows of {len(images):,} images each are in {out} already: nothing is left to measure.\n"
+        return f"All rows are in {out} already: nothing is left to measure.\n"
     costs = _costs(left, images)
     columns = ("label", "img_size", "protocol", "budget", "policy", *NEEDS_NO_IMAGES)
     rows = [trial.columns | costs[_about_cost(trial)] for trial in left]
@@ -166,8 +166,8 @@ def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out:
         seconds = _seconds(left, images, costs, settings, device)
     takes = f"about {math.ceil(seconds / 60)} min" if math.isfinite(seconds) else "an unknown time"
     return (
-        f"{markdown(columns, lines)}\n{len(plan)} rows of {len(images):,} images each, {len(plan) - len(left)} of them in "
-        f"{out} already; the others take {takes} on this machine.\n"
+        f"{markdown(columns, lines)}\nrows: {len(plan)}, of {len(images):,} images each; in {out} already: "
+        f"{len(plan) - len(left)}; the others take {takes} on this machine.\n"
     )
 
 
@@ -394,7 +394,7 @@ def _header(plan: Sequence[Trial], left: Sequence[Trial], images: Images, out: P
     return (
         f"evaluating {', '.join(dict.fromkeys(texts))}\n"
         f"on {len(images):,} images of {shown(images.source)} at {', '.join(sizes)} px, protocol {' and '.join(protocols)}\n"
-        f"{len(plan)} rows, {len(plan) - len(left)} of them done already; output folder {out}"
+        f"rows: {len(plan)}, done already: {len(plan) - len(left)}; output folder: {out}"
     )
 
 

@@ -102,6 +102,6 @@ def _check(terms: Terms, crop: Crop) -> None:
     for name, tensor, dim, rows in tensors:
         if tensor is not None and tensor.shape[dim] != rows:
             raise ValueError(
-                f"{name} has {tensor.shape[dim]} rows, but the {whole.h}x{whole.w} grid with {whole.prefix} prefix tokens "
+                f"{name} has {tensor.shape[dim]} rows, but the {whole.h}x{whole.w} grid with prefix={whole.prefix} "
                 f"needs {rows}; pass the terms of the whole grid, encoding(crop.whole)"
             )

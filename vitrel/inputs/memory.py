@@ -180,7 +180,7 @@ def _check_tile(model: ViT, image: Tensor, x: Tensor, memory: Memory | None, who
     patch, last = model.patch_embed.patch_size[0], whole is not None and below + x.shape[1] == whole.h
     if image.shape[2] % patch and not last:
         raise ValueError(
-            f"a tile of {image.shape[2]} rows of pixels is not divisible into patches of {patch}, so padding would be inside "
+            f"a tile of height {image.shape[2]} is not divisible into patches of {patch}, so padding would be inside "
             "the strip: cut tiles at whole patches, except for the last tile of a strip whose height is given"
         )
     if memory is None:

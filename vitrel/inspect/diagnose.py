@@ -429,7 +429,7 @@ def _frozen(line: SizeDiagnosis) -> str:
 
 
 def _unread(line: SizeDiagnosis) -> str:
-    return f"{line.unread[0]} rows and {line.unread[1]} columns" if any(line.unread) else ""
+    return f"rows: {line.unread[0]}, columns: {line.unread[1]}" if any(line.unread) else ""
 
 
 _FINDINGS: dict[str, tuple[str, Callable[[SizeDiagnosis], str]]] = {  # {kind: (sentence, the text of a size or "")}

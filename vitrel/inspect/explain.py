@@ -86,7 +86,7 @@ class Explanation:
 
     def _legend(self) -> Iterator[str]:
         """Yield the lines that name grid and encoding, and say what each column means."""
-        prefix = f" after {self.grid.prefix} prefix tokens" if self.grid.prefix else ""
+        prefix = f" with prefix={self.grid.prefix}" if self.grid.prefix else ""
         yield f"attention on a {format_size(self.grid)} grid{prefix}, position: {self.position}"
         yield "(dy, dx) is the offset, query minus key, in patches: dy > 0: the query is below the key, dx > 0: right of it"
         yield from (f"  {line}" for line in aligned([[title, meaning] for title, (meaning, _) in self._columns().items()]))
@@ -105,7 +105,7 @@ class Explanation:
             numbers = (cell.rjust(n) for cell, n in zip(rest, widths[1:], strict=True))
             yield "  " + "  ".join([name.ljust(widths[0]), *numbers])
         if len(keys) < self.grid.tokens:
-            yield f"  and {self.grid.tokens - len(keys)} keys of less weight"
+            yield f"  keys of less weight: {self.grid.tokens - len(keys)}"
         rows = {"output": self.output[h, m]} | ({"without position": self.output_without[h, m]} if self.added else {})
         more = " ..." if self.output.shape[-1] > _CHANNELS else ""
         yield from (f"  {line}{more}" for line in aligned([[t, *_numbers(row[:_CHANNELS])] for t, row in rows.items()]))
@@ -310,7 +310,7 @@ def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int)
         row, column = query
         index = grid.prefix + row * grid.w + column if 0 <= row < grid.h and 0 <= column < grid.w else -1
     if not max(first, 0) <= index < grid.tokens:
-        has = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens has queries {first} to {grid.tokens - 1}"
+        has = f"the {grid.h}x{grid.w} grid with prefix={grid.prefix} has queries {first} to {grid.tokens - 1}"
         raise ValueError(f"there is no query {query}: {has}, or (row, column)")
     return [index]
 

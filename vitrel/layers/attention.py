@@ -248,9 +248,9 @@ class RelativeAttention(nn.Module):
         if x.dim() != 3:
             raise ValueError(f"x must be [B, N, C], got shape {tuple(x.shape)}")
         if self.attn.window is not None and grid.prefix:
-            raise ValueError(f"windows contain patch tokens only, but the grid has {grid.prefix} prefix tokens: leave them out")
+            raise ValueError(f"windows contain patch tokens only, but the grid has prefix={grid.prefix}: leave them out")
         if x.shape[-2] != grid.tokens:
             raise ValueError(
-                f"x has {x.shape[-2]} tokens, but the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens has {grid.tokens}"
+                f"x has {x.shape[-2]} tokens, but the {grid.h}x{grid.w} grid with prefix={grid.prefix} has {grid.tokens}"
             )
         return self.attn(x, self.position(grid if self.attn.window is None else Grid(*self.attn.window)), grid, mask)

@@ -109,7 +109,7 @@ def window_attention(
     grid, window, shift = Grid(*grid), (window[0], window[1]), (shift[0], shift[1])
     check_window(window, shift)
     if grid.prefix:
-        raise ValueError(f"windows contain patch tokens only, but the grid has {grid.prefix} prefix tokens")
+        raise ValueError(f"windows contain patch tokens only, but the grid has prefix={grid.prefix}")
     if not torch.compiler.is_compiling():
         if tuple(qkv.shape[1:3]) != (grid.h, grid.w) or qkv.shape[3] % (3 * num_heads):
             expected = f"[B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
@@ -189,7 +189,7 @@ def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
     Raises:
         ValueError: a tensor has another shape; the message names it, with the shape that it needs.
     """
-    on_grid = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
+    on_grid = f"the {grid.h}x{grid.w} grid with prefix={grid.prefix}"
     advice = "compute the terms on this grid (in windows, on Grid(*window))"
     for table in terms.tables:
         rows = grid.classes(table.axis)
@@ -223,8 +223,8 @@ def _check_mask(mask: Tensor) -> Tensor:
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> None:
     if k.shape[-2] != grid.tokens or v.shape[-2] != grid.tokens:
         raise ValueError(
-            f"{k.shape[-2]} keys and {v.shape[-2]} values do not fit the {grid.h}x{grid.w} grid with {grid.prefix} prefix "
-            f"tokens ({grid.tokens} in all); pass the grid of the keys"
+            f"{k.shape[-2]} keys and {v.shape[-2]} values do not fit the {grid.h}x{grid.w} grid with prefix={grid.prefix} "
+            f"({grid.tokens} tokens in all); pass the grid of the keys"
         )
     if q.shape[-2] > grid.tokens:
         raise ValueError(f"{q.shape[-2]} queries, but only {grid.tokens} keys: queries are the last tokens of the key grid")

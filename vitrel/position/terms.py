@@ -384,7 +384,7 @@ def check_prefix(key: str, trained: Grid, grid: Grid, row_each: bool = False) ->
         row_each: every prefix token has a row of its own, so their number must be the same.
     """
     if grid.prefix != trained.prefix and (row_each or not (grid.prefix and trained.prefix)):
-        raise ValueError(f"{key} was built for {trained.prefix} prefix tokens, but the grid has {grid.prefix}")
+        raise ValueError(f"{key} was built for a grid with prefix={trained.prefix}, not {grid.prefix}")
 
 
 def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:

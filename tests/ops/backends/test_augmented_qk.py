@@ -182,7 +182,7 @@ REFUSALS = [
     (
         None,
         {"grid": Grid(96, 97, 1), "width": 64, "device": torch.device("cuda")},
-        "the 96x97 grid with 1 prefix tokens needs 195 columns besides the head width of 64, and flash attention takes 256",
+        "the 96x97 grid with prefix=1 needs 195 columns besides the head width of 64, and flash attention takes 256",
     ),
 ]  # fmt: skip
 

@@ -48,7 +48,7 @@ def refuses(call: Call) -> str:
     grid, extra = call.grid, _columns(call.terms, call.grid)
     if not on_cpu and call.width + extra > _WIDEST:  # in a graph for any size, SDPA makes the same comparison
         return (
-            f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns besides the head width of "
+            f"the {grid.h}x{grid.w} grid with prefix={grid.prefix} needs {extra} columns besides the head width of "
             f"{call.width}, and flash attention takes {_WIDEST} in all"
         )
     return ""

@@ -47,7 +47,7 @@ class Progress(Callback):
                 f"{module.name}, {parameters / 1e6:.2f} M parameters, {module.num_classes} classes, at "
                 f"{sizes_in_words(module.train_sizes)}\n"
                 f"{len(data.train_set):,} training and {len(data.val_set):,} evaluation images of {data.data}; "
-                f"{trainer.max_epochs} epochs, written to {trainer.default_root_dir}\n{update_line(trainer, module)}",
+                f"epochs: {trainer.max_epochs}, written to {trainer.default_root_dir}\n{update_line(trainer, module)}",
                 flush=True,
             )
 
