@@ -61,3 +61,5 @@ def test_rows_at_several_sizes(tmp_path):
         assert (row["top1"], row["images"], row["train_images"]) == (100.0, 6, 12)
         assert row["low"] == pytest.approx(expected.low(), abs=0.01) and row["high"] == pytest.approx(100.0)
     assert rows[0]["label"] == trained.label
+    row = next(frozen_rows(trained, str(tmp_path), [(32, 32)], train_images=1000, val_images=500))  # more than there are
+    assert (row["images"], row["train_images"]) == (8, 16)

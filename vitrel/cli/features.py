@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, metavar="DATA", help="data set, as for vitrel evaluate")
     add_sizes(parser, "other image sizes than that of training")
     add("--layers", type=int, nargs="+", default=[-1], help="layers for position, negative from the end; default the last")
-    add("--images", type=count, default=64, metavar="N", help="images for position; default %(default)s")
-    add("--train-images", type=count, default=1000, metavar="N", help="training images for accuracy; default %(default)s")
-    add("--val-images", type=count, default=500, metavar="N", help="evaluation images for accuracy; default %(default)s")
+    add("--images", type=count, default=64, metavar="N", help="most images for position; default %(default)s")
+    add("--train-images", type=count, default=1000, metavar="N", help="most training images for accuracy; default %(default)s")
+    add("--val-images", type=count, default=500, metavar="N", help="most evaluation images for accuracy; default %(default)s")
     add("--no-position", action="store_true", help="leave out position")
     add("--no-accuracy", action="store_true", help="leave out accuracy")
     add("--batch-size", type=count, default=32, metavar="N", help="default %(default)s")
@@ -72,13 +72,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _images(trained: "TrainedModel", data: str, sizes: Sequence["Size"], n: int) -> "Tensor":
-    """Return n random images of "val" (of shapes the first n), normalized, [n, 3, h, w], at the largest h, w of the sizes."""
+    """Return at most n random images of "val" (of shapes the first), normalized, [n, 3, h, w], at the largest h, w of sizes."""
     import torch
 
     from vitrel.data import create_dataset
 
     size = max(h for h, _ in sizes), max(w for _, w in sizes)
     view = {name: getattr(trained, name) for name in ("mean", "std", "crop_pct", "crop_mode", "interpolation")}
+    n = min(n, len(create_dataset(data, "val", size, **view)))  # type: ignore[arg-type]  # all have a length
     images = create_dataset(data, "val", size, n=n, **view)
     return torch.stack([images[index][0] for index in range(len(images))])  # type: ignore[arg-type]  # all have a length
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
+from vitrel.data.readers.splits import Split
 from vitrel.evaluate.checkpoint import TrainedModel
 from vitrel.evaluate.images import Images, View, scale
 from vitrel.evaluate.predict import AtSizes, Runner, predict
@@ -57,7 +58,7 @@ def frozen_rows(
         trained: the model with its preprocessing, on the CPU; it is not changed.
         data: name or folder as `create_dataset` takes it, with images for training and evaluation.
         sizes: (h, w) in pixels.
-        train_images, val_images: numbers of images, sampled with a fixed seed; None: all.
+        train_images, val_images: number of images at most, sampled with a fixed seed; None: all.
         batch_size: number of images in a forward pass.
 
     Raises:
@@ -65,8 +66,8 @@ def frozen_rows(
     """
     check_task(trained)
     view = scale(trained, trained.img_size)
-    of_training = Images(data, view, n=train_images, batch_size=batch_size, split="train")
-    of_evaluation = Images(data, view, n=val_images, batch_size=batch_size)
+    of_training = _at_most(train_images, data, view, batch_size, "train")
+    of_evaluation = _at_most(val_images, data, view, batch_size, "val")
     classes = len(of_training.classes or ())
     for size in sizes:
         at = view._replace(size=size)
@@ -85,6 +86,12 @@ def frozen_rows(
             }
 
 
+def _at_most(n: int | None, data: str, view: View, batch_size: int, split: Split) -> Images:
+    """Return n random images of a split, or all if there are fewer or n is None."""
+    images = Images(data, view, batch_size=batch_size, split=split)
+    return images if n is None or n >= images.total else Images(data, view, n=n, batch_size=batch_size, split=split)
+
+
 def check_task(trained: TrainedModel) -> None:
     """Raise ValueError for a model of another task than classification."""
     if trained.task != "classification":
@@ -94,7 +101,8 @@ def check_task(trained: TrainedModel) -> None:
 def features_of(trained: TrainedModel, images: Images, view: View) -> tuple[Tensor, Tensor]:
     """Return the features [n, C] of all images of a view before the classifier, and their labels [n], on the CPU.
 
-    Both are 0 for images that could not be read. The passes are on the model's device; afterwards the model is on the CPU.
+    The passes are on the model's device; afterwards the model is on the CPU. `BadImage` (a ValueError) names an image that
+    cannot be read.
     """
     device = next(trained.model.parameters()).device
     with evaluating(trained.model), AtSizes(trained.model, "none", device) as at:

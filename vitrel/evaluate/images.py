@@ -9,7 +9,6 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrel.common.files import shown
 from vitrel.common.resources import check_workers, lacking
 from vitrel.common.sizes import Budget, Size, format_size, native_size
-from vitrel.data import IGNORED, SHAPES, BadImage, Draw, ImageSet, Prepare, Reader, Reading, create_dataset
+from vitrel.data import IGNORED, SHAPES, Draw, ImageSet, Prepare, Reader, Reading, create_dataset
 from vitrel.data.create import Task
 from vitrel.data.readers.base import subset
 from vitrel.data.readers.splits import Split
@@ -267,8 +266,7 @@ class Images:
         if not self._file_sizes:
             dataset = self.dataset(view)
             generated = not hasattr(dataset, "image_sizes")
-            with _how_to_go_on():
-                self._file_sizes = [(1, 1)] * len(self) if generated else dataset.image_sizes()
+            self._file_sizes = [(1, 1)] * len(self) if generated else dataset.image_sizes()
         return self._file_sizes
 
     def _groups(self, view: View, rank: int, world: int) -> list[Sequence[int | Draw]]:
@@ -292,10 +290,9 @@ class Images:
         while True:
             batches, most = _batches(groups, done, self.batch_of(view)), self.batch_of(view)
             try:
-                with _how_to_go_on():
-                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate):
-                        done += len(batch[1])
-                        yield batch
+                for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=collate):
+                    done += len(batch[1])
+                    yield batch
                 return
             except (RuntimeError, MemoryError) as error:
                 if most == 1 or not lacking(error):
@@ -374,16 +371,6 @@ def moved(pixels: Tensor, by: int) -> Tensor:
     height, width = pixels.shape[-2:]
     down, right = (torch.arange(side, device=pixels.device).sub(by).clamp(min=0) for side in (height, width))
     return pixels[..., down[:, None], right]
-
-
-@contextmanager
-def _how_to_go_on() -> Iterator[None]:
-    """Context manager that adds to a `BadImage` error, of an unreadable image, a note on how to evaluate without the image."""
-    try:
-        yield
-    except BadImage as error:
-        error.add_note("with --on-bad-image count, unreadable images are left out and all of them listed")
-        raise
 
 
 def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[Sequence[int | Draw]]:
