@@ -108,28 +108,16 @@ def test_epochs_without_an_evaluation(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_seed_is_another_run(command, whole, tmp_path):
-    """That runs of one seed are equal is what every test says that compares a resumed run with a whole one."""
-    run(command("run", "--seed_everything=4", epochs=1))
-    a, b = (read(path / "checkpoints" / "last.ckpt")["state_dict"] for path in (whole(epochs=1), tmp_path / "run"))
-    assert not all(torch.equal(a[name], b[name]) for name in a if "weight" in name)
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_overwritten(command_in, whole):
-    folder = whole(epochs=1)
-    before = (folder / "checkpoints" / "last.ckpt").read_bytes()
-    with pytest.raises(
-        FileExistsError, match=r"holds a run already: resume it with --ckpt_path auto, name another folder with --out"
-    ):
+def test_a_finished_run_is_not_overwritten_and_another_model_cannot_resume(trained, command_in, tmp_path):
+    folder = trained[1]
+    last = folder / "checkpoints" / "last.ckpt"
+    before = last.read_bytes()
+    said = r"holds a run already: resume it with --ckpt_path auto, name another folder with --out"
+    with pytest.raises(FileExistsError, match=said):
         run(command_in(folder.parent)(folder.name, epochs=1))
-    assert (folder / "checkpoints" / "last.ckpt").read_bytes() == before
-
-
-def test_another_model_cannot_resume(command, whole):
-    last = whole(epochs=1) / "checkpoints" / "last.ckpt"
+    assert last.read_bytes() == before
     with pytest.raises(ValueError, match=r"the checkpoint's model is vitrel_vit_n8_table, this run's is vitrel_vit_n8_none"):
-        run(command("other", f"--ckpt_path={last}", "--model.model=vitrel_vit_n8_none"))
+        run(command_in(tmp_path)("other", f"--ckpt_path={last}", "--model.model=vitrel_vit_n8_none"))
 
 
 @each(
@@ -174,7 +162,7 @@ def test_the_schedule_ends_with_the_run(command):
 
 @pytest.mark.slow
 def test_gradients_are_clipped_in_mixed_precision(command):
-    """By value; by norm in test_nothing_waits.py."""
+    """By value; by norm in test_recipe.py."""
     clip = ["--trainer.gradient_clip_val=0.1", "--trainer.gradient_clip_algorithm=value"]
     cli = run(command("run", "--trainer.precision=bf16-mixed", *clip, "--trainer.limit_train_batches=2", epochs=1))
     assert cli.trainer.optimizers[0].param_groups[0]["fused"] and cli.trainer.global_step == 2

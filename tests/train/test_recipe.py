@@ -5,69 +5,46 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from helpers.small_runs import SMALL, fit, small
-from vitrel.train import Classifier, Optimization
+from helpers.gpu import Unread
+from helpers.small_runs import fit, small
+from vitrel.train import Optimization
 from vitrel.train.ema import Ema
+from vitrel.train.objective import Mixing
 from vitrel.train.running.execution import Execution
 
 TABLE = "vitrel_vit_n8_table"
 
 
-class Seen(Callback):
-    """Rates of every group and the clipped gradients, at every update."""
+class Rates(Callback):
+    """Rates of every group at every update."""
 
     def __init__(self):
-        self.rates, self.gradients = [], []
+        self.seen = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.rates.append({group["name"]: group["lr"] for group in trainer.optimizers[0].param_groups})
-
-    def on_before_zero_grad(self, trainer, module, optimizer):
-        grads = {n: p.grad.clone() for n, p in module.model.named_parameters() if p.grad is not None}
-        if grads:
-            self.gradients.append(grads)
+        self.seen.append({group["name"]: group["lr"] for group in trainer.optimizers[0].param_groups})
 
 
-def optimized(settings, **how):
-    seen, module = Seen(), small(TABLE, optim=settings)
-    fit(module, callbacks=[seen], **how)
-    return seen, module
+def rates(settings, **how):
+    rates = Rates()
+    fit(small(TABLE, optim=settings), callbacks=[rates], **how)
+    return rates.seen
 
 
 def test_layer_decay_holds_in_a_run():
     settings = Optimization(lr=1e-2, warmup_epochs=0.5, layer_decay=0.5, position_lr_scale=4.0)
-    seen, _ = optimized(settings)
-    assert len(seen.rates) == 12
-    for rate in seen.rates:
+    seen = rates(settings)
+    assert len(seen) == 12
+    for rate in seen:
         assert rate["decayed.0"] / rate["decayed.3"] == pytest.approx(0.5**3)  # the stem, two blocks, the head
         assert rate["position.2"] / rate["decayed.3"] == pytest.approx(4 * 0.5)
-    assert [rate["decayed.3"] for rate in seen.rates[:4]] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
+    assert [rate["decayed.3"] for rate in seen[:4]] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
 
 
 def test_the_rate_is_for_the_images_of_an_update():
     settings = Optimization(lr=1e-3, warmup_epochs=0.0, lr_base_size=64, final_lr=1.0)
-    seen, _ = optimized(settings, accumulate_grad_batches=2)
-    assert {round(rate["decayed"], 12) for rate in seen.rates} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
-
-
-@pytest.mark.slow
-def test_less_memory_is_the_same_training():
-    """In float64: the exact gradient of the keys' biases is zero, and in float32 Adam makes steps of its rounding."""
-    checkpointing = Execution(grad_checkpointing=True)
-
-    def trained(execution):
-        torch.manual_seed(0)
-        module = Classifier(
-            TABLE, 4, 32, SMALL | {"drop_path_rate": 0.2}, Optimization(lr=1e-3, warmup_epochs=0.5), execution=execution
-        )
-        fit(module, precision="64-true")
-        return module.state_dict()
-
-    assert small(TABLE, execution=checkpointing).model.grad_checkpointing
-    plain, other = trained(Execution()), trained(checkpointing)
-    for name, value in plain.items():
-        assert value.dtype == torch.float64
-        torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-11)
+    seen = rates(settings, accumulate_grad_batches=2)
+    assert {round(rate["decayed"], 12) for rate in seen} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
 
 
 def test_grad_checkpointing_a_model_without_it_is_refused():
@@ -97,9 +74,26 @@ def test_compiled_training_is_the_same(tmp_path):
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=2e-5)
 
 
-def test_a_model_of_timm_trains_with_everything():
-    args = {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 8}
-    settings = Optimization(name="lamb", lr=1e-3, warmup_epochs=0.5, layer_decay=0.8)
-    how = {"ema": Ema(0.9), "execution": Execution(grad_checkpointing=True)}
-    trainer = fit(Classifier("vit_tiny_patch16_224", 4, 32, args, settings, **how), gradient_clip_val=0.1)
-    assert torch.isfinite(trainer.callback_metrics["train/loss_epoch"])
+class EveryBatch(Callback):
+    """Refuses reads within every batch."""
+
+    def __init__(self):
+        self.mode, self.batches = Unread(), 0
+
+    def begin(self, *_):
+        self.mode.__enter__()
+        self.batches += 1
+
+    def end(self, *_):
+        self.mode.__exit__(None, None, None)
+
+    on_train_batch_start, on_validation_batch_start = begin, begin
+    on_train_batch_end, on_validation_batch_end = end, end
+
+
+def test_a_step_reads_nothing_back():
+    """Forward, loss, backward, clipping and update in bf16-mixed, and an evaluation batch."""
+    unread, optim = EveryBatch(), Optimization(lr=1e-3, warmup_epochs=0.5)
+    module = small("vitrel_vit_n8_table", num_classes=6, mixing=Mixing(mixup=0.2, cutmix=1.0), optim=optim)
+    fit(module, callbacks=[unread], max_epochs=1, gradient_clip_val=1.0, precision="bf16-mixed")
+    assert unread.batches == 6 + 2

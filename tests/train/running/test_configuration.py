@@ -1,6 +1,4 @@
-import ast
 import pickle
-import re
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -9,9 +7,8 @@ import pytest
 import torch
 import yaml
 
-from helpers import ROOT, each
+from helpers import each
 from vitrel.train import run
-from vitrel.train.running.command import keys
 
 BASE = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
 
@@ -144,31 +141,6 @@ def test_lightnings_own_may_be_named(evil, value, capsys):
 def test_unknown_keys_are_named_with_the_nearest(args, text, capsys):
     status, _, said = stopped(args, capsys)
     assert status == 2 and text in said
-
-
-def _named(node):
-    """Dotted names in the texts of an expression."""
-    texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-    return {name for text in texts for name in re.findall(r"(?<![\w./])[a-z_]+(?:\.[a-z_]+)+", text)}
-
-
-@pytest.mark.slow
-def test_messages_name_options_as_a_configuration_has_them():
-    """And not as the class does that speaks: its group is one of the model's."""
-    known = {*keys()}
-    groups = {name.split(".")[1] for name in known if name.startswith("model.") and name.count(".") > 1}
-    groups |= {"model", "data", "trainer", "run"}
-    found = set()
-    for path in (ROOT / "vitrel" / "train").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and node.exc is not None:
-                found |= {
-                    (path.name, name)
-                    for name in _named(node.exc)
-                    if name.split(".")[0] in {"model", "data", "trainer", "run", *groups}
-                }
-    assert len(found) > 20
-    assert {(file, name) for file, name in found if name not in known} == set()
 
 
 class Bomb:

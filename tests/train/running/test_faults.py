@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from PIL import Image
 
+from helpers import each
 from helpers.runs import at, in_child, read, resumed, rows, status
 from vitrel.common import lock
 from vitrel.common.exits import reported
@@ -276,7 +277,7 @@ def finite(folder, losses, device="cpu", every=3):
     return None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@each("value", [float("nan"), float("-inf")])
 def test_the_first_bad_batch_is_named(tmp_path, value):
     assert finite(tmp_path, [1.0, 2.0]) is None
     when, text = finite(tmp_path, [1.0, value, 1.0, 1.0])
