@@ -28,6 +28,11 @@ def build(name, std=0.2, **keywords):
     return model
 
 
+def shallow(name, **keywords):
+    """As `build`, with one block (a Swin: one in each of two stages)."""
+    return build(name, **({"depth": 1} if "_vit_" in name else {"depths": (1, 1), "num_heads": (1, 2)}), **keywords)
+
+
 def pooled(x, kind, dims):
     """What each kind of pooling means, over `dims`."""
     average, largest = x.mean(dims), x.amax(dims)
@@ -37,7 +42,7 @@ def pooled(x, kind, dims):
 @each("pool", ["avg", "max", "avgmax", "token", ""])
 def test_pooling_of_a_vit(pool):
     """Prefix tokens, here a class token and two registers, take no part but in "token" and in ""."""
-    model, image = build("vitrel_vit_n8_table", global_pool=pool, reg_tokens=2), torch.randn(2, 3, 48, 72)
+    model, image = shallow("vitrel_vit_n8_table", global_pool=pool, reg_tokens=2), torch.randn(2, 3, 48, 72)
     x = model.forward_features(image)  # [B, 3 + 6 * 9, C]
     x = x if pool == "" else x[:, 0] if pool == "token" else pooled(x[:, 3:], pool, 1)
     torch.testing.assert_close(model(image), model.head(model.fc_norm(x)))
@@ -49,8 +54,8 @@ def test_pooling_of_a_vit(pool):
 
 @each("pool", ["avg", "max", "avgmax", ""])
 def test_pooling_of_a_swin(pool):
-    model, image = build("vitrel_swin_n", global_pool=pool), torch.randn(2, 3, 48, 72)
-    x = model.forward_features(image)  # [B, 6, 9, C]
+    model, image = shallow("vitrel_swin_n", global_pool=pool), torch.randn(2, 3, 48, 72)
+    x = model.forward_features(image)  # [B, 12, 18, C]
     x = x if pool == "" else pooled(x, pool, (1, 2))
     torch.testing.assert_close(model(image), model.get_classifier()(x))
 
@@ -58,7 +63,7 @@ def test_pooling_of_a_swin(pool):
 @each("name", PAIR)
 def test_classifier_back_and_forth(name):
     """No pooling and back, new classes, none and back: always the definition, from the same features."""
-    model, image = build(name), torch.randn(2, 3, 48, 72)
+    model, image = shallow(name), torch.randn(2, 3, 48, 72)
     features = model.forward_features(image)
     patches, dims = (features[:, 1:], 1) if "_vit_" in name else (features, (1, 2))
     for classes, pool in [(0, ""), (7, "avg"), (3, ""), (0, "max"), (4, None), (6, "avgmax"), (2, "avg")]:
@@ -75,7 +80,7 @@ def test_classifier_back_and_forth(name):
 @each("name", PAIR)
 def test_other_numbers_of_channels(name):
     for channels in (1, 5):
-        model = build(name, in_chans=channels)
+        model = shallow(name, in_chans=channels)
         model(torch.randn(2, channels, 40, 56)).square().sum().backward()
         assert model.patch_embed.proj.weight.grad.shape[1] == channels
         assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in model.parameters())
@@ -103,7 +108,7 @@ def test_register_tokens():
 
 @each("name", PAIR)
 def test_attention_dropout(name):
-    model, plain = build(name, attn_drop_rate=0.5), build(name)
+    model, plain = shallow(name, attn_drop_rate=0.5), shallow(name)
     plain.load_state_dict(model.state_dict())
     image = torch.randn(2, 3, 64, 40)
     assert torch.equal(model(image), plain(image))
@@ -133,7 +138,7 @@ def test_dropout_of_a_vit_is_timms(rates):
 
 @each("name", PAIR)
 def test_dropout_before_the_classifier(name):
-    model, image = build(name, drop_rate=0.5), torch.randn(2, 3, 64, 40)
+    model, image = shallow(name, drop_rate=0.5), torch.randn(2, 3, 64, 40)
     features = model.forward_features(image)
     assert torch.equal(model(image), model(image))
     model.train()
@@ -156,14 +161,12 @@ def test_stochastic_depth(name):
     outputs = torch.stack([model(image) for _ in range(4)])
     assert (outputs - outputs[0]).abs().max() > 1e-3
 
-    seen = []
-    blocks[-1].register_forward_hook(lambda _, inputs, output: seen.append((output - inputs[0])[0]))
-    for block in blocks[:-1]:
-        block.eval()
+    given = []
+    blocks[-1].register_forward_pre_hook(lambda _, inputs: given.append(inputs))
+    model(image[:1])
+    inputs, outcomes = given[0], []
     for _ in range(48):
-        model(image[:1])
-    outcomes = []
-    for change in seen:
+        change = (blocks[-1](*inputs) - inputs[0])[0]
         if not any(torch.allclose(change, other, atol=1e-5) for other in outcomes):
             outcomes.append(change)
     assert len(outcomes) == 4  # neither, attention alone, MLP alone, both
@@ -174,7 +177,7 @@ def test_stochastic_depth(name):
 @each("name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_groups(name, coarse):
     """Stem, blocks (coarse, for a Swin: stages) in order, head: every parameter and every module in one group."""
-    model = build(name)
+    model = timm.create_model(name, num_classes=5, device="meta")
     layer = group_parameters(model, model.group_matcher(coarse=coarse), reverse=True)
     assert set(layer) == {n for n, _ in model.named_parameters()}
     stem = [n for n in layer if n.startswith(("patch_embed", "pos_embed", "cls_token"))]
@@ -195,7 +198,7 @@ def test_groups(name, coarse):
 
 @each("name", FOUR)
 def test_copies(name):
-    model, image = build(name), torch.randn(2, 3, 72, 56)
+    model, image = shallow(name), torch.randn(2, 3, 72, 56)
     expected = model(image)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(image), expected)
@@ -210,13 +213,13 @@ UNTRAINED = (72, 104)  # pixels; the models are built for 64x64
 
 @each(("name", "dtype"), itertools.product(PAIR, [torch.bfloat16, torch.float64]))
 def test_training_step_in_another_precision(name, dtype):
-    model = build(name, std=0.05).to(dtype).train()
+    model = shallow(name, std=0.05).to(dtype).train()
     model(torch.randn(2, 3, *UNTRAINED, dtype=dtype)).square().sum().backward()
     assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.slow
-@each(("trunk", "key"), itertools.product(["vit_n8", "swin_n"], POSITIONS))
+@each(("trunk", "key"), [("vit_n8", key) for key in POSITIONS] + [("swin_n", key) for key in ("absolute", "table", "alibi")])
 def test_what_another_size_does_is_known_on_the_meta_device(trunk, key):
     few = {"depths": (1, 1), "num_heads": (1, 2)} if trunk == "swin_n" else {"num_heads": 4, "depth": 1}
     name = "vitrel_vit_n8_none" if trunk == "vit_n8" else "vitrel_swin_n"
