@@ -7,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import vitrel
 from vitrel import geometry
 
 READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "is_nonzero", "item")
@@ -41,8 +40,8 @@ def autocast(dtype):
 
 
 @contextlib.contextmanager
-def fake_gpu(name, dtype=torch.float32, **options):
-    """A model on a GPU that holds no values, in a mode in which new tensors hold none either; it can be compiled."""
+def fake_gpu(build, dtype=torch.float32):
+    """The module build() on a GPU that holds no values, in a mode in which new tensors hold none either; it can be compiled."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def computed(name, key, device):
@@ -52,9 +51,10 @@ def fake_gpu(name, dtype=torch.float32, **options):
 
     geometry.clear()
     torch._dynamo.reset()
-    model = vitrel.create_model(name, num_classes=2, device="meta", **options).to(dtype)
+    with torch.device("meta"):
+        module = build().to(dtype)
     with mock.patch.object(geometry, "_computed", computed), mock.patch("torch.cuda.is_current_stream_capturing", bool), mode:
         try:
-            yield model.to_empty(device="cuda")
+            yield module.to_empty(device="cuda")
         finally:
             geometry.clear()

@@ -19,7 +19,7 @@ from vitrel.layers import Attention, PatchEmbed, PatchMerging
 from vitrel.ops import attention
 from vitrel.position import Terms
 
-GRIDS = [(4, 5), (7, 3), (2, 2), (12, 10)]  # some below the window, some not divisible
+GRIDS = [(7, 3), (4, 5), (2, 2), (12, 10)]  # some below the window, some not divisible; the second is that of training
 
 
 class Layer(torch.nn.Module):
@@ -38,12 +38,12 @@ class Layer(torch.nn.Module):
         return self.layer(tokens, (x.shape[1], x.shape[2], self.token.shape[1]))
 
 
-TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+lookhere+levit+rope_mixed"]  # several in one; it rotates once
-TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalized", "log_decay+transformer_xl+deberta+pape+xpos"]
+TOGETHER = ["table+factorized+fire+rope_axial", "clipped+t5+levit", "cpb+alibi+decomposed+rope_normalized"]
+TOGETHER += ["log_decay+transformer_xl+deberta+pape+xpos", "rope_mixed+shaw+lookhere"]  # several in one; it rotates once
 TOGETHER += [key for key in IN_ATTENTION if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
-CONFIGS += [dict(position="rope_mixed+shaw+lookhere", cosine=True, window=(4, 3), shift=(2, 1))]
-CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(policy="clip", temperature="log_n"))]
+CONFIGS[1] |= dict(position_args=dict(policy="clip", temperature="log_n"))
+CONFIGS[4] |= dict(grid=None, cosine=True, window=(4, 3), shift=(2, 1))
 
 
 @torch.no_grad()

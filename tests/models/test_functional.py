@@ -7,11 +7,10 @@ import torch
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from helpers import each
-from helpers.variants import KEYS, WAYS, small_model
+from helpers.variants import KEYS, small_model
 
-COMPOSED = ["absolute_rope_mixed", "rope_mixed_table"]
-NAMES = [f"vitrel_vit_n8_{key}" for key in (*KEYS, *COMPOSED)]
-NAMES += [f"vitrel_swin_n_{key}" for key in (*WAYS, *COMPOSED)] + ["vitrel_swinv2_n"]
+NAMES = [f"vitrel_vit_n8_{key}" for key in (*KEYS, "absolute_rope_mixed")]
+NAMES += ["vitrel_swin_n_shaw", "vitrel_swin_n_rope_mixed_table", "vitrel_swinv2_n"]
 
 
 def build(name, **options):

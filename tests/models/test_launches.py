@@ -4,11 +4,10 @@ import pytest
 import timm
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 import vitrel
 from helpers import each
-from helpers.gpu import Unread, autocast, fake_gpu
+from helpers.gpu import Unread, autocast
 from helpers.launches import Launches
 from helpers.variants import MODELS
 from vitrel.ops import BACKENDS, use_backend
@@ -133,22 +132,3 @@ def test_backward_passes_on_a_device_that_holds_no_values(monkeypatch):
         model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))
         served.update(on_every_backend(model, torch.zeros(2, 3, 48, 80, device="meta"), backward=True))
     assert served == set(BACKENDS)
-
-
-GRAPHS = [("vit_n8_deberta", "augmented_qk"), ("swin_n", "triton"), ("swin_n", "sdpa")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "backend"), GRAPHS)
-def test_a_compiled_graph_is_of_one_device(name, backend):
-    """It reads its constants there, so that nothing is copied in a forward pass, nor in a CUDA graph."""
-    graphs = []
-    few = {"depth": 1} if name.startswith("vit") else {"depths": (2,), "num_heads": (1,)}
-    with fake_gpu(f"vitrel_{name}", **few) as model, use_backend(backend), torch.no_grad():
-        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
-        compiled(torch.zeros(2, 3, 48, 80, device="cuda"))
-    (graph,) = graphs
-    values = [(node.name, leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("example_value"))]
-    assert [node for node, value in values if isinstance(value, torch.Tensor) and value.device.type != "cuda"] == []
-    read = [node.name for node in graph.nodes if node.op == "placeholder" and "_graphs_constant" in node.name]
-    assert read or backend == "triton"  # which needs none

@@ -9,11 +9,14 @@ from timm.models import save_for_hf
 
 import vitrel
 from helpers import each
+from helpers.variants import WAYS
 from vitrel import POSITIONS
 from vitrel.models.create import on_meta
 
 NAMES = timm.list_models("vitrel_*")
-SMALL = [name for name in NAMES if re.search(r"_n8_|_swin_n|_swinv2_n", name)]
+# Every encoding in a ViT; in windows one for each way to enter attention.
+SMALL = [name for name in NAMES if "_n8_" in name] + [f"vitrel_swin_n_{key}" for key in WAYS]
+SMALL += ["vitrel_swin_n", "vitrel_swin_n_absolute_rope_mixed", "vitrel_swinv2_n"]
 TINY = ["vitrel_vit_ti16_table", "vitrel_swin_t", "vitrel_swinv2_t"]
 VIT_SIZES, SWIN_SIZES, SWINV2_SIZES = ["n8", "ti16", "s16", "b16", "l16"], ["n", "t", "s", "b", "l"], ["n", "t", "s", "b"]
 
@@ -49,7 +52,7 @@ def test_forward_and_backward(name):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-PUBLISHED = r"vitrel_(vit_\w+?_(absolute|table|rope_mixed)|swin_[a-z]|swinv2_[a-z])"  # every size; SMALL has every encoding
+PUBLISHED = r"vitrel_(vit_[a-z]+\d+_table|swin_[a-z]|swinv2_[a-z])"  # every size; SMALL has every encoding
 EVERY = [*dict.fromkeys([*SMALL, *(name for name in NAMES if re.fullmatch(PUBLISHED, name))])]
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from helpers import each
 from helpers.gpu import fake_gpu
 from helpers.variants import make
-from vitrel import Grid, Terms
+from vitrel import Grid, RelativeAttention, Terms
 from vitrel.ops import BACKENDS, attention, auto, dispatch, why, window_attention
 from vitrel.ops.backends import triton_backend
 
@@ -64,16 +65,15 @@ GPU = [  # encoding, side of the grid, window, training -> backend
 @needs_triton
 @each(("key", "side", "window", "training", "backend"), GPU)
 def test_on_a_gpu_in_half_precision(key, side, window, training, backend):
-    for dtype in HALF:
-        assert chosen(key, Grid(side, side), window, training, dtype=dtype) == backend
+    """In either type, of which one is taken for training and one for inference."""
+    assert chosen(key, Grid(side, side), window, training, dtype=HALF[training]) == backend
 
 
 @pytest.mark.slow
 @each(("key", "side", "window", "training", "backend"), GPU)
 def test_on_a_gpu_in_full_precision(key, side, window, training, backend):
-    for dtype in FULL:
-        taken = chosen(key, Grid(side, side), window, training, dtype=dtype)
-        assert taken == ("reference" if key == "shaw" else "sdpa")
+    taken = chosen(key, Grid(side, side), window, training, dtype=FULL[training])
+    assert taken == ("reference" if key == "shaw" else "sdpa")
 
 
 @needs_triton
@@ -176,33 +176,40 @@ def test_why_names_the_row_and_its_measurement():
 
 # --- in graphs, no row compares a size that is not known
 
-SIZES = [(512, 512), (64, 96), (72, 512)]  # in patches of 8
 SDPA, WINDOWS, GLOBAL = "scaled_dot_product_attention", "vitrel.window_attention", "vitrel.biased_attention"
-COMPILED = [  # model, training -> operators of the graph of the first size, and of the graph for any size
-    ("swin_n", False, WINDOWS, WINDOWS),
-    ("vit_n8_table", True, GLOBAL, SDPA),
-    ("vit_n8_decomposed", False, SDPA, SDPA),  # of augmented_qk, which adds no mask
+COMPILED = [  # layer, dtype, training -> operators of the graph of the first size, and of the graph for any size
+    (dict(position="table", window=7, shift=3), torch.bfloat16, False, WINDOWS, WINDOWS),
+    (dict(position="table", window=7, shift=3), torch.float32, False, SDPA, SDPA),
+    (dict(position="clipped"), torch.bfloat16, True, GLOBAL, SDPA),
+    (dict(position="deberta"), torch.bfloat16, False, SDPA, SDPA),  # of augmented_qk, which adds no mask
 ]
 
 
 @needs_triton
-@pytest.mark.slow(seconds=10)
-@pytest.mark.parametrize(("name", "training", "first", "any_size"), COMPILED)
-def test_all_sizes_compile_in_two_graphs(name, training, first, any_size):
+@pytest.mark.slow(seconds=4)
+@pytest.mark.parametrize(("options", "dtype", "training", "first", "any_size"), COMPILED)
+def test_all_sizes_compile_in_two_graphs_of_one_device(options, dtype, training, first, any_size):
+    """Their constants are read there, so that nothing is copied in a forward pass, nor in a CUDA graph."""
     graphs = []
-    few = {"depth": 1, "class_token": False, "global_pool": "avg"} if "vit" in name else {"depths": (2,), "num_heads": (1,)}
-    with fake_gpu(f"vitrel_{name}", torch.bfloat16, **few) as model, torch.set_grad_enabled(training):
-        model.train(training)
-        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
+    with fake_gpu(lambda: RelativeAttention(32, 2, **options), dtype) as layer, torch.set_grad_enabled(training):
+        compiled = torch.compile(
+            lambda x: layer(x.flatten(1, 2), (x.shape[1], x.shape[2])),
+            backend=lambda graph, _: graphs.append(graph.graph) or graph.forward,
+            fullgraph=True,
+        )
         # From 225 rows and columns on, extra columns are too wide for flash attention: SDPA itself would need another graph.
-        for size in (*SIZES, (768, 768) if "decomposed" in name else (1024, 1024)):
-            assert compiled(torch.zeros(2, 3, *size, device="cuda", dtype=torch.bfloat16)).shape == (2, 2)
+        for h, w in ((64, 64), (8, 12), (9, 64), (96, 96)):
+            assert compiled(torch.zeros(2, h, w, 32, device="cuda", dtype=dtype)).shape == (2, h * w, 32)
     assert len(graphs) == 2
     for graph, operator in zip(graphs, (first, any_size), strict=True):
         calls = [node for node in graph.nodes if any(known in str(node.target) for known in (SDPA, WINDOWS, GLOBAL))]
         assert calls and all(operator in str(node.target) for node in calls)
-        if "decomposed" in name:
+        if options["position"] == "deberta":
             assert all(node.kwargs["attn_mask"] is None for node in calls)
+        values = [(node.name, leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("example_value"))]
+        assert [node for node, value in values if isinstance(value, torch.Tensor) and value.device.type != "cuda"] == []
+    read = [node.name for node in graphs[0].nodes if node.op == "placeholder" and "_graphs_constant" in node.name]
+    assert read or first == WINDOWS  # whose kernels need none
 
 
 def test_traced_programs_do_not_either(monkeypatch):

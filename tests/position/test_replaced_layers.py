@@ -85,8 +85,8 @@ def test_quantized_layers_act(key: str) -> None:
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.98
 
 
-@pytest.mark.slow
 def test_half_precision_compiles_to_one_graph() -> None:
-    model, images = model_with("fire").bfloat16(), torch.randn(1, 3, 32, 32).bfloat16()
-    graph = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(graph(images), model(images))
+    model = model_with("fire").bfloat16()
+    encoding, grid = model.blocks[0].position, model.token_grid((32, 32))
+    graph = torch.compile(encoding, backend="eager", fullgraph=True)
+    assert torch.equal(graph(grid).tables[0].bias, encoding(grid).tables[0].bias)

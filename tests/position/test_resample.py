@@ -116,18 +116,6 @@ def test_factorized_embedding_is_an_absolute_one():
         torch.testing.assert_close(factorized(grid).tokens, absolute(grid).tokens)
 
 
-@each("key", ["absolute", "table", "factorized"])
-def test_compiled_path_is_exact_at_the_trained_grid(key):
-    """Compiled graphs take no branch on the size, so they run the resampling even where it must be the identity."""
-    grid = Grid(5, 4, 1)
-    encoding = create_position(key, grid, 2, 8)
-    compiled = torch.compile(encoding, backend="eager", fullgraph=True)(grid)
-    eager = encoding(grid)
-    for a, b in zip(compiled.tables, eager.tables, strict=True):
-        assert torch.equal(a.bias, b.bias)
-    assert eager.tokens is None or torch.equal(compiled.tokens, eager.tokens)
-
-
 def test_counts_and_shares():
     table = create_position("table", Grid(14, 14), 3, 8)
     assert table.unseen(Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)  # the 67 % of the protocol

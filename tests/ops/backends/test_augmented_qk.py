@@ -218,7 +218,7 @@ def test_a_sweep_of_sizes_compiles_twice():
     """With all kinds of tables at once: biases, queries, values and gates."""
     counter = CompileCounter()
     attend = torch.compile(augmented_qk.attention, backend=counter, fullgraph=True)
-    encoding = perturbed(create_position("factorized+shaw+pape", Grid(4, 5, 1), 2, 8, parabolas=3))
+    encoding = perturbed(create_position("t5+shaw+pape", Grid(4, 5, 1), 2, 8, mode="sum", parabolas=3))
     for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1)):
         q, k, v = torch.randn(3, 2, 2, grid.tokens, 8)
         out, expected = (function(q, k, v, encoding(grid), grid) for function in (attend, reference.attention))
