@@ -43,7 +43,7 @@ TOGETHER += ["log_decay+transformer_xl+deberta+pape+xpos", "rope_mixed+shaw+look
 TOGETHER += [key for key in IN_ATTENTION if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
 CONFIGS[1] |= dict(position_args=dict(policy="clip", temperature="log_n"))
-CONFIGS[4] |= dict(grid=None, cosine=True, window=(4, 3), shift=(2, 1))
+CONFIGS[4] = dict(position=TOGETHER[4], cosine=True, window=(4, 3), shift=(2, 1))
 
 
 @torch.no_grad()

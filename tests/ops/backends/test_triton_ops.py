@@ -36,7 +36,7 @@ MODELS = {
     "vit table": ("vitrel_vit_n8_table", dict(depth=1)),
     "vit rope_mixed+table": ("vitrel_vit_n8_rope_mixed_table", dict(depth=1)),
 }
-WAYS = {"table", "factorized", "t5", "alibi", "lookhere"}  # to call the kernels
+WAYS = {"table", "factorized", "lookhere"}  # to call the kernels: one bias, a sum of two, one that hides keys
 ANOTHER_CALL = {"per_head", "learnable"}  # options that change which tensors are given to the kernels
 
 
@@ -79,7 +79,7 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
 
 
 @runs
-@each("key", ["table", "factorized", "rope_mixed"] + ["levit", "lookhere"] * (not INTERPRETED))
+@each("key", ["table", "rope_mixed"] + ["factorized", "levit", "lookhere"] * (not INTERPRETED))
 def test_windows(key):
     heads, batch = heads_of(key), 2 if key == "table" else 1
     encoding = perturbed(make(key, Grid(3, 4), heads, dim=16).to(DEVICE))
@@ -213,7 +213,7 @@ def small(name, **how):
 
 
 @runs
-@each("name", ["swin table", "swin v2", "vit rope_mixed+table"] if INTERPRETED else MODELS)
+@each("name", ["swin v2", "vit rope_mixed+table"] if INTERPRETED else MODELS)
 def test_models_train_through_them(name):
     model, image = small(name)
     plain = run_model(model, image)
