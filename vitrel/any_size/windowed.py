@@ -115,7 +115,7 @@ class MultiScaleAttention(hieradet_sam2.MultiScaleAttention):
 
 
 class MultiScaleBlock(hieradet_sam2.MultiScaleBlock):
-    """timm's block of SAM 2's encoder, for any map [B, h, w, C]; tokens attend to zeros that pad windows, as in training."""
+    """timm's block of SAM 2's encoder, any [B, h, w, C] -> [B, h', w', C']; tokens attend to zero padding, as in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut, x = x, self.norm1(x)

@@ -20,8 +20,8 @@ class Resampled(NamedTuple):
     """How an embedding follows from its master, which is its parameter or else the embedding at the native size."""
 
     kind: str  # "right", "centers" (patch centers move), "error", or "" if no rule is known
-    rule: str
-    nearest: float  # difference from the nearest right rule, in standard deviations
+    rule: str  # in words, as "bicubic, antialias"; "" if none is known
+    nearest: float  # difference from what the rule gives (without a rule: the nearest right one), in standard deviations
 
 
 class Derived(NamedTuple):

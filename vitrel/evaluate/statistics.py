@@ -133,7 +133,7 @@ def estimate(plus: Sequence[np.ndarray], minus: Sequence[np.ndarray] = ()) -> Es
 
 
 def _mean_and_variance(scores: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of scores [..., images] and the scores `added` to them, and the variance of this mean: [...] each."""
+    """Return the mean of scores [..., images] and of further ones, `added` [n], and the variance of this mean: [...] each."""
     n = scores.shape[-1] + len(added)
     mean = (scores.sum(-1) + added.sum()) / n
     squares = np.einsum("...i,...i->...", scores, scores) + (added**2).sum()

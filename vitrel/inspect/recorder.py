@@ -228,7 +228,7 @@ def run(
     plain: bool = False,
     own: Callable[[str, OwnAttention, Tensor, tuple], None] | None = None,
 ) -> Pass:
-    """Call `call(images)`, in which `model` runs in evaluation mode and uncompiled, and return what was seen.
+    """Call `call(images)`, in which `model` runs in evaluation mode, uncompiled and without gradients; return what was seen.
 
     Errors of the model are raised.
 
@@ -693,7 +693,7 @@ class _Recorder(TorchDispatchMode):
         return value[: value.shape[0] // self._batch]
 
     def _note_added(self, read: list[Tensor]) -> None:
-        """Store in the result a tensor that is added to tokens, if it has several rows and the tokens' pixels are known."""
+        """Store in `found` which of the two is added to tokens, if it has several rows and the tokens' pixels are known."""
         tokens, position = read if read[0] in self._trail else read[::-1]
         if not self._follows or position in self._trail or position.dim() < 2 or tokens.dim() < 3:
             return

@@ -81,7 +81,7 @@ class Pyramid(nn.Module):
 def _rescale(width: int, step: int) -> nn.Module:
     """Return layers that double the sides of a map and halve its `width` channels, `step` times; an identity for 0.
 
-    If step is negative they halve the sides -step times by max pooling, and keep the channels.
+    If step is negative they divide the sides by 2**-step, rounded up, by max pooling, and keep the channels.
     """
     if step <= 0:
         return nn.MaxPool2d(2**-step, ceil_mode=True) if step else nn.Identity()

@@ -311,8 +311,8 @@ class Tuning:
     ) -> Backbone:
         """Return the model `base` rebuilt for this image size and these classes, with the encoding `position` added.
 
-        The rebuilt model gets the weights of `base`, and for other classes a new head; without given weights it is that of
-        `_new`. It is in training mode. Prints what is resampled, added or new.
+        It is in training mode. Without given weights it is that of `_new`. Else it has those of `base` and, for another number
+        of classes or if `reset_head`, a new head by `reset`, which may raise ValueError. Prints what is resampled or new.
 
         Args:
             base: as `initial` returns it.

@@ -30,7 +30,7 @@ def order_note(classes: Sequence[str]) -> str:
 
 
 def read_class_names(path: str | Path) -> list[str]:
-    """Return the class names in a text file, one a line, stripped; ValueError for an empty line, not at the end, or file."""
+    """Return the class names in a text file, one a line, stripped; ValueError if the file or a line before a name is empty."""
     names = [line.strip() for line in Path(path).read_text("utf-8-sig").rstrip().split("\n")]
     if "" in names:
         raise ValueError(f"line {names.index('') + 1} is empty, which would shift the classes after it")

@@ -100,8 +100,8 @@ def is_web_dataset(tar: str) -> bool:
 def _members(tar: str, state: str) -> list[Member]:
     """Return the images of one tar file, without hidden ones; ValueError if it is damaged, compressed or has none.
 
-    The class of an image is the name of its folder, or else of its tar, unless that names a split (ValueError). The images are
-    cached by path and `state`, its size and time, so that a changed file is read again.
+    The class of an image is the name of its folder, or else of the tar that holds it, also one within this tar; ValueError if
+    that tar's name is a split's. The list is cached by path and `state`, its size and time: a changed file is read again.
     """
     try:
         found = extract_tarinfos(tar, cache_tarinfo=False, extensions=SUFFIXES)[0]
