@@ -10,8 +10,8 @@ WINDOWS = dict(depths=(1, 2, 2, 1), embed_dim=32, num_heads=(1, 2, 4, 8))
 VITS = (
     "vit_base_patch16_224 vit_base_patch32_384 vit_base_patch16_224_miil deit_tiny_patch16_224 "
     "deit_tiny_distilled_patch16_224 deit3_small_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224 "
-    "beit_base_patch16_384 beit3_base_patch16_224 eva_giant_patch14_224 eva_large_patch14_196 eva02_tiny_patch14_224 "
-    "eva02_small_patch14_336 eva02_base_patch14_224 eva02_base_patch14_448 eva02_large_patch14_448 "
+    "beit3_base_patch16_224 eva_giant_patch14_224 eva_large_patch14_196 eva02_tiny_patch14_224 "
+    "eva02_base_patch14_224 eva02_large_patch14_448 "
     "eva02_base_patch16_clip_224 eva02_large_patch14_clip_336 vit_small_patch14_dinov2 vit_small_patch14_reg4_dinov2 "
     "vit_giant_patch14_dinov2 vit_small_patch16_dinov3 vit_tiny_patch16_dinov3_qkvb vit_small_plus_patch16_dinov3 "
     "vit_small_patch16_lingbot vit_small_patch16_rope_224 vit_small_patch16_rope_ape_224 "
@@ -23,10 +23,7 @@ VITS = (
     "vit_relpos_base_patch16_clsgap_224 vit_relpos_medium_patch16_rpn_224 vit_srelpos_medium_patch16_224 "
     "vit_wee_patch16_reg1_gap_256 vit_little_patch16_reg4_gap_256 vit_base_patch16_rpn_224 "
 )
-SWINS = (
-    "swin_tiny_patch4_window7_224 swin_base_patch4_window12_384 swinv2_tiny_window8_256 swinv2_tiny_window16_256 "
-    "swinv2_base_window12_192 swinv2_base_window12to16_192to256 swinv2_base_window12to24_192to384 "
-)
+SWINS = "swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 swinv2_base_window12to16_192to256 "
 OWN = {
     "eva_giant_patch14_224": dict(embed_dim=176),
     "eva02_large_patch14_448": dict(img_size=224),

@@ -71,7 +71,7 @@ def test_the_metadata_of_a_safetensors_file(kind, other, tmp_path, monkeypatch):
     for act in (
         lambda: vitrel.load(path),
         lambda: vitrel.load(path, num_classes=2),
-        lambda: vitrel.load(path, like="vit_tiny_patch16_224"),
+        lambda: vitrel.load(path, like="vitrel_vit_n8_table"),
         lambda: load_checkpoint(path),
     ):
         refuses(act, entries)

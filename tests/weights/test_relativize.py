@@ -90,8 +90,9 @@ def test_rope_is_kept_dropped_or_replaced(name):
 
 
 @pytest.mark.slow
-@each("name", MODELS)
-@each("absolute", ["keep", "drop"])
+@each(
+    ("name", "absolute"), [*((name, "keep") for name in MODELS), *((name, "drop") for name in ("vit", "deit", "cat", "vitrel"))]
+)
 def test_any_size(name, absolute):
     model = randomize(relativize(build(name), absolute=absolute))
     if name not in ("vitrel", "deit", "dinov3"):
@@ -102,7 +103,7 @@ def test_any_size(name, absolute):
             nn.init.zeros_(parameter)
         torch.testing.assert_close(silent(image(40, 20)), peer(image(40, 20)), atol=1e-5, rtol=1e-5)
     state = copy.deepcopy(model.state_dict())
-    for size in [(8, 8), (64, 24), (37, 50), (32, 32)]:
+    for size in [(8, 8), (64, 24), (37, 50)]:
         assert model(image(*size)).isfinite().all()
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert (model.pos_embed is None) == (absolute == "drop" or name in ("no_absolute", "dinov3"))

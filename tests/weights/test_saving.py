@@ -68,8 +68,11 @@ def round_trip(model, tmp_path):
     return again
 
 
+ROWS = ["vitrel_swinv2_n", *timm.list_models("vitrel_vit_n8_*"), *timm.list_models("vitrel_swin_n*")[::4]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in timm.list_models("vitrel_*") if re.match(r"vitrel_\w+?_n8?(_|$)", n)])
+@pytest.mark.parametrize("name", ROWS)
 def test_every_row(name, tmp_path):
     again = round_trip(scatter(timm.create_model(name, num_classes=3)), tmp_path)
     assert again.pretrained_cfg["architecture"] == name
@@ -136,8 +139,7 @@ ROUTES = {
     "distilled, no head": lambda: called(vitrel.from_timm(small_peer("deit_tiny_distilled_patch16_224")),
         "reset_classifier", 0, ""),
     "no classes": lambda: ours(num_classes=0), "no head": lambda: called(ours(), "reset_classifier", 0, ""),
-    "no head, Swin": lambda: called(ours("vitrel_swin_n"), "reset_classifier", 0, ""),
-    "half": lambda: ours().half(), "bfloat16": lambda: ours("vitrel_swin_n").bfloat16(),
+    "bfloat16": lambda: ours("vitrel_swin_n").bfloat16(),
     "input size": lambda: called(ours(), "set_input_size", (96, 40)),
     "policy": lambda: called(ours(), "set_position_options", policy="clip"),
     "checkpointing": lambda: called(ours("vitrel_swin_n"), "set_grad_checkpointing"),
@@ -180,8 +182,7 @@ def test_mixed_types(tmp_path):
         assert torch.equal(model(image), again(image))
 
 
-THROUGH_TIMM = ["deit_tiny_distilled_patch16_224", "sam", "swinv2", "relativize keep", "fade begun", "pruned Swin",
-    "other head, Swin", "no classes", "windows", "everything", "policy"]  # fmt: skip
+THROUGH_TIMM = ["deit_tiny_distilled_patch16_224", "swinv2", "fade begun", "windows", "everything", "policy"]
 
 
 @pytest.mark.slow

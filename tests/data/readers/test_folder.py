@@ -156,6 +156,19 @@ def test_an_unreadable_image_can_be_left_out(damaged):
     assert data.bad_indices() == [1, 2]
 
 
+def test_sizes_from_headers_are_those_of_the_decoded_images(root):
+    """Without a quarter turn by EXIF; an unreadable header stops, or counts as square."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (25, 40)).save(root / "train" / "dog" / "9.jpg", exif=exif)
+    data = opened(root)
+    assert data.image_sizes() == [(24, 32)] * 6 + [(40, 25)] == [data.read(i)[0].size[::-1] for i in range(7)]
+    (root / "train" / "cat" / "1.png").write_bytes(b"no image")
+    with pytest.raises(BadImage, match=r"cannot decode .*1\.png: not a JPEG"):
+        opened(root).image_sizes()
+    assert opened(root, reading=LEAVE_OUT).image_sizes()[:3] == [(24, 32), (1, 1), (24, 32)]
+
+
 def test_a_folder_that_is_gone_is_no_bad_image(root):
     data = opened(root, prepare=plain(), reading=LEAVE_OUT)
     (root / "train").rename(root / "elsewhere")

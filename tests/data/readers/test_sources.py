@@ -40,6 +40,7 @@ def items(data, split, **options):
     assert class_names(str(data)) == images.classes
     assert len(images.names()) == len(images)
     assert len(images.labels()) == len(images)
+    assert images.image_sizes() == [images.read(i)[0].size[::-1] for i in range(len(images))]
     return sorted(
         (pixels.numpy().tobytes(), images.classes[label]) for pixels, label in (images[i] for i in range(len(images)))
     )
