@@ -11,18 +11,16 @@ SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 
 
 class Batches:
-    """A loader of fixed batches in order; the first epoch begins at batch `skip`, as after a resume."""
+    """A loader of fixed batches in order."""
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, batch_size: int, skip: int = 0) -> None:
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, batch_size: int) -> None:
         self.images, self.labels = images.split(batch_size), labels.split(batch_size)
-        self.skip = skip
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        first, self.skip = self.skip, 0
-        for images, labels in list(zip(self.images, self.labels, strict=True))[first:]:
+        for images, labels in zip(self.images, self.labels, strict=True):
             yield images.clone(), labels  # timm mixes in place
 
 
@@ -31,9 +29,9 @@ class Tensors(LightningDataModule):
 
     data = "random tensors"
 
-    def __init__(self, num_classes: int = 4, batch_size: int = 4, batches: int = 6, skip: int = 0) -> None:
+    def __init__(self, num_classes: int = 4, batch_size: int = 4, batches: int = 6) -> None:
         super().__init__()
-        self.num_classes, self.batch_size, self.batches, self.skip = num_classes, batch_size, batches, skip
+        self.num_classes, self.batch_size = num_classes, batch_size
         self.classes = [f"c{i}" for i in range(num_classes)]
         generator = torch.Generator().manual_seed(1)
         n = batch_size * batches
@@ -44,7 +42,7 @@ class Tensors(LightningDataModule):
         return self.images[:n].clone()
 
     def train_dataloader(self) -> Batches:
-        return Batches(self.images, self.labels, self.batch_size, self.skip)
+        return Batches(self.images, self.labels, self.batch_size)
 
     def val_dataloader(self) -> Batches:
         return Batches(self.images[:6], self.labels[:6], self.batch_size)

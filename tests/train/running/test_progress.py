@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers import each
 from vitrel.tasks import task_named
 from vitrel.train.running import progress
 from vitrel.train.running.progress import Progress
@@ -11,31 +12,17 @@ from vitrel.train.running.progress import Progress
 class Run:
     """Hooks called as by a trainer of 4 updates in each of 2 epochs, on a clock that only moves when told."""
 
-    def __init__(self, monkeypatch, world_size=1, global_step=0, rank_zero=True, every=60.0):
-        self.now = 100.0
+    def __init__(self, monkeypatch, world_size=1, global_step=0, rank_zero=True):
+        self.now, self.logged = 100.0, {}
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
-        self.trainer = SimpleNamespace(
-            max_epochs=2,
-            current_epoch=0,
-            global_step=global_step,
-            world_size=world_size,
-            sanity_checking=False,
-            log_every_n_steps=50,
-            is_global_zero=rank_zero,
-            num_training_batches=4,
-            num_val_batches=[9],
-            ckpt_path=None,
-            callback_metrics={},
-        )
-        self.logged = {}
-        self.module = SimpleNamespace(
-            device=torch.device("cpu"),
-            updates_per_epoch=lambda: 4,
-            updates=lambda: 8,
-            task=task_named("classification"),
-            log_dict=lambda values, **how: self.logged.update(values),
-        )
-        self.progress = Progress(best=None, every=every)
+        self.trainer = SimpleNamespace(max_epochs=2, current_epoch=0, global_step=global_step, world_size=world_size)
+        self.trainer.sanity_checking, self.trainer.log_every_n_steps, self.trainer.is_global_zero = False, 50, rank_zero
+        self.trainer.num_training_batches, self.trainer.num_val_batches = 4, [9]
+        self.trainer.ckpt_path, self.trainer.callback_metrics = None, {}
+        self.module = SimpleNamespace(device=torch.device("cpu"), task=task_named("classification"))
+        self.module.updates_per_epoch, self.module.updates = lambda: 4, lambda: 8
+        self.module.log_dict = lambda values, **how: self.logged.update(values)
+        self.progress = Progress(best=None, every=60.0)
         self.progress.setup(self.trainer, self.module, "fit")
         self.call("on_train_start")
         self.call("on_train_epoch_start")
@@ -71,7 +58,7 @@ def test_speed_and_wait_of_an_epoch(monkeypatch):
     assert run.trainer.log_every_n_steps == 4  # an epoch is shorter than 50
 
 
-@pytest.mark.parametrize("rank_zero", [True, False])
+@each("rank_zero", [True, False])
 def test_a_line_of_an_epoch_when_its_means_are_known(monkeypatch, capsys, rank_zero):
     run = Run(monkeypatch, global_step=2, rank_zero=rank_zero)
     run.batch(wait=1, work=1)
