@@ -14,6 +14,7 @@ from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.tuning import Tuning
 
+pytestmark = pytest.mark.slow
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
 
@@ -41,7 +42,6 @@ def classifier(distillation, **how):
     return small(objective=Objective(distillation=distillation), **how)
 
 
-@pytest.mark.slow
 @each("size", [None, (48, 64)])
 def test_the_teacher_sees_its_own_preprocessing(weights, size):
     teacher = teacher_of(resnet(weights, img_size=size))
@@ -57,17 +57,13 @@ def test_the_teacher_sees_its_own_preprocessing(weights, size):
         torch.testing.assert_close(teacher((pixels - mean) / std), plain(images), atol=2e-5, rtol=1e-4)
 
 
-def test_soft_and_hard_losses(weights):
+def test_the_hard_loss(weights):
+    """The soft one: with a distillation token, in test_distill_features.py."""
     images, student, labels = torch.randn(3, 3, 32, 32), torch.randn(3, 4), torch.tensor([0, 1, 2])
     hard = teacher_of(resnet(weights, kind="hard", alpha=0.3, img_size=32))
     given, answers = F.cross_entropy(student, labels), hard(images)
     want = 0.7 * given + 0.3 * F.cross_entropy(student, answers.argmax(-1))
     torch.testing.assert_close(hard.loss(Outputs(student, student), Outputs(answers, answers), given), want)
-    soft = teacher_of(resnet(weights, alpha=1.0, tau=3.0, img_size=32))
-    p, q = F.softmax(answers / 3, -1), F.softmax(student / 3, -1)
-    torch.testing.assert_close(
-        soft.loss(Outputs(student, student), Outputs(answers, answers), given), 9 * (p * (p / q).log()).sum(-1).mean()
-    )
 
 
 def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path):
@@ -185,7 +181,6 @@ def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(wei
         resnet(weights, sizes=[0])
 
 
-@pytest.mark.slow
 def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_changed(tmp_path):
     torch.manual_seed(4)
     model = timm.create_model("vitrel_vit_n8_absolute", num_classes=7, img_size=32, **SMALL)
@@ -230,7 +225,6 @@ def fitted_to(path, name="vitrel_vit_n8_absolute", **how):
     return Classifier(name, 4, (32, 32), tuning=Tuning(init_from=path, position="table", **how), optim=STILL)
 
 
-@pytest.mark.slow
 def test_pretrained_weights_are_fitted_by_default(start, capsys):
     """The embedding is dropped, and the table has values from the start."""
     recipe = fitted_to(start[1])
@@ -253,7 +247,6 @@ def test_weights_whose_position_cannot_be_fitted_are_said(tmp_path, capsys):
         fit(fitted_to(path, "vitrel_vit_n8_none", fit=8), max_epochs=1)
 
 
-@pytest.mark.slow
 def test_an_encoding_is_fitted_before_training_and_not_again(start, tmp_path, capsys):
     """Beside an embedding that fades; one that is dropped: a test above, and how closely it is followed: tests/weights."""
     (model, path), data, found = start, Tensors(), {}

@@ -14,6 +14,7 @@ from vitrel.train.distill import Distillation, Features, Teacher, outputs
 from vitrel.train.objective import Objective
 from vitrel.train.tuning import Tuning
 
+pytestmark = pytest.mark.slow
 ALONE = {"alpha": 1.0, "labels": False}
 
 

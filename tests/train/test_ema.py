@@ -13,6 +13,8 @@ from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.objective import Mixing
 
+pytestmark = pytest.mark.slow
+
 
 def recipe(ema, **how):
     return small("vitrel_vit_n8_table", ema=ema, mixing=Mixing(mixup=0.2), **how)

@@ -14,6 +14,8 @@ from helpers.runs import read, rows
 from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier, run
 
+pytestmark = pytest.mark.slow
+
 
 def denormals():
     return bool((torch.tensor(1e-39) * 1).any())
@@ -36,14 +38,12 @@ def trained(command_in, tmp_path_factory):
     return cli, parent / "run", seen
 
 
-@pytest.mark.slow
 def test_a_run_flushes_denormal_numbers_and_leaves_the_process_as_it_was(trained):
     """On a CPU: training with pape takes twice the time with them on Intel's."""
     seen = trained[2]
     assert seen and not any(seen) and denormals()
 
 
-@pytest.mark.slow
 def test_a_run_lowers_the_loss_and_leaves_its_folder(trained):
     cli, folder, _ = trained
     log = rows(folder / "metrics.csv")
@@ -66,7 +66,6 @@ def epochs_of(folder):
     return {name: read(folder / "checkpoints" / f"{name}.ckpt")["vitrel"]["epoch"] for name in ("best", "last")}
 
 
-@pytest.mark.slow
 def test_checkpoint_rebuilds_the_model_without_the_trainer(trained, folder):
     cli, run_folder, _ = trained
     checkpoint = read(run_folder / "checkpoints" / "last.ckpt")
@@ -84,7 +83,6 @@ def test_checkpoint_rebuilds_the_model_without_the_trainer(trained, folder):
     torch.testing.assert_close(net(images), cli.model.eval()(images))
 
 
-@pytest.mark.slow
 def test_evaluation_resizes_in_the_crop_mode_of_the_model(command, tmp_path, native_folder):
     """The loss that is logged is that of the weights saved, on images that timm's own transform prepares."""
     mode = '--model.model_args.pretrained_cfg_overlay={"crop_mode": "squash", "input_size": [3, 32, 32]}'
@@ -100,14 +98,12 @@ def test_evaluation_resizes_in_the_crop_mode_of_the_model(command, tmp_path, nat
     assert float(rows(tmp_path / "run" / "metrics.csv")[-1]["val/loss"]) == pytest.approx(loss, abs=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*could not find the monitored key.*")
 def test_epochs_without_an_evaluation(command, tmp_path):
     run(command("run", "--trainer.check_val_every_n_epoch=2", epochs=3))
     assert epochs_of(tmp_path / "run") == {"best": 2, "last": 3}
 
 
-@pytest.mark.slow
 def test_a_finished_run_is_not_overwritten_and_another_model_cannot_resume(trained, command_in, tmp_path):
     folder = trained[1]
     last = folder / "checkpoints" / "last.ckpt"
@@ -136,7 +132,6 @@ def test_settings_out_of_range_are_told_in_their_own_words(command, option, text
         run(command("run", option))
 
 
-@pytest.mark.slow
 @each(
     ("extra", "text"),
     [
@@ -151,7 +146,6 @@ def test_settings_that_do_not_fit_are_refused(command, tmp_path, extra, text):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.slow
 def test_the_schedule_ends_with_the_run(command):
     """With a share of the batches, the last of which fill no accumulation: ceil(4 / 3) updates; and with a bound of updates."""
     for extra, updates in (("--trainer.limit_train_batches=4", 2), ("--trainer.max_steps=1000", 2)):
@@ -160,7 +154,6 @@ def test_the_schedule_ends_with_the_run(command):
         assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.slow
 def test_gradients_are_clipped_in_mixed_precision(command):
     """By value; by norm in test_recipe.py."""
     clip = ["--trainer.gradient_clip_val=0.1", "--trainer.gradient_clip_algorithm=value"]

@@ -62,6 +62,7 @@ def test_a_loss_is_read_at_logging_steps_only(monkeypatch, tmp_path):
     assert checks == [2, 5]
 
 
+@pytest.mark.slow
 def test_a_run_is_in_bfloat16_with_pinned_memory(command, monkeypatch):
     for module in (vitrel.train.running.command, vitrel.train.datamodule):
         monkeypatch.setattr(module, "torch", WithGPU())

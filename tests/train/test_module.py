@@ -42,6 +42,7 @@ def test_random_state_is_a_function_of_seed_epoch_batch_and_rank(classifier):
         assert len(set(source)) == len(keys)
 
 
+@pytest.mark.slow
 def test_evaluation_counts_images_not_batches_nor_what_fills_them():
     """Labels of -1 count nowhere, in a batch of them alone too."""
     data, module = Tensors(num_classes=6), small(num_classes=6)
@@ -58,6 +59,7 @@ def test_evaluation_counts_images_not_batches_nor_what_fills_them():
     assert float(metrics["val/top5"]) == pytest.approx(float((lowest != labels).float().mean()))
 
 
+@pytest.mark.slow
 def test_the_epochs_mean_is_that_of_its_images():
     steps = []
 
@@ -75,6 +77,7 @@ def test_the_epochs_mean_is_that_of_its_images():
     assert float(metrics["train/loss_step"]) == pytest.approx(steps[-1][0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     data = Tensors()
     fit(small(ema=Ema(0.9)), data, max_epochs=1).save_checkpoint(tmp_path / "run.ckpt")
@@ -87,6 +90,7 @@ def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     assert set(held) == set(inspect.signature(Classifier).parameters)
 
 
+@pytest.mark.slow
 def test_a_run_of_other_classes_is_not_resumed(tmp_path):
     """In another order they would be other labels, and as many."""
     fit(small(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")

@@ -159,12 +159,14 @@ def test_settings_without_a_native_shape_are_refused(native_folder):
         ImageData("shapes", 32, protocol="native")
 
 
+@pytest.mark.slow
 def test_models_of_one_size_are_refused(command, native):
     fixed = "--model.model_args={embed_dim: 32, depth: 1, num_heads: 2}"
     with pytest.raises(ValueError, match="any image size, which this VisionTransformer has not"):
         run(command("run", *native, "--model.model=vit_tiny_patch16_224", fixed))
 
 
+@pytest.mark.slow
 def test_images_without_a_header_are_left_out(command, native_folder, tmp_path):
     shutil.copytree(native_folder, tmp_path / "data")
     for split in ("train", "val"):
@@ -174,6 +176,7 @@ def test_images_without_a_header_are_left_out(command, native_folder, tmp_path):
     assert listed == [str(tmp_path / "data" / split / "red" / "3.png") for split in ("train", "val")]
 
 
+@pytest.mark.slow
 def test_all_tokens_of_photographs_are_image():
     """Every patch of every batch, augmented and evaluated, holds pixels of its image: padding would have the mean color."""
     flowers = str(shared("data/flowers256"))

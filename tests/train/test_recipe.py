@@ -12,6 +12,7 @@ from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing
 from vitrel.train.running.execution import Execution
 
+pytestmark = pytest.mark.slow
 TABLE = "vitrel_vit_n8_table"
 
 
@@ -60,7 +61,6 @@ def test_strategies_that_shard_weights_are_refused():
 COMPILED = Execution(compile=True, backend="eager")
 
 
-@pytest.mark.slow
 def test_compiled_training_is_the_same(tmp_path):
     def trained(execution):
         torch.manual_seed(0)

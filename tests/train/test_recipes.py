@@ -15,6 +15,7 @@ from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train import Classifier, Optimization, Tuning, run
 from vitrel.train.datamodule import default_batch_size
 
+pytestmark = pytest.mark.slow
 SCRATCH = yaml.safe_load(packaged("train")["scratch"].read_text("utf-8"))["model"]
 
 
@@ -34,7 +35,6 @@ def recipe(name, **how):
 KINDS = ("vit_n8_none", "vit_n8_absolute", "vit_n8_table", "vit_n8_rope_mixed", "vit_n8_cpb", "swin_n", "swinv2_n")
 
 
-@pytest.mark.slow
 @each("name", [f"vitrel_{kind}" for kind in KINDS])
 def test_the_default_recipe_trains_every_family(name):
     trainer = fit(recipe(name), Tensors(batch_size=2, batches=1), max_epochs=1, limit_val_batches=0)
@@ -56,7 +56,6 @@ def weights(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scratch", "finetune", "distill"])
 def test_no_default_is_refused_on_a_small_folder(folder, weights, tmp_path, kind):
     """Neither the size of a batch nor the length of the warm-up, both meant for more images."""
@@ -71,7 +70,6 @@ def test_no_default_is_refused_on_a_small_folder(folder, weights, tmp_path, kind
     assert read(tmp_path / "checkpoints" / "last.ckpt")["vitrel"]["step"] == (1 if kind == "distill" else 3)
 
 
-@pytest.mark.slow
 def test_a_model_without_position_is_trained_and_read_again(folder, tmp_path):
     options = ["--model=resnet10t", f"--data={folder}", "--size=32", "--epochs=1", f"--out={tmp_path}"]
     small = ["--data.n_train=16", "--data.n_val=8", "--data.workers=0", "--data.augment=null", "--trainer.logger=false"]
@@ -110,7 +108,6 @@ def two_updates(name, folder, start, out):
     return [*args, f"--model={'vitrel_swin_n' if 'swin' in model else model.replace('b16', 'n8').replace('s16', 'n8')}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*IMAGENET, "fixres_finetune"])
 def test_it_trains(name, folder, pretrained, tmp_path, capsys):
     run(["fit", *expanded(two_updates(name, folder, pretrained, tmp_path / "run"))])

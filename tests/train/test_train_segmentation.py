@@ -101,6 +101,7 @@ def test_settings_of_classification_are_refused():
         task_named("boxes")
 
 
+@pytest.mark.slow
 def test_mixup_is_refused(segment):
     with pytest.raises(ValueError, match=r"leave out model\.mixing for segmentation"):
         run(segment("run", "--model.mixing={mixup: 0.2}"))

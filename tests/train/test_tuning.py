@@ -11,6 +11,7 @@ from vitrel.train import Classifier, Optimization
 from vitrel.train.ema import Ema
 from vitrel.train.tuning import Tuning
 
+pytestmark = pytest.mark.slow
 ABSOLUTE = "vitrel_vit_n8_absolute"
 
 
@@ -80,7 +81,6 @@ def pretrained(tmp_path_factory):
     return model, path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("absolute", ["keep", "drop", "fade"])
 def test_a_timm_model_with_an_encoding_added(pretrained, absolute, tmp_path, capsys):
     theirs, path = pretrained
@@ -183,7 +183,6 @@ def test_names_are_whole_ones():
     assert trained == {n for n, _ in module.model.named_parameters() if n.startswith("blocks.1.") or n == "cls_token"}
 
 
-@pytest.mark.slow
 @each(
     ("name", "position", "absolute", "result"),
     [

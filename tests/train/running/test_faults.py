@@ -22,6 +22,8 @@ from vitrel.train import Classifier, datamodule, run
 from vitrel.train.running.command import _threads_in_a_line
 from vitrel.train.running.faults import FiniteLoss
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def own(folder, tmp_path):
@@ -33,7 +35,6 @@ def last_step(folder):
     return read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"]
 
 
-@pytest.mark.slow
 def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd):
     """One white image makes the loss NaN: it is among the images named, and the checkpoint before is kept."""
     name = str(own / "train" / "red" / "white.png")
@@ -57,7 +58,6 @@ def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd):
     assert all(torch.isfinite(value).all() for value in read(last)["state_dict"].values())
 
 
-@pytest.mark.slow
 def test_a_bad_weight_is_not_saved(command, tmp_path, capfd):
     """An update may spoil a weight after a loss that was finite."""
 
@@ -79,7 +79,6 @@ def damage(path):
     path.write_bytes(path.read_bytes()[:200])
 
 
-@pytest.mark.slow
 def test_unreadable_images_are_left_out_and_listed(command, own, tmp_path, capfd):
     """In training the batch is smaller, by an even number since mixup pairs them; in evaluation they count nowhere.
 
@@ -160,7 +159,6 @@ def test_a_folder_of_images_that_is_gone_is_named_once(command, own, tmp_path, c
     assert not (tmp_path / "run" / "bad_images.csv").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("call", "hook"), [(3, "on_train_batch_start"), (1, "on_train_epoch_end")])
 def test_a_folder_that_is_removed_ends_the_run_with_its_name(command, tmp_path, capfd, call, hook):
     gone = tmp_path / "run"
@@ -170,7 +168,6 @@ def test_a_folder_that_is_removed_ends_the_run_with_its_name(command, tmp_path, 
     assert not gone.exists()  # a part of a run that looks whole would be worse
 
 
-@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_died(command, tmp_path, monkeypatch):
     args, there = command("run", "--run.save_every=1", epochs=1), tmp_path / "there"
     first = in_child([*args, "--data.workers=1"], at(3, lambda: (there.touch(), time.sleep(300))))
@@ -193,7 +190,6 @@ def kill_a_loader_process():
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_killed_loader_process_ends_the_run_with_one_line(command, tmp_path, capfd):
     args = command("run", "--data.workers=2", "--run.save_every=1")
     assert status(in_child(args, at(3, kill_a_loader_process), main=one_line_of)) == 1

@@ -11,6 +11,8 @@ from helpers.runs import rows
 from vitrel.common.user_modules import VARIABLE, import_modules
 from vitrel.train import run
 
+pytestmark = pytest.mark.slow
+
 METRICS = ("train/loss_epoch", "val/loss", "val/top1")
 
 
@@ -47,7 +49,6 @@ def test_a_logger_that_fails_is_named_in_one_line(command, tmp_path, monkeypatch
         run([*command("run"), "--trainer.logger={class_path: CSVLogger, init_args: {save_dir: x}}"])
 
 
-@pytest.mark.slow
 def test_several_loggers_and_a_callback_of_ones_own(command, tmp_path, monkeypatch):
     code = """
         from pathlib import Path

@@ -15,8 +15,9 @@ from helpers.tars import write_tars
 from vitrel.train import run
 from vitrel.train.running.saving import Saving
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_stopped_where_epochs_and_evaluations_do_not_end_together(command, whole, tmp_path):
     """Killed after an evaluation that lies in an accumulation; told to stop before one of the second epoch that does not."""
     extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", "--trainer.accumulate_grad_batches=2")
@@ -28,7 +29,6 @@ def test_stopped_where_epochs_and_evaluations_do_not_end_together(command, whole
     assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
 
 
-@pytest.mark.slow
 def test_a_finished_run_leaves_no_handler_and_ctrl_c_is_nobodys_in_the_background(command):
     """What follows in the same process must end at a signal; where a shell has ctrl-c ignored, it stays ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -41,7 +41,6 @@ def test_a_finished_run_leaves_no_handler_and_ctrl_c_is_nobodys_in_the_backgroun
     assert status(in_child(command("run", epochs=1), at(4, signal.SIGINT), main=both)) == 0
 
 
-@pytest.mark.slow
 def test_sigterm_to_loader_processes_too(command, tmp_path):
     """As SLURM and `timeout` send it; a run without its loader could not save."""
 
@@ -67,7 +66,6 @@ def position(folder):
     return saved["epoch"], saved["step"]
 
 
-@pytest.mark.slow
 def test_stopped_inside_an_epoch_and_killed_just_after_the_save_at_its_end(command, whole, tmp_path):
     """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
     args, folder = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut"
@@ -88,7 +86,6 @@ def test_stopped_inside_an_epoch_and_killed_just_after_the_save_at_its_end(comma
     assert_same_run(folder, whole(*EVERYTHING, epochs=2))
 
 
-@pytest.mark.slow
 def test_killed_in_an_evaluation_and_stopped_in_the_one_that_makes_up_for_it(command, whole, tmp_path):
     args, folder = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut"
     for number, left in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
@@ -114,7 +111,6 @@ def test_ctrl_c_before_training_saves_nothing(command, tmp_path, capfd):
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-@pytest.mark.slow
 def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
     def wait():
         os.kill(os.getpid(), signal.SIGINT)
@@ -137,7 +133,6 @@ def flip(path):
     path.write_bytes(damaged)
 
 
-@pytest.mark.slow
 def test_from_the_best_checkpoint_where_the_last_is_damaged(command, whole, tmp_path):
     """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
     done, folder = whole(*EVERYTHING, epochs=2), tmp_path / "again"
@@ -153,7 +148,6 @@ def test_from_the_best_checkpoint_where_the_last_is_damaged(command, whole, tmp_
     assert_same_run(folder, done)
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_former_checkpoint(command, tmp_path, capfd):
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # bytes; a checkpoint has more, the logs fewer
@@ -171,7 +165,6 @@ def saved_at(folder):
     return last.stat().st_mtime_ns if last.exists() else None
 
 
-@pytest.mark.slow
 def test_kills_at_random(command, whole, folder, tmp_path):
     """kill -9 at any moment, in the middle of a save too, while loader processes read tars at sizes in turn."""
     write_tars(folder, tmp_path / "tars")

@@ -17,6 +17,8 @@ from vitrel import save
 from vitrel.data import create_dataset
 from vitrel.train import run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def data(folder, tmp_path):
@@ -60,7 +62,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.slow
 @each(
     "changes",
     [CHANGES, {"--data.augment=null": "data.augment: {'scale': ", "--data.size=48": "data.size: [32, 32], now [48, 48]"}],
@@ -73,7 +74,6 @@ def test_other_settings_are_named_with_both_values(command_in, whole, changes):
     assert f"--model.tuning.init_from={last}" in said and str(last) in said
 
 
-@pytest.mark.slow
 def test_a_teacher_is_known_by_its_weights(command, tmp_path):
     """Its file may be moved; another one of the same name is another teacher."""
     shape = "{depth: 1, embed_dim: 32, num_heads: 2}"
@@ -96,7 +96,6 @@ def test_a_teacher_is_known_by_its_weights(command, tmp_path):
     assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 2
 
 
-@pytest.mark.slow
 def test_other_drawn_images_are_named(command, tmp_path):
     args = command("run", "--model.optim.warmup_epochs=0", "--data.n_train=16", "--data.n_val=4", epochs=1)
     run([*args, "--data.data=shapes"])
@@ -144,7 +143,6 @@ def test_other_names_labels_or_sizes_are_other_files(folder, data, tmp_path, tar
     assert fingerprint() in found
 
 
-@pytest.mark.slow
 def test_other_files_are_refused(command_in, whole, data):
     done = whole(*EVERYTHING, epochs=2)
     add(data)
@@ -153,7 +151,6 @@ def test_other_files_are_refused(command_in, whole, data):
     assert str(data) not in said  # where the images lie may change
 
 
-@pytest.mark.slow
 def test_images_of_other_times_are_told_and_the_run_goes_on(command, whole, data, tmp_path):
     """Some ways of copying do not keep the times."""
     shutil.copytree(whole(*EVERYTHING, epochs=2), tmp_path / "run")
@@ -168,7 +165,6 @@ def test_images_of_other_times_are_told_and_the_run_goes_on(command, whole, data
     assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 4
 
 
-@pytest.mark.slow
 def test_what_may_change_ends_in_the_same_weights(command, whole, data, tmp_path):
     """Where the data lies, how it is loaded, how it is computed and what else is written."""
     args = command("cut", *EVERYTHING, f"--data.data={data}", "--run.save_every=1", epochs=2)
