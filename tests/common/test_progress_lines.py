@@ -16,7 +16,7 @@ def clock(monkeypatch):
 
 
 def test_a_log_gets_a_line_now_and_then(clock, capsys):
-    with progress(4, "rows", every=20) as advance:
+    with progress(4, "rows") as advance:
         for what in ("a", "b", "c", "d"):
             clock[0] += 15
             advance(1, what)
@@ -31,7 +31,7 @@ def test_a_log_gets_a_line_now_and_then(clock, capsys):
 def test_the_time_left_counts_what_units_cost(clock, capsys):
     """Sizes of an evaluation, small ones first: at each moment the line says how long the rest takes, within its rounding."""
     costs = [0.0, 24.0, 24.0, 50.0, 98.0, 200.0]  # the first row is done already
-    with progress(len(costs), "rows", every=20, work=sum(costs)) as advance:
+    with progress(len(costs), "rows", work=sum(costs)) as advance:
         for cost in costs:
             for _ in range(4):
                 clock[0] += cost / 4

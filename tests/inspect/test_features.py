@@ -64,12 +64,12 @@ def test_a_function_that_is_not_linear_is_found_as_far_as_it_is():
     feature = ((torch.arange(h) / h) ** 2).double()
     slope = ((feature - feature.mean()) * y).sum() / (feature - feature.mean()).square().sum()
     expected = 1 - ((feature - feature.mean()) * slope - y).square().sum() / y.square().sum()
-    (row,) = measure_features(Maps(lambda y, x: (y**2, 0 * x)), images(32), shifts=())
-    assert row.leak_of_colors.row == pytest.approx(float(expected), abs=1e-3) and math.isnan(row.equivariance)
+    (row,) = measure_features(Maps(lambda y, x: (y**2, 0 * x)), images(32))
+    assert row.leak_of_colors.row == pytest.approx(float(expected), abs=1e-3)
 
 
 def test_a_convolution_without_padding_has_no_position_and_follows_shifts():
-    (row,) = measure_features(Maps(), images(16), shifts=[(1, 0), (0, 1), (3, 5)])
+    (row,) = measure_features(Maps(), images(16))
     assert max(row.leak) < 0.02 and max(row.leak_of_colors) < 0.02
     assert row.equivariance == pytest.approx(1.0, abs=1e-5)
 
@@ -86,7 +86,7 @@ def test_the_border_of_a_padded_convolution_leaks():
 @pytest.mark.parametrize(("y", "x"), [(1, 0), (0, 1), (2, 1)])
 def test_the_share_of_position_is_that_of_the_planted_variances(y, x):
     """A place of known variance beside the mean colors of a patch."""
-    (row,) = measure_features(Maps(lambda a, b: (y * a, x * b)), images(64), shifts=())
+    (row,) = measure_features(Maps(lambda a, b: (y * a, x * b)), images(64))
     place = (y**2 * (8**2 - 1) / 8**2 + x**2 * (12**2 - 1) / 12**2) / 12  # of 0, 1/8, ..., 7/8 and 0, 1/12, ...
     content = F.avg_pool2d(resized(images(64), (32, 48)), 4).var(dim=(0, 2, 3), correction=0).sum()
     assert row.share == pytest.approx((place / (place + float(content)),) * 3, rel=0.03)
@@ -95,7 +95,7 @@ def test_the_share_of_position_is_that_of_the_planted_variances(y, x):
 
 
 def test_content_alone_has_no_share_of_position():
-    (row,) = measure_features(Maps(), images(64), shifts=())
+    (row,) = measure_features(Maps(), images(64))
     assert max(map(abs, row.share)) < 2e-3 and row.share.colors == pytest.approx(0, abs=1e-12)
 
 
@@ -140,7 +140,7 @@ def test_agreement_of_sizes():
 def test_features_of_one_vector_say_nothing():
     leak = position_leak(torch.ones(6, 4, 3, 5))
     assert leak == pytest.approx((0.0, 0.0), abs=1e-9) and math.isnan(position_leak(torch.randn(6, 4, 1, 5)).row)
-    (row,) = measure_features(Maps(), torch.zeros(8, 3, 32, 48), shifts=())
+    (row,) = measure_features(Maps(), torch.zeros(8, 3, 32, 48))
     assert all(map(math.isnan, row.share))  # no variance to share
 
 
@@ -158,9 +158,10 @@ def test_features_of_one_vector_say_nothing():
 def test_models_of_timm_and_vitrel(name, options, grid):
     model = timm.create_model(name, **options).train()
     size = (32, 48)
-    rows = measure_features(model, images(6), size, layers=(0, -1), sizes=[(64, 96)], shifts=())
+    rows = measure_features(model, images(6), size, layers=(0, -1), sizes=[(64, 96)])
     assert [row.layer for row in rows] == [0, -1] and rows[1].grid == grid and rows[0].model.startswith(name[:8])
     assert all(-1 <= row.agreement[(64, 96)] <= 1.0001 for row in rows)
+    assert math.isnan(rows[1].equivariance) == (grid != (4, 6))  # no room for shifts
     assert all(module.training for module in model.modules())
 
 
@@ -178,7 +179,7 @@ def test_an_embedding_is_a_leak_and_no_position_is_none():
     """On images of one color, where content tells nothing."""
     torch.manual_seed(0)
     kept, none = (timm.create_model(f"vitrel_vit_n8_{position}") for position in ("sincos", "none"))
-    leaks = [measure_features(model, images(8), (64, 96), shifts=())[0].leak_of_colors for model in (kept, none)]
+    leaks = [measure_features(model, images(8), (64, 96))[0].leak_of_colors for model in (kept, none)]
     assert min(leaks[0]) > 0.9 and max(leaks[1]) < 0.01
 
 
@@ -200,8 +201,6 @@ def test_a_row_as_columns():
         (dict(images=torch.randn(3, 3, 32, 48)), r"with at least 4 images, not \[3, 3, 32, 48\]"),
         (dict(images=torch.randn(8, 32, 48)), r"not \[8, 32, 48\]"),
         (dict(layers=(2,)), "only layer -1 of forward_features is possible"),
-        (dict(shifts=[(8, 0)]), "are not 0 to below the 8x12 grid"),
-        (dict(shifts=[(-1, 0)]), "are not 0 to below the 8x12 grid"),
         (dict(size=(34, 48)), "a token of the 8x12 grid is no whole number of pixels at 34x48: choose another size"),
     ],
 )

@@ -21,16 +21,15 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(total: int, unit: str, every: float = EVERY, work: float | None = None) -> Iterator[Advance]:
+def progress(total: int, unit: str, work: float | None = None) -> Iterator[Advance]:
     """Context manager that gives the function `Advance`, which adds to the units done of `total`, and shows them on stderr.
 
-    On a terminal it is a tqdm bar. Elsewhere a line is printed whenever `every` seconds have passed since the last one, and one
+    On a terminal it is a tqdm bar. Elsewhere a line is printed whenever 20 seconds have passed since the last one, and one
     at the end if the work took longer than that.
 
     Args:
         total: number of units.
         unit: what they are called, in the plural.
-        every: seconds between two lines.
         work: sum of the costs of all units, in any measure that is proportional to time; by default each costs 1. The time left
             is that of the work left, at the mean speed so far; a unit that was done before costs 0.
     """
@@ -60,11 +59,11 @@ def progress(total: int, unit: str, every: float = EVERY, work: float | None = N
     def advance_log(share: float, what: str, cost: float = 1.0) -> None:
         nonlocal done, worked
         done, worked = done + share, worked + share * cost
-        if time.monotonic() - printed >= every:
+        if time.monotonic() - printed >= EVERY:
             print_line(what)
 
     yield advance_log
-    if time.monotonic() - start >= every:
+    if time.monotonic() - start >= EVERY:
         print_line("done")
 
 

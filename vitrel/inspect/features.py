@@ -91,7 +91,6 @@ def measure_features(
     size: int | Size | None = None,
     layers: Sequence[int] = (-1,),
     sizes: Sequence[int | Size] = (),
-    shifts: Sequence[tuple[int, int]] = SHIFTS,
     batch_size: int = 32,
 ) -> list[FeatureRow]:
     """Measure leak, share, equivariance and agreement of position in a model's features, one `FeatureRow` for each of `layers`.
@@ -106,13 +105,11 @@ def measure_features(
         size: of the images in pixels, int or (h, w); None: the size that the model was trained at.
         layers: indices of `forward_intermediates`, negative ones from the end.
         sizes: other sizes in pixels, for the agreement.
-        shifts: shifts for the equivariance, (down, right) in tokens of a layer, 0 or more; a token must be a whole number of
-            pixels. () measures no equivariance.
         batch_size: of a forward pass.
 
     Raises:
-        ValueError: too few images, a size or layer that the model does not have, shifts that do not fit, or features that are
-            no map of tokens.
+        ValueError: too few images, a size or layer that the model does not have, tokens of no whole number of pixels, or
+            features that are no map of tokens.
     """
     size = trained_size(model) if size is None else checked_size(size)
     if images.dim() != 4 or len(images) < 4:
@@ -132,9 +129,9 @@ def measure_features(
         share = Share(*(float(position_variance(x) / variance.double()) for x in on))  # NaN of features that are all equal
         leaks = position_leak(on[0]), position_leak(on[1])
         rows.append(FeatureRow(model_name(model), layer, size, _grid(on[0]), *leaks, share, torch.nan, {}))
-    for grid in dict.fromkeys(row.grid for row in rows) if shifts else ():
+    for grid in dict.fromkeys(row.grid for row in rows):
         alike = [number for number, row in enumerate(rows) if row.grid == grid]
-        moved = _equivariances(features, images, size, grid, shifts, [layers[number] for number in alike])
+        moved = _equivariances(features, images, size, grid, [layers[number] for number in alike])
         for number, value in zip(alike, moved, strict=True):
             rows[number] = rows[number]._replace(equivariance=value)
     for other in others:
@@ -243,30 +240,30 @@ def _equivariances(
     images: Tensor,
     size: Size,
     grid: Size,
-    shifts: Sequence[tuple[int, int]],
     layers: Sequence[int],
 ) -> list[float]:
     """Return for each of `layers`, all of this grid, the mean cosine of tokens with those of the same pixels in shifted images.
 
-    `images` are resized to more than `size` pixels; crops of `size`, moved by each of `shifts` (down, right) in tokens, go to
-    `features(crops, chosen=layers)`. ValueError if a token is no whole number of pixels, or a shift is negative or too large.
+    `images` are resized to more than `size` pixels; crops of `size`, moved by each of SHIFTS, go to `features(crops,
+    chosen=layers)`. On a grid that is too small for these shifts it is NaN. ValueError if a token is no whole number of pixels.
     """
+    furthest = tuple(map(max, zip(*SHIFTS, strict=True)))
+    if any(step >= n for step, n in zip(furthest, grid, strict=True)):
+        return [torch.nan] * len(layers)
     if any(n % m for n, m in zip(size, grid, strict=True)):
         where = f"a token of the {format_size(grid)} grid is no whole number of pixels at {format_size(size)}"
-        raise ValueError(f"{where}: choose another size, or shifts=()")
-    if any(not 0 <= step < n for shift in shifts for step, n in zip(shift, grid, strict=True)):
-        raise ValueError(f"shifts {tuple(shifts)} are not 0 to below the {format_size(grid)} grid of layer {layers[0]}")
+        raise ValueError(f"{where}: choose another size")
     (h, w), (y, x) = size, (n // m for n, m in zip(size, grid, strict=True))
-    whole = resized(images, (h + y * max(down for down, _ in shifts), w + x * max(right for _, right in shifts)))
+    whole = resized(images, (h + y * furthest[0], w + x * furthest[1]))
     still, found = features(whole[:, :, :h, :w], chosen=layers), [0.0] * len(layers)
-    for down, right in shifts:
+    for down, right in SHIFTS:
         moved = features(whole[:, :, down * y : down * y + h, right * x : right * x + w], chosen=layers)
         for number, (a, b) in enumerate(zip(still, moved, strict=True)):
             mean = a.mean((0, 2, 3), keepdim=True)
             cosine = F.cosine_similarity(
                 a[:, :, down:, right:] - mean, b[:, :, : grid[0] - down, : grid[1] - right] - mean, dim=1
             )
-            found[number] += float(cosine.mean()) / len(shifts)
+            found[number] += float(cosine.mean()) / len(SHIFTS)
     return found
 
 

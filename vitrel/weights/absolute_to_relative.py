@@ -31,7 +31,6 @@ from vitrel.weights.recognize import as_vitrel
 from vitrel.weights.relativize import relativize
 
 IMAGES = 256  # by default; with 64 the fit takes a third of the time and keeps clearly less accuracy
-STEPS = 32  # of distillation
 _CHUNK = 16  # images that run through a block at a time
 _LOGITS = 2**24  # attention logits to which an encoding is fitted, at most (64 MiB in float32), and at most 16 images
 
@@ -88,8 +87,6 @@ def absolute_to_relative(
     *,
     absolute: str = "drop",
     fade_steps: int | None = None,
-    refit: bool = True,
-    steps: int = STEPS,
 ) -> Any:
     """Return a vitrel model with another position encoding, fitted to images; its attribute `conversion` is a ConversionReport.
 
@@ -102,11 +99,8 @@ def absolute_to_relative(
         position_args: as in `relativize`.
         absolute: "drop" removes the embedding, also that of a Swin. "fade", of a ViT alone, scales it to 0 over the first
             `fade_steps` steps of fine-tuning: encodings are fitted as for "drop" and act beside the full embedding at first;
-            `refit` and `steps` are ignored.
+            no other weights are fitted.
         fade_steps: number of training steps, for "fade".
-        refit: refit the last linear layers of attention and MLP, in pre-norm blocks.
-        steps: updates at the end, of 32 images each, in which all weights learn to give the original's last features; 0 for
-            none.
 
     Raises:
         ValueError: `absolute` is "keep", the model has no position that can be fitted, images have another shape or are not
@@ -116,7 +110,7 @@ def absolute_to_relative(
         raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")
     check_choice("absolute_to_relative", "absolute", absolute, ("drop", "fade"))
     if isinstance(model, Segmenter):
-        given = dict(absolute=absolute, fade_steps=fade_steps, refit=refit, steps=steps)
+        given = dict(absolute=absolute, fade_steps=fade_steps)
         return model.with_backbone(absolute_to_relative(model.backbone, images, position, position_args, **given))
     start = time.perf_counter()
     original = copy.deepcopy(model) if isinstance(model, Backbone) else as_vitrel(model)
@@ -130,21 +124,20 @@ def absolute_to_relative(
     fitted = result
     if absolute == "fade":  # the encodings are for the model once the embedding is gone
         fitted = relativize(original, position, absolute="drop", **options).eval()
-        refit, steps = False, 0
     grid = original.token_grid(size)
     added = None if original.pos_embed is None else original.pos_embed(grid).tokens
     if added is not None:
         _fold(fitted, added, grid)
     new_rotation = any(POSITIONS[key].rotates for key in position.split("+"))
-    fits = _convert(fitted, original, images, new_rotation, refit)
+    fits = _convert(fitted, original, images, new_rotation, refit=absolute != "fade")
     if absolute == "fade":
         _fold(result, added, grid)
         _unfold(result, added, grid)
         for block, source in zip(result.blocks, fitted.blocks, strict=True):
             for part in ("position", "attn.qkv"):  # q and k have another basis for a rotation
                 block.get_submodule(part).load_state_dict(source.get_submodule(part).state_dict())
-    if steps:
-        distil(result, original, images, steps)
+    else:
+        distil(result, original, images)
     has_parameters = any(True for _, block in layers(result) for _ in block.position.parameters())
     seconds = time.perf_counter() - start
     report = ConversionReport(position, len(images), grid[:2], seconds, has_parameters, *zip(*fits, strict=True))

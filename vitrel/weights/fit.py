@@ -33,7 +33,7 @@ _STARTS = ((0.5, 1.0), (0.75, 1.0), (0.5, 0.3), (0.75, 0.1))  # (share of the ch
 _SLOWEST, _FASTEST = 0.15, 1.5  # radians per patch of the pairs that rotate at the start
 _HIDDEN = -1e4  # added to the logits of keys that a query does not see; with -inf the divergence would be 0 * inf
 _RATE, _BATCH, _PART, _WARMUP = 2e-4, 32, 8, 0.1  # of distillation: learning rate, images per update and at a time, warm-up
-
+STEPS = 32  # updates of distillation
 _JUDGED = 64  # images by which it is decided whether `distil` has helped
 
 
@@ -321,10 +321,10 @@ def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tenso
         layer.bias.add_(change[:, -1].to(layer.bias.dtype))
 
 
-def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> None:
+def distil(model: Backbone, original: Backbone, images: Tensor) -> None:
     """Train a model in place, without labels, to give the original's last features on images and their mirror images.
 
-    Each of `steps` updates takes 32 of the images [B, C, height, width]; both models must be in evaluation mode. The loss is
+    Each of 32 updates takes 32 of the images [B, C, height, width]; both models must be in evaluation mode. The loss is
     the squared distance of each token, divided by the variance of the original's; class and register tokens together count as
     much as patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it was: updates of this
     size can only harm a model that already follows the original closely.
@@ -334,12 +334,12 @@ def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> N
     groups = [{"params": [p for name, p in named.items() if scales.get(name, 1.0) == scale], "lr": _RATE * scale}
               for scale in sorted({scales.get(name, 1.0) for name in named})]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    warmup = max(1, round(_WARMUP * steps))
+    warmup = max(1, round(_WARMUP * STEPS))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, i - warmup) / max(1, steps - warmup)))
+        optimizer, lambda i: min((i + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, i - warmup) / max(1, STEPS - warmup)))
     )
     generator = torch.Generator().manual_seed(0)
-    drawn, size = _draw(len(images), steps * _BATCH, generator), min(_PART, _BATCH)
+    drawn, size = _draw(len(images), STEPS * _BATCH, generator), min(_PART, _BATCH)
 
     def loss_of(image: Tensor) -> Tensor:
         with torch.no_grad():
@@ -354,7 +354,7 @@ def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> N
         return sum(loss_of(part).item() * len(part) for part in parts)
 
     initial, loss_before = [parameter.detach().clone() for parameter in named.values()], loss_now()
-    for _ in range(steps):
+    for _ in range(STEPS):
         mirrored = torch.rand((), generator=generator) < 0.5
         for _ in range(_BATCH // size):  # in parts, for memory
             image = images[[next(drawn) for _ in range(size)]].to(next(iter(named.values())).device)
