@@ -31,7 +31,7 @@ class Tensors(LightningDataModule):
 
     def __init__(self, num_classes: int = 4, batch_size: int = 4, batches: int = 6) -> None:
         super().__init__()
-        self.num_classes, self.batch_size = num_classes, batch_size
+        self.num_classes, self.batch_size, self.batches = num_classes, batch_size, batches
         self.classes = [f"c{i}" for i in range(num_classes)]
         generator = torch.Generator().manual_seed(1)
         n = batch_size * batches
