@@ -2,8 +2,8 @@
 
 `recorder` sees the attention of a model; `any_model` brings a model to a size and traces it there; `vitrel.diagnose`, recorded
 attention (`attention`), leaks of windows and figures (`plot`) read what is seen. One attention is a `recorder.Attention` as its
-operators show it, an `any_model.Call` once its tokens are located, and an `attention.Layer` with its weights. `vitrel.explain`
-shows the terms of attention.
+operators show it, an `any_model.LocatedCall` once its tokens are located, and an `attention.Layer` with its weights.
+`vitrel.explain` shows the terms of attention.
 """
 
 import importlib

@@ -57,7 +57,7 @@ class StageWindows(NamedTuple):
         return 1 - h * w / ((h + down) * (w + right))
 
 
-class Call(NamedTuple):
+class LocatedCall(NamedTuple):
     """One attention layer in a forward pass at one image size: where its tokens lie, and what position adds to its logits.
 
     It attends in W windows of N slots; a slot holds a token or padding: `tokens` [W, N] is the token's index, -1 for padding.
@@ -98,7 +98,7 @@ class Trace(NamedTuple):
     `attends` is whether there is a softmax of values that depend on the image.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[LocatedCall, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
     resampled: dict[str, int]  # {policy: number of parameter values resampled inside forward}
     attends: bool  # whether there is a softmax of what depends on the image, recognized as attention or not
@@ -240,7 +240,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
     The model runs in evaluation mode. Raises what forward raises for the size.
     """
-    calls: list[Call] = []
+    calls: list[LocatedCall] = []
     encodings: list[tuple[PositionEncoding, Grid]] = []
     grids: dict[str, Grid] = {}  # of vitrel's attention
     hooks = [
@@ -270,8 +270,8 @@ def trace(model: nn.Module, size: Size) -> Trace:
     return Trace(tuple(calls), tuple(encodings), resampled, found.softmaxes > 0)
 
 
-def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> Call:
-    """Return the `Call` of a layer of vitrel on a grid, with the tokens in the slots of its windows and its masks.
+def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> LocatedCall:
+    """Return the `LocatedCall` of a layer of vitrel on a grid, with the tokens in the slots of its windows and its masks.
 
     It follows from the layer's settings, not from a pass, and has no bias and no rotation.
 
@@ -283,22 +283,22 @@ def own_call(name: str, module: Attention, grid: Grid, device: torch.device) -> 
     """
     line = own_windows(module, grid[:2])
     if line.window is None:
-        return Call(name, grid, module.num_heads, tokens=torch.arange(grid.tokens, device=device)[None])
+        return LocatedCall(name, grid, module.num_heads, tokens=torch.arange(grid.tokens, device=device)[None])
     n = line.window[0] * line.window[1]
     layout = windows(grid.h, grid.w, line.window, module.shift, device)
     tokens = torch.full_like(layout.source, -1)
     tokens[layout.inverse] = torch.arange(grid.tokens, device=device)
     visible = layout.visible.unflatten(0, (-1, n))[:, None]  # [W, 1, N, N]
-    return Call(name, grid, module.num_heads, line.window, line.shift, False, tokens.unflatten(0, (-1, n)), visible)
+    return LocatedCall(name, grid, module.num_heads, line.window, line.shift, False, tokens.unflatten(0, (-1, n)), visible)
 
 
-def located(found: Seen, size: Size, model: nn.Module) -> Call:
-    """Return the `Call` of an attention that the recorder saw: its grid, windows, the token in each slot, bias and masks.
+def located(found: Seen, size: Size, model: nn.Module) -> LocatedCall:
+    """Return the `LocatedCall` of an attention that the recorder saw: its grid, windows, token in each slot, bias and masks.
 
     The first three follow from the pixels at which the patches of its queries begin. If these are no complete grid of the
     image, `grid` is None in the result. `size` is that of the image, (h, w) in pixels; `model` tells the window size.
     """
-    unknown = Call(found.where, None, len(found.logits), rotation=found.rotation)
+    unknown = LocatedCall(found.where, None, len(found.logits), rotation=found.rotation)
     if found.places is None or found.places[0].shape[-1] < 2:
         return unknown
     place = found.places[0]  # [L, N]
@@ -343,7 +343,7 @@ def located(found: Seen, size: Size, model: nn.Module) -> Call:
         number = 0 if visible is None else int(visible.sum((1, 2, 3)).argmax())  # of the window that hides least
         pairs = bias[number] if visible is None else torch.where(visible[number], bias[number], torch.nan)
         table = by_offset(pairs, shape, prefix)
-    call = Call(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, table)
+    call = LocatedCall(found.where, grid, heads, window, shift, strided, tokens.to(found.logits.device), visible, table)
     return call._replace(rotation=found.rotation, heads_first=heads_first, square=same)
 
 

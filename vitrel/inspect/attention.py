@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import Call, located, model_name, on_images, own_call, patch_grid
+from vitrel.inspect.any_model import LocatedCall, located, model_name, on_images, own_call, patch_grid
 from vitrel.inspect.recorder import Attention as Seen
 from vitrel.inspect.recorder import run
 from vitrel.layers import Attention
@@ -288,7 +288,7 @@ def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
     return y, x
 
 
-def _layer(call: Call, found: Seen, batch: int, position: bool) -> Layer:
+def _layer(call: LocatedCall, found: Seen, batch: int, position: bool) -> Layer:
     """Return the `Layer` of an attention of `batch` images, located by `call`; see `for_each_layer` for position=False."""
     logits, content = call.unflattened(found.logits, batch), None
     if position:
@@ -327,7 +327,7 @@ def _own_layer(
     return layer._replace(query=q, key=k, rotation=terms.rotary or ())
 
 
-def _from_logits(call: Call, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
+def _from_logits(call: LocatedCall, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
     """Return a `Layer` from the masked logits [B, W, H, N, N] of the model.
 
     Args:

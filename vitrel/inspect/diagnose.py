@@ -21,7 +21,7 @@ from vitrel.common.tables import aligned
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import (
     REFUSALS,
-    Call,
+    LocatedCall,
     ModelAtSize,
     StageWindows,
     Trace,
@@ -248,7 +248,7 @@ def _own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tup
     )
 
 
-def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasChange], list[float]]:
+def _changes(before: Sequence[LocatedCall], after: Sequence[LocatedCall]) -> tuple[list[BiasChange], list[float]]:
     """Return how bias and rotation change from a model's calls at one size to those at another, and shares of unseen offsets.
 
     Calls are paired in order; pairs of other names, or without a grid, are skipped. A share, 0 to 1, is given for each pair
@@ -274,7 +274,7 @@ def _changes(before: Sequence[Call], after: Sequence[Call]) -> tuple[list[BiasCh
     return changes, unseen
 
 
-def _angles(call: Call) -> Tensor | None:
+def _angles(call: LocatedCall) -> Tensor | None:
     """Return the angles of `_neighbors` from a call's rotation, not empty; None without sines or cosines for its whole grid."""
     grid = call.window or call.grid[:2]
     parts = {rotates(part): part for part in call.rotation}
@@ -354,9 +354,9 @@ def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
         yield StageDiagnosis(name, line, leaks.get(name), padded, shifts and len(alike) > 1 and several and not line.strided)
 
 
-def _different(calls: Sequence[Call]) -> list[Call]:
+def _different(calls: Sequence[LocatedCall]) -> list[LocatedCall]:
     """Return the calls without those that equal an earlier one in `tokens` and in the pairs visible to any head."""
-    kinds: list[Call] = []
+    kinds: list[LocatedCall] = []
     for call in calls:
         for other in kinds:
             masks = call.visible, other.visible

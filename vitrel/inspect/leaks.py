@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
-from vitrel.inspect.any_model import Call, trace
+from vitrel.inspect.any_model import LocatedCall, trace
 
 
 class Leaks(NamedTuple):
@@ -47,7 +47,7 @@ def border_leak(model: nn.Module, size: Size) -> float | None:
     return max((float(leak.across.float().mean()) for leak in leaks), default=None)
 
 
-def find_leaks(call: Call) -> Leaks | None:
+def find_leaks(call: LocatedCall) -> Leaks | None:
     """Return the `Leaks` of a layer, across borders and to padding; None if it is global or strided, or its grid unknown."""
     if call.grid is None or call.window is None or call.strided:
         return None
