@@ -5,7 +5,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import command
+from helpers import command, each
 from helpers.pictures import write_classes
 from vitrel.compare import jobs
 from vitrel.compare.config import load_comparison
@@ -23,7 +23,7 @@ CONFIG = {
         {"name": ABSOLUTE, "label": "roped", "seeds": [0], "train": {"model": {"tuning": ADDED}}},
         {"name": ABSOLUTE, "label": "plain", "train": {"model": {"optim": {"position_lr_scale": 1}}}},
     ],
-    "seeds": [0, 1],
+    "seeds": [1],
     "train": {
         "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
         "data": {"size": 32, "batch_size": 8},
@@ -58,11 +58,11 @@ def compare(tmp_path, monkeypatch):
 def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tmp_path, capsys):
     compare()
     printed = capsys.readouterr().out
-    assert "on photographs, evaluated on labeled" in printed and "[3/3] plain-seed1" in printed
+    assert "on photographs, evaluated on labeled" in printed and "[2/2] plain-seed1" in printed
     folder = tmp_path / "runs" / "trial"
-    assert sorted(path.parent.name for path in folder.glob("*/checkpoints")) == ["plain-seed0", "plain-seed1", "roped-seed0"]
+    assert sorted(path.parent.name for path in folder.glob("*/checkpoints")) == ["plain-seed1", "roped-seed0"]
     rows = pd.read_csv(folder / "results.csv")
-    assert set(zip(rows["label"], rows["seed"], strict=True)) == {("aid", 0), ("roped", 0), ("plain", 0), ("plain", 1)}
+    assert set(zip(rows["label"], rows["seed"], strict=True)) == {("aid", 0), ("roped", 0), ("plain", 1)}
     assert set(rows["n"]) == {8} and read_folder(folder).settings["data"] == "labeled"
     [comparison] = load_comparison(tmp_path / "trial.yaml", tmp_path / "runs")
     aid, roped, *_ = trained_models(comparison)
@@ -73,23 +73,25 @@ def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tm
             assert torch.equal(aid.model(image), roped.model(image)) == equal
 
 
-@pytest.mark.parametrize(
-    ("models", "message"),
+GONE = {"name": ABSOLUTE, "label": "a", "train": {"model": {"tuning": {"init_from": "gone.ckpt"}}}}
+AID, ROPED, _ = CONFIG["models"]
+
+
+@each(
+    ("changes", "message"),
     [
-        ([{"name": ABSOLUTE, "label": "a", "train": {"model": {"tuning": {"init_from": "gone.ckpt"}}}}], r"gone\.ckpt"),
-        ([CONFIG["models"][1], CONFIG["models"][0] | {"model_args": {"position": "table"}}], "aid cannot have the weights"),
-        (["vitrel_vit_n8_tabel"], "vitrel_vit_n8_tabel cannot be built: .*vitrel_vit_n8_table"),
-        ([CONFIG["models"][1], CONFIG["models"][0] | {"model_args": {"depht": 2}}], "aid cannot have .*depht"),
-        ([CONFIG["models"][1] | {"train": {"model": {"tuning": {"position": "tabel"}}}}], "roped cannot be built: .*tabel"),
+        ({"models": [GONE]}, r"gone\.ckpt"),
+        ({"models": [ROPED, AID | {"model_args": {"position": "table"}}]}, "aid cannot have the weights"),
+        ({"models": ["vitrel_vit_n8_tabel"]}, "vitrel_vit_n8_tabel cannot be built: .*vitrel_vit_n8_table"),
+        ({"models": [ROPED, AID | {"model_args": {"depht": 2}}]}, "aid cannot have .*depht"),
+        ({"models": [ROPED | {"train": {"model": {"tuning": {"position": "tabel"}}}}]}, "roped cannot be built: .*tabel"),
+        (
+            {"evaluate": CONFIG["evaluate"] | {"policies": ["bicubic", "rescale"]}},
+            "no model has the policy 'rescale'; the policies of .*bicubic",
+        ),
     ],
 )
-def test_models_that_cannot_be_trained_are_refused_before_training(compare, monkeypatch, models, message):
+def test_what_cannot_be_trained_or_evaluated_is_refused_before_training(compare, monkeypatch, changes, message):
     monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
     with pytest.raises(SystemExit, match=message):
-        compare(models=models)
-
-
-def test_policies_that_no_model_has_are_refused_before_training(compare, monkeypatch):
-    monkeypatch.setattr(jobs, "run", lambda arguments: pytest.fail("trained"))
-    with pytest.raises(SystemExit, match=r"no model has the policy 'rescale'; the policies of .*bicubic"):
-        compare(evaluate=CONFIG["evaluate"] | {"policies": ["bicubic", "rescale"]})
+        compare(**changes)

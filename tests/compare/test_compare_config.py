@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import ROOT
+from helpers import ROOT, each
 from vitrel.cli.compare import compare
 from vitrel.compare.config import load_comparison
 from vitrel.compare.jobs import epochs_done
@@ -115,7 +115,7 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
         load(models=[models[0] | {"tuned_from": "nothing"}, models[1]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"modles": []}, "unknown key 'modles': did you mean models"),
@@ -185,25 +185,24 @@ def test_data_are_those_of_the_file_or_of_the_command(load):
     assert (found.data, found.evaluated, found.runs[0].training["data"]["data"]) == ("shapes", "labeled", "shapes")
 
 
-CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
+def test_the_configurations_of_the_repository_are_valid():
+    for path in (ROOT / "configs").glob("*.yaml"):
+        for found in load_comparison(path, Path("runs")):
+            assert found.name.split("/")[0] == path.stem and len(found.runs) >= 4
+        header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+        for word in ("Command", "Hardware", "Time", "Expected", "Measured"):
+            assert any(line.startswith(f"# {word}:") for line in header), (path.name, word)
 
 
-@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_the_configurations_of_the_repository_are_valid(path):
-    for found in load_comparison(path, Path("runs")):
-        assert found.name.split("/")[0] == path.stem and len(found.runs) >= 4
-    header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
-    for word in ("Command", "Hardware", "Time", "Expected", "Measured"):
-        assert any(line.startswith(f"# {word}:") for line in header)
-
-
-def test_of_a_seed_the_longest_training_comes_first(load, monkeypatch):
-    """At the end it would run alone."""
+def test_of_a_seed_the_longest_training_comes_first_and_what_is_tuned_last(load, monkeypatch):
+    """At the end the longest would run alone."""
     order = []
-    monkeypatch.setattr("vitrel.compare.jobs.train_all", lambda runs, jobs: order.extend(folder.name for folder in runs))
+    monkeypatch.setattr("vitrel.compare.jobs.train_all", lambda runs, jobs: order.append([folder.name for folder in runs]))
     monkeypatch.setattr("vitrel.compare.models.evaluate", lambda comparison, how: None)
-    models = [
-        ROPE | {"label": name, "train": {"data": {"n_train": n}}} for name, n in (("few", 10), ("all", None), ("many", 99))
-    ]
-    compare(load(models=models), 1, {})
-    assert order == [f"{name}-seed{seed}" for seed in (0, 1) for name in ("all", "many", "few")]
+    images = {"few": 10, "all": None, "many": 99}
+    models = [ROPE | {"label": "tuned", "tuned_from": "few"}]
+    models += [ROPE | {"label": name, "train": {"data": {"n_train": n}}} for name, n in images.items()]
+    compare(load(models=models, seeds=[3, 1]), 1, {})
+    assert order == [
+        [f"{name}-seed{seed}" for seed in (3, 1) for name in ("all", "many", "few")], ["tuned-seed3", "tuned-seed1"]
+    ]  # fmt: skip

@@ -1,6 +1,5 @@
 """The `vitrel` commands of README and the pages run, at small sizes, in a folder with the data and weights that they name."""
 
-import functools
 import os
 import re
 import shlex
@@ -13,8 +12,7 @@ import timm
 import torch
 from huggingface_hub import constants
 from PIL import Image
-from test_page_examples import COMMANDS, PAGES, blocks, commands
-from timm.models import _registry
+from test_page_examples import COMMANDS, PAGES, blocks, commands, small_models
 
 import vitrel
 from helpers import each
@@ -23,6 +21,7 @@ from helpers.runs import in_child, status
 from helpers.timm_peers import write_to_cache
 from vitrel import cli
 from vitrel.cli.train import _without, expanded
+from vitrel.evaluate import run as evaluation
 from vitrel.train import run
 
 # Commands of hours or of packages that may be missing, and where they run at a small size.
@@ -31,6 +30,7 @@ ELSEWHERE = {
     "train --config imagenet_": "recipes, two updates each: tests/train",
     "train --config fixres_finetune": "the same",
     "train --data flowers --trainer.logger": "loggers: tests/train",
+    "export runs/flowers --format onnx": "tests/cli/test_cli_export.py; of any size: tests/models/test_export_formats.py",
     "convert runs/flowers --push": "uploads, to a folder: tests/models/test_hub.py",
 }
 VIT = "vit_tiny_patch16_224"
@@ -64,6 +64,8 @@ SHORT = {  # {beginning of a command: what makes it short}
     "train": EIGHT,
     "evaluate runs/flowers runs/table --data flowers --size 28": FEW,
     "evaluate": f"{FEW} --no-report",
+    "check my_package.models:build_model --model-args": "--checks batch axes dtype",
+    "check my_package.models:port": "--checks like rotation",
     "predict": "--workers 0",
     "features vit_tiny_patch16_224": "--images 4 --layers 0 -1",
     "features": "--images 4 --train-images 8 --val-images 4",
@@ -72,15 +74,14 @@ SHORT = {  # {beginning of a command: what makes it short}
 
 
 @pytest.fixture
-def small_models(monkeypatch):
-    """Models of few layers and channels under the names of the pages."""
-    for name, how in SMALL.items():
-        entry = functools.partial(timm.model_entrypoint(name), **how)
-        monkeypatch.setitem(_registry._model_entrypoints, name, functools.update_wrapper(entry, timm.model_entrypoint(name)))
+def brief(monkeypatch):
+    """Models of few layers and channels under the names of the pages, and few images in each step that fits an encoding."""
+    small_models(monkeypatch, SMALL)
+    monkeypatch.setattr("vitrel.weights.fit._BATCH", 2)
 
 
 @pytest.fixture
-def folder(tmp_path_factory, small_models):
+def folder(tmp_path_factory, brief):
     """A folder with everything that the commands name: images, masks, weights, modules, and a cache of timm's weights."""
     folder = tmp_path_factory.mktemp("user")
     for name in FLOWERS:
@@ -151,7 +152,8 @@ def run_all(folder, pages):
         (here / "runs").mkdir(parents=True)
         for file in folder.iterdir():
             (here / file.name).symlink_to(file)
-        if done:
+        if done:  # the report of one evaluation is enough
+            evaluation.write = lambda folder, *given: folder / "report.html"
             for name, trained in (("flowers", "flowers"), ("a", "flowers"), ("absolute", "flowers"), ("table", "table")):
                 (here / "runs" / name).symlink_to(pages / "README.md" / "runs" / trained)
         os.chdir(here)
@@ -163,7 +165,7 @@ def run_all(folder, pages):
                 assert ended_as(short(argv)) in (0, None), f"{page}: vitrel {line}"
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=40)
 def test_commands_of_the_pages_run(folder, tmp_path, monkeypatch):
     """In a process of its own, since a page's encoding is registered, and its module imported by later commands."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))

@@ -1,6 +1,7 @@
 """Code and command lines of README and the pages: the Python runs as it stands there, every `vitrel` command line parses."""
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -9,7 +10,9 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
+from timm.models import _registry
 
+import vitrel.models  # noqa: F401  registers its models with timm
 from helpers import ROOT, each
 from vitrel import cli
 from vitrel.cli.options import packaged
@@ -21,15 +24,11 @@ PAGES = {
 }
 NOT_RUN = "# not run"  # first line of a block that needs a file or is a sketch
 SWIN = {"depths": (2, 1, 1, 1), "embed_dim": 24}
-SHALLOW = {"swin_tiny_patch4_window7_224": SWIN, "vitrel_swin_t": SWIN, "vitrel_swin_n": {"depths": (2, 1, 1)}}
-VITS = (
-    "vit_tiny_patch16_224",
-    "deit3_small_patch16_224",
-    "vit_small_patch14_dinov2",
-    "vitrel_vit_n8_absolute",
-    "vitrel_vit_n8_table",
-)
-SHALLOW |= {name: {"depth": 1} for name in VITS}
+VIT = {"depth": 1, "embed_dim": 48, "num_heads": 3}
+SHALLOW = {"swin_tiny_patch4_window7_224": SWIN, "vitrel_swin_t": SWIN, "vitrel_swinv2_t": SWIN}
+SHALLOW |= dict.fromkeys(("vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_dinov2"), VIT)
+SHALLOW |= {name: {"depth": 1} for name in ("test_vit", *timm.list_models(["vitrel_vit_n8_*", "vitrel_vit_s16_*"]))}
+SHALLOW["vitrel_swin_n"] = {"depths": (2, 1, 1)}
 FAST = ("docs/how_to/layer.md", "docs/how_to/large_images.md")
 OF_ITS_OWN = "docs/how_to/write_an_encoding.md"  # registers models; tests/models/test_register_position.py runs it
 
@@ -60,11 +59,17 @@ def commands(page: str) -> list[list[str]]:
 COMMANDS = {shlex.join(argv): argv for page in PAGES for argv in commands(page)}
 
 
+def small_models(monkeypatch, smaller):
+    """Makes timm's models of the names in `smaller` with these arguments, where no others are given."""
+    for name, how in smaller.items():
+        entry = functools.partial(timm.model_entrypoint(name), **how)
+        monkeypatch.setitem(_registry._model_entrypoints, name, functools.update_wrapper(entry, timm.model_entrypoint(name)))
+
+
 @pytest.mark.parametrize("page", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in WITH_CODE])
 def test_python_runs(page, tmp_path, monkeypatch):
     """All blocks of a page in one namespace, each page on its own, in an empty folder; some models are shallow."""
-    create = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, *args, **how: create(name, *args, **SHALLOW.get(name, {}) | how))
+    small_models(monkeypatch, SHALLOW)
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks(page, "python"):
