@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import re
 import resource
 import shlex
@@ -78,17 +77,18 @@ def test_a_missing_package_is_named_at_once(module, arguments):
     assert f"{module} is not installed: pip install" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_module_of_the_users_own_finds_the_whole_package(tmp_path):
-    """Its names, and the models registered with timm, in the command that has imported neither."""
+@pytest.mark.slow(seconds=4)
+def test_a_list_and_a_module_of_the_users_own_import_no_more_than_they_need(tmp_path, monkeypatch):
+    """The module finds the names and the registered models in a command that has imported neither."""
     own = "import sys\nprint('torch' in sys.modules)\nfrom vitrel import RelativeAttention\nimport timm, vitrel\n"
     own += "print(timm.is_model('vitrel_swin_t'), vitrel.diagnose.__name__, hasattr(vitrel, 'nonsense'))\n"
     (tmp_path / "own.py").write_text(own)
-    command = [sys.executable, "-m", "vitrel_command", "list", "vitrel_vit_n8_none", "--import", "own"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    done, _, heavy = started("list", "vitrel_vit_n8_none", "--import", "own")
     first, second, *table = done.stdout.splitlines()
     assert (done.returncode, first, second) == (0, "False", "True diagnose False"), done.stderr
-    assert any("vitrel_vit_n8_none" in line for line in table)
+    assert heavy == {"torch", "timm", "numpy"} and any("vitrel_vit_n8_none" in line for line in table)
 
 
 def test_a_misspelt_command_or_option_gets_a_suggestion(capsys):
@@ -137,25 +137,15 @@ def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
     assert len(train.HELP.splitlines()) <= 50
 
 
-def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
+def test_doctor_prints_what_a_bug_report_needs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(EXTRAS, "onnx", ("onnx_of_nobody",))
     cli.main(["doctor", "--json", str(tmp_path / "found.json")])
     text, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
     assert found["versions"]["torch"] in text and found["versions"]["vitrel"] == vitrel.__version__
+    assert f"onnx: lacks onnx_of_nobody: {install_command('onnx')}" in text
     assert set(found["extras"]) == set(EXTRAS) and found["system"]["python"] in text
     serves = found["attention"]["cpu, inference"]
     assert sum(line.lstrip()[0].isdigit() for line in serves) == 2 and any("triton: " in line for line in serves)
-
-
-@pytest.mark.slow(seconds=4)
-def test_a_list_of_models_imports_no_more_than_it_needs():
-    listed, _, heavy = started("list", "vitrel_vit_n8_none")
-    assert listed.returncode == 0 and heavy == {"torch", "timm", "numpy"} and "vitrel_vit_n8_none" in listed.stdout
-
-
-def test_doctor_names_the_extras_that_are_missing(monkeypatch, capsys):
-    monkeypatch.setitem(EXTRAS, "onnx", ("onnx_of_nobody",))
-    cli.main(["doctor"])
-    assert f"onnx: lacks onnx_of_nobody: {install_command('onnx')}" in capsys.readouterr().out
 
 
 def test_explain_an_encoding_and_a_model(capsys):

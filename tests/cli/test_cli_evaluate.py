@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 
 from helpers import command, each
+from helpers.checkpoints import write_checkpoint
+from helpers.pictures import write_classes
 from vitrel.data import class_names
 from vitrel.evaluate import run
 from vitrel.evaluate.folder import read_folder, read_rows
@@ -21,23 +23,17 @@ pytestmark = pytest.mark.usefixtures("brief_evaluations")
 def checkpoint(tmp_path):
     def write(name, file, classes=class_names("shapes")):
         torch.manual_seed(0)
-        classes = list(classes)
-        model = timm.create_model(name, num_classes=len(classes), img_size=64)
-        about = {
-            "model": name, "model_args": {}, "classes": classes, "img_size": [64, 64], "mean": [0.5] * 3, "std": [0.5] * 3,
-            "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic", "data": "shapes", "seed": 0, "epoch": 1,
-        }  # fmt: skip
-        path = tmp_path / file
-        torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}, "vitrel": about}, path)
-        return str(path)
+        how = {"depth": 2} if "vit_n8" in name else {}
+        model = timm.create_model(name, num_classes=len(classes), img_size=64, **how)
+        about = {"model_args": how, "classes": [*classes], "img_size": [64, 64], "crop_mode": "center", "seed": 0}
+        return str(write_checkpoint(tmp_path / file, model, **about))
 
     return write
 
 
 def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys):
-    for place in ("data/train/cat", "data/train/dog", "data/val/cat", "data/val/dog", "more"):
-        (tmp_path / place).mkdir(parents=True)
-        Image.new("RGB", (80, 64)).save(tmp_path / place / "one.png")
+    for place, names in (("data/train", ("cat", "dog")), ("data/val", ("cat", "dog")), (".", ("more",))):
+        write_classes(tmp_path / place, names, ["one.png"])
     (tmp_path / "data" / "val" / "cat" / "link").symlink_to(tmp_path / "more")
     model, out = checkpoint("vitrel_vit_n8_none", "a.ckpt", ("cat", "dog")), tmp_path / "out"
     arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocol", "scale", "--device", "cpu"]
@@ -53,26 +49,25 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
 
 @pytest.mark.slow
 def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
-    paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
+    paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_vit_n8_none", "b.ckpt")]
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
+    arguments = ["--data", "shapes", "--size", "64x96", "--n", "4", "--device", "cpu", "--out", str(out)]
     arguments += ["--policy", "clip", "--protocol", "scale", "canvas", "--attention-n", "1", "--no-border-leak", "--no-report"]
     tool.main([*paths, *arguments])
     printed = capsys.readouterr().out
     header = printed.splitlines()[:3]
-    assert "vitrel_vit_n8_table (4 classes, trained at 64 px), vitrel_swin_n" in header[0]
-    assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
-    assert header[2] == f"rows: 12, done already: 0; output folder: {out}"
-    assert f"open {out / 'report.html'} in a browser" in printed and printed.count("vitrel_swin_n") < 10
+    assert "vitrel_vit_n8_table (4 classes, trained at 64 px), vitrel_vit_n8_none" in header[0]
+    assert header[1] == "on 4 images of shapes at 64x64, 64x96 px, protocol scale and canvas"
+    assert header[2] == f"8 rows, 0 of them done already; output folder {out}"
+    assert f"open {out / 'report.html'} in a browser" in printed and printed.count("vitrel_vit_n8_none") < 10
     frame = pd.read_csv(out / "results.csv")
-    assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
-    assert (frame["n"] == 8).all()
+    assert len(frame) == 2 * 2 * 2 and set(frame["img_size"]) == {"64x64", "64x96"} and (frame["n"] == 4).all()
     found = read_folder(out)
-    assert len(found.rows) == len(found.scores) == 12 and len(found.settings["classes"]) == 4
+    assert len(found.rows) == len(found.scores) == 8 and len(found.settings["classes"]) == 4
     assert {"report.html", "images.npz"} < {path.name for path in out.iterdir()}
     tool.main([*paths, *arguments])
     again = capsys.readouterr().out
-    assert "rows: 12, done already: 12" in again and pd.read_csv(out / "results.csv").equals(frame)
+    assert "8 rows, 8 of them done already" in again and pd.read_csv(out / "results.csv").equals(frame)
 
 
 def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
@@ -132,17 +127,6 @@ def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path):
     assert read_folder(out).settings["models"]["vit_tiny_patch16_224|None"]["mean"] == [0.4, 0.5, 0.6]
 
 
-@pytest.fixture
-def photographs(tmp_path):
-    """A folder of images of noise, wider than high, in the classes of `checkpoint`."""
-    rng = np.random.default_rng(0)
-    for index in range(8):
-        folder = tmp_path / "photographs" / "val" / ("left", "right", "above", "below")[index % 4]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (70, 110, 3), dtype=np.uint8)).save(folder / f"{index}.png")
-    return str(tmp_path / "photographs")
-
-
 OPTIONS = [  # (an option, what it sets, to what)
     (["--mean", "0.1", "0.2", "0.3"], "mean", [0.1, 0.2, 0.3]),
     (["--std", "0.1", "0.2", "0.3"], "std", [0.1, 0.2, 0.3]),
@@ -154,11 +138,12 @@ OPTIONS = [  # (an option, what it sets, to what)
 
 
 @pytest.mark.slow
-def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint, photographs, tmp_path, monkeypatch):
+def test_preprocessing_and_classes_of_a_run_are_those_of_the_command(checkpoint, tmp_path, monkeypatch):
     """Every option is in the settings, and changes the logits or how they are read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "indices.txt").write_text("left\t1\nright\t0\nabove\t2\nbelow\t3\n")
-    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", photographs, "--device", "cpu"]
+    write_classes(tmp_path / "photographs" / "val", ("left", "right", "above", "below"), ["0.png", "1.png"], (70, 110))
+    arguments = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), "--data", "photographs", "--device", "cpu"]
     arguments += ["--attention-n", "0", "--no-report", "--size", "64"]
     tool.main([*arguments, "--out", "plain"])
     plain = read_folder(tmp_path / "plain")
@@ -227,15 +212,15 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys):
         tool.main([*arguments, "--size", "48", "--out", str(out)])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch, number, code):
+def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
+    """By ctrl-c; SIGTERM is asked of `vitrel compare`."""
     path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
     measured = run._share
 
     def stopped(*given):
         left[0] -= 1
         if left[0] < 0:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGINT)
         return measured(*given)
 
     monkeypatch.setattr(run, "_share", stopped)
@@ -247,6 +232,6 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
     finally:
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert caught.value.code == code
-    assert f"rows in {out}: 2; the same command measures the others" in said
+    assert caught.value.code == 130
+    assert f"2 rows are in {out}, and the same command measures the others" in said
     assert len(read_rows(out)[0]) == 2 and not list(out.glob("**/.*.part"))

@@ -8,13 +8,13 @@ import torch
 
 import vitrel
 from helpers import command
+from helpers.checkpoints import CLASSES, write_checkpoint
 from vitrel.common.extras import EXTRAS
 from vitrel.export import export_model, write
 from vitrel.models.vit import ViT
 from vitrel.weights.read import read_file
 
 tool = command("export")
-CLASSES = ["left", "right", "above"]
 # Pooled over all tokens: the class token of a single block never meets the tables of offsets.
 SMALL = dict(depth=1, embed_dim=48, num_heads=3, reg_tokens=1, global_pool="avg")
 SIZES = [(1, (32, 48)), (3, (32, 48)), (2, (57, 41)), (1, (16, 80))]
@@ -33,12 +33,8 @@ def small(name="vitrel_vit_n8_table", **keywords):
 def checkpoint(tmp_path):
     """The path of a file as `vitrel train` writes it, and its model."""
     model = small()
-    about = dict(model="vitrel_vit_n8_table", model_args=SMALL, classes=CLASSES, img_size=[32, 48], mean=[0.4, 0.5, 0.6])
-    about |= dict(std=[0.2, 0.3, 0.1], crop_pct=0.875, crop_mode="border", interpolation="bilinear", data="shapes", seed=7)
-    about |= dict(epoch=1, step=3)
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
-    torch.save({"state_dict": state, "vitrel": about}, tmp_path / "last.ckpt")
-    return tmp_path / "last.ckpt", model
+    about = dict(model_args=SMALL, mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.1], crop_pct=0.875, crop_mode="border")
+    return write_checkpoint(tmp_path / "last.ckpt", model, interpolation="bilinear", **about), model
 
 
 def assert_serves(run, model, sizes=SIZES):

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from helpers import command
+from helpers import command, each
 
 tool = command("features")
 
@@ -33,7 +33,7 @@ def test_two_models_at_two_sizes(tmp_path, capsys):
     assert "| leak_row" in printed and "equivariance" in printed and "k-NN" in printed
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (["vitrel_vit_n8_none", "--data", "no/such/folder"], "no folder no/such/folder"),

@@ -6,12 +6,12 @@ import timm
 import torch
 from torch.utils.data import Dataset
 
+from helpers.checkpoints import CLASSES, write_checkpoint
 from vitrel.common import processes
 from vitrel.evaluate import images, run
 from vitrel.evaluate.checkpoint import TrainedModel, encoding_of
 from vitrel.evaluate.run import at_sizes
 
-CLASSES = ["left", "right", "above"]
 FAST = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 5, "report": False}
 
 
@@ -62,11 +62,12 @@ def rows_of(noise):
 
 @pytest.fixture
 def trained():
-    """trained("vitrel_vit_n8_table", model_args=..., label=...): an untrained model as if it came from a checkpoint."""
+    """trained("vitrel_vit_n8_table", model_args=..., label=...): an untrained model, of two blocks, as if from a checkpoint."""
 
     def make(name, img_size=(32, 32), model_args=(), **changes):
         torch.manual_seed(0)
-        model = timm.create_model(name, num_classes=3, img_size=img_size, **dict(model_args)).eval()
+        how = ({"depth": 2} if "vit_n8" in name else {}) | dict(model_args)
+        model = timm.create_model(name, num_classes=3, img_size=img_size, **how).eval()
         whole = TrainedModel(
             model=model, name=name, label=name, encoding=encoding_of(model), img_size=img_size, classes=tuple(CLASSES),
             mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic", seed=0, path=Path("last.ckpt"),
@@ -80,23 +81,10 @@ def trained():
 def checkpoint(tmp_path):
     """checkpoint(name, edit=None): the path of a file laid out as `vitrel train` writes it; `edit` changes what is in it."""
 
-    def write(name="vitrel_vit_n8_table", edit=None, file="last.ckpt", **about):
+    def write(name="vitrel_vit_n8_table", edit=None, **about):
         torch.manual_seed(0)
         model = timm.create_model(name, num_classes=3, img_size=(32, 48))
-        stored = {
-            "state_dict": {f"model.{key}": value for key, value in model.state_dict().items()},
-            "hyper_parameters": {},
-            "vitrel": {
-                "model": name, "model_args": {}, "classes": list(CLASSES), "img_size": [32, 48], "mean": [0.5] * 3,
-                "std": [0.5] * 3, "crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic", "data": "shapes",
-                "seed": 7, "epoch": 1,
-            } | about,
-        }  # fmt: skip
-        if edit:
-            edit(stored)
-        path = tmp_path / file
-        torch.save(stored, path)
-        return path
+        return write_checkpoint(tmp_path / "last.ckpt", model, edit, **about)
 
     return write
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from helpers.pictures import picture, tensor
 from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, images, policies, run
@@ -25,15 +26,6 @@ FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (
 HOW = {"device": "cpu", "attention_n": 0, "border_leak": False, "batch_size": 3, "protocols": ("native",), "policies": ("all",)}
 
 
-def framed(height, width):
-    """A gray image whose borders have a color each, the corners apart."""
-    image = np.full((height, width, 3), 128, np.uint8)
-    h, w = height // 5, width // 5
-    image[:h, w:-w], image[-h:, w:-w] = (255, 0, 0), (0, 255, 0)
-    image[h:-h, :w], image[h:-h, -w:] = (0, 0, 255), (255, 255, 0)
-    return image
-
-
 @pytest.fixture
 def trained(trained):
     """As in conftest.py, on the classes of `folder`."""
@@ -42,13 +34,11 @@ def trained(trained):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Framed images in three classes, of several shapes and with some noise, so that no two are alike."""
-    noise = np.random.default_rng(0)
-    for i, (height, width) in enumerate(FILES):
+    """Images in three classes, of several shapes, no two alike."""
+    for i, size in enumerate(FILES):
         place = tmp_path / "data" / "val" / "abc"[i % 3]
         place.mkdir(parents=True, exist_ok=True)
-        image = framed(height, width).astype(int) + noise.integers(-8, 9, (height, width, 3))
-        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(place / f"{i}.png")
+        Image.fromarray(picture(*size, i)).save(place / f"{i}.png")
     return tmp_path / "data"
 
 
@@ -192,7 +182,7 @@ class Pictures(Dataset):
         return len(FILES)
 
     def __getitem__(self, index):
-        return Image.fromarray(framed(*FILES[index])), index % 3
+        return Image.fromarray(picture(*FILES[index], index)), index % 3
 
 
 @pytest.mark.slow
@@ -200,10 +190,8 @@ def test_a_data_set_of_the_user_is_shown_so(trained):
     model = trained("vitrel_vit_n8_absolute")
     frame = at_sizes(model, Pictures(), ["20t"], workers=2, **HOW)
     prepared = [
-        Prepare(native_size(*size, 20, (8, 8)), model.mean, model.std, protocol="native")(
-            torch.from_numpy(framed(*size)).permute(2, 0, 1)
-        )
-        for size in FILES
+        Prepare(native_size(*size, 20, (8, 8)), model.mean, model.std, protocol="native")(tensor(picture(*size, index)))
+        for index, size in enumerate(FILES)
     ]
     with torch.no_grad():
         alone = torch.cat([model.model(image[None]) for image in prepared])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers import each
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.frozen import frozen_rows, knn, linear_probe
 from vitrel.evaluate.statistics import estimate
@@ -24,7 +25,7 @@ def test_votes_by_hand():
     assert knn(bank, known, query, 2, k=50, temperature=1.0).shape == (1, 2)  # more neighbors than images
 
 
-@pytest.mark.parametrize("predict", [knn, linear_probe])
+@each("predict", [knn, linear_probe])
 def test_classes_that_features_tell_apart(predict):
     labels = torch.arange(200) % 4
     features = torch.nn.functional.one_hot(labels, 6).float() * 3 + 0.2 * torch.randn(200, 6)

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 
 from vitrel.evaluate import pictures as module
 from vitrel.evaluate.checkpoint import trained_model
-from vitrel.evaluate.pictures import collect
+from vitrel.evaluate.pictures import Picture, collect
 from vitrel.evaluate.run import opened
 from vitrel.evaluate.sweep import Settings
 from vitrel.tasks import task_named
@@ -22,9 +21,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def brief_figures(monkeypatch):
-    """Figures of attention and position are empty: they take most of the time."""
-    for name in ("attention", "offset_maps", "similarity"):
-        monkeypatch.setattr(module, name, lambda *given, **how: Figure(figsize=(0.5, 0.5)))
+    """Figures of attention and position are not rendered, which takes most of the time."""
+    monkeypatch.setattr(module, "_drawn", lambda figure, alt: Picture("data:", 1, 1, alt, ""))
 
 
 def made(models, data="noise", photographs=True, **settings):
@@ -52,7 +50,7 @@ def test_the_input_is_shown_once_in_every_protocol_at_every_size(noise, trained)
     assert line[1].width == 2 * line[1].height and opened_picture(line[1]).shape[1] == 2 * opened_picture(line[1]).shape[0]
 
 
-@pytest.mark.slow(seconds=5)
+@pytest.mark.usefixtures("brief_figures")
 def test_attention_and_position_are_shown_of_every_model_at_its_first_and_largest_size(noise, trained):
     models = [trained("vitrel_vit_n8_none"), trained("vitrel_swin_n")]
     _, attends, adds = made(models, sizes=(48, 64))
@@ -63,9 +61,10 @@ def test_attention_and_position_are_shown_of_every_model_at_its_first_and_larges
     assert all([*lines] == ["32 px", "64 px"] for lines in adds.tables.values())
 
 
-@pytest.mark.slow(seconds=5)
+@pytest.mark.slow(seconds=2)
 def test_without_photographs_there_is_no_image_of_the_data(noise, trained):
-    shown, hidden = (made([trained("vitrel_vit_n8_table")], photographs=allowed, sizes=(32,)) for allowed in (True, False))
+    model = trained("vitrel_vit_n8_table", model_args={"depth": 1})
+    shown, hidden = (made([model], photographs=allowed, sizes=(32,)) for allowed in (True, False))
     assert [section.title for section in hidden] == ["Where a patch attends", "Position in attention"]
     first, second = (sections[-2].tables["vitrel_vit_n8_table"]["32 px, first layer"][0] for sections in (shown, hidden))
     panel = np.s_[80:140, 30:110]  # within the leftmost image

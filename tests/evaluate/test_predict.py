@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import each
 from vitrel.common.resources import out_of_memory
 from vitrel.evaluate import images
 from vitrel.evaluate.predict import ROUNDS, Runner, joined, peak_mb, predict, reset_peak, speeds
@@ -42,7 +43,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@each("error", ERRORS)
 def test_runner_halves_the_batch_until_it_fits_and_keeps_it(error):
     model = Limited(5, error)
     runner = Runner(model, CPU, batch_size=16)
@@ -86,7 +87,7 @@ def test_what_is_kept_is_in_the_order_of_the_data_with_zeros_for_what_could_not_
     assert kept.arrays["sum"].tolist() == [6, 0, 6, 3, 0, 3] and kept.arrays["target"].tolist() == [2, 0, 20, 10, 0, 1]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each("world", [1, 2, 3])
 def test_shares_of_processes_are_joined_by_rank(world):
     n = 7
     whole = Kept({"a": np.arange(1, n + 1)}, np.arange(n) % 3 > 0)

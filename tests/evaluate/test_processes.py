@@ -7,12 +7,11 @@ import signal
 import time
 from functools import partial
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
 
+from helpers.pictures import write_classes
 from helpers.runs import in_child, on_two
 from helpers.runs import status as status_of
 from vitrel import cli
@@ -127,13 +126,9 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
 @pytest.fixture
 def folder(tmp_path, checkpoint):
     """A folder of 5 images to evaluate on and a checkpoint of its classes, in the working directory of the processes."""
-    rng = np.random.default_rng(0)
     for part in ("train", "val"):
-        for name, n in zip(("left", "right", "above"), (2, 2, 1), strict=True):
-            (tmp_path / "data" / part / name).mkdir(parents=True)
-            for i in range(n):
-                pixels = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "data" / part / name / f"{i}.png")
+        write_classes(tmp_path / "data" / part, ("left", "right"), ["0.png", "1.png"])
+        write_classes(tmp_path / "data" / part, ("above",), ["0.png"])
     checkpoint(classes=["above", "left", "right"])
     return tmp_path
 
@@ -164,7 +159,6 @@ def tool(folder, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("whole_evaluations")
 def test_two_processes_give_the_table_of_one(folder, tool):
     """5 images over two processes with the variables that torchrun sets; the second run finds all rows and makes none."""
     statuses, text, alone = tool(1, "one")

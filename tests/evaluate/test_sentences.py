@@ -1,7 +1,6 @@
 """Sentences: what a reader is told in each case, word by word."""
 
-import pytest
-
+from helpers import each
 from helpers.rows import row, rows_of
 from vitrel.evaluate.sentences import notes, sentences
 from vitrel.evaluate.verdicts import judge
@@ -13,7 +12,7 @@ def told(rows, **how):
     return [*sentences(judge(rows, **how)).values()]
 
 
-@pytest.mark.parametrize(
+@each(
     ("levels", "n", "expected"),
     [
         ((90, 89.9, 90.1), BIG, "Against its training size, 64 px, vit is safe at any other size (less than 2 points lost)."),
@@ -40,7 +39,7 @@ def test_a_training_size_that_is_missing_is_asked_for():
     assert native.startswith("Add --protocol native: vit was trained at native shape, 196 tokens at most, and")
 
 
-@pytest.mark.parametrize(
+@each(
     ("a", "b", "n", "expected"),
     [
         ((90, 89.9, 90.1), (65, 65.2, 64.8), BIG, "Use a at any size: it is better than b at each of them, by 25 points."),

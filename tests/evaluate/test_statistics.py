@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from helpers import each
 from vitrel.evaluate.statistics import (
     ROUNDING,
     TAIL,
@@ -33,8 +34,8 @@ def added(plus, minus):
     return [sum(a for _ in plus) - sum(b for _ in minus) for a, b in sides]
 
 
-@pytest.mark.parametrize("sides", [(1, 0), (1, 1), (2, 2)])
-@pytest.mark.parametrize("seeds", [2, 3, 5])
+@each("sides", [(1, 0), (1, 1), (2, 2)])
+@each("seeds", [2, 3, 5])
 def test_the_variance_is_that_of_two_way_random_effects(sides, seeds):
     """By double loops: mean squares of seeds, images and the rest; Obuchowski and Rockette's covariance of pairs of seeds."""
     given = scores(seeds, 60, models=sum(sides))
@@ -98,7 +99,7 @@ def test_a_share_of_one_seed_has_wilsons_interval():
     assert low < wilson(350 / 400, 400)[0] and high > wilson(350 / 400, 400)[1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("hits", "n", "low", "high"),
     # Newcombe 1998, table I, method 3 (score without continuity correction)
     [(81, 263, 25.53, 36.62), (15, 148, 6.24, 16.05), (0, 20, 0.0, 16.11), (1, 29, 0.61, 17.18)],

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import each
 from vitrel.tasks import Kept, task_named
 from vitrel.tasks.classification import TASK
 from vitrel.weights.record import state_hash
@@ -23,7 +24,7 @@ def columns(logits, labels):
     return TASK.score(kept_of(logits, labels))
 
 
-@pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])  # confidences near 1/K, everywhere, and 1
+@each("scale", [0.5, 3.0, 30.0])  # confidences near 1/K, everywhere, and 1
 def test_calibration_error_agrees_with_torchmetrics(scale):
     calibration = pytest.importorskip("torchmetrics.functional.classification").multiclass_calibration_error
     generator = torch.Generator().manual_seed(0)
@@ -32,7 +33,7 @@ def test_calibration_error_agrees_with_torchmetrics(scale):
     assert columns(logits, labels)["ece"] == pytest.approx(100 * expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("classes", [3, 12])
+@each("classes", [3, 12])
 def test_metrics_agree_with_a_plain_computation(classes):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(50, classes, generator=generator)
@@ -78,7 +79,7 @@ def test_a_task_is_found_by_the_name_of_its_file():
         task_named("detection")
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda m: m.weight.data[0, 0].add_(1e-7),
@@ -86,7 +87,6 @@ def test_a_task_is_found_by_the_name_of_its_file():
         lambda m: m.bfloat16(),
         lambda m: m.register_buffer("extra", torch.zeros(1)),
     ],
-    ids=["one ulp", "order", "dtype", "a buffer"],
 )
 def test_state_hash_sees_every_change_and_only_changes(change):
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from helpers import each
 from vitrel.evaluate import at_sizes
 from vitrel.evaluate.checkpoint import trained_model
 from vitrel.evaluate.statistics import estimate
@@ -122,7 +123,7 @@ def test_metrics_of_an_epoch_leave_out_what_fills_the_batches():
     assert float(it.values["val/loss"].compute()) == pytest.approx(float(want), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"dice": 1.0}, {"class_weights": [1.0, 1.0, 1.0]}, {"distillation": object()}])
+@each("options", [{"dice": 1.0}, {"class_weights": [1.0, 1.0, 1.0]}, {"distillation": object()}])
 def test_settings_of_other_tasks_are_refused(options):
     with pytest.raises(ValueError, match="several labels an image are learned by binary cross-entropy"):
         learning(**options)
