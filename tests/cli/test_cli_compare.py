@@ -124,7 +124,7 @@ def test_what_is_done_is_not_done_again(again, monkeypatch):
     monkeypatch.setattr("vitrel.evaluate.run._share", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[3/3] rope-seed1: trained already" in printed
-    assert "8 rows, 8 of them done already" in printed
+    assert "rows: 8, done already: 8" in printed
 
 
 def test_more_sizes_add_rows_and_other_images_are_another_evaluation(again, tmp_path):
@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsy
     monkeypatch.setattr("vitrel.evaluate.run._share", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
         again(evaluate=CONFIG["evaluate"] | {"sizes": [64, 96, 80]})
-    assert caught.value.code == 143 and f"8 rows are in {tmp_path / 'trial'}, and the same command" in capsys.readouterr().err
+    assert caught.value.code == 143 and f"rows in {tmp_path / 'trial'}: 8; the same command" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path):

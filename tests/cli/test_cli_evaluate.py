@@ -58,7 +58,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64 px), vitrel_vit_n8_none" in header[0]
     assert header[1] == "on 4 images of shapes at 64x64, 64x96 px, protocol scale and canvas"
-    assert header[2] == f"8 rows, 0 of them done already; output folder {out}"
+    assert header[2] == f"rows: 8, done already: 0; output folder: {out}"
     assert f"open {out / 'report.html'} in a browser" in printed and printed.count("vitrel_vit_n8_none") < 10
     frame = pd.read_csv(out / "results.csv")
     assert len(frame) == 2 * 2 * 2 and set(frame["img_size"]) == {"64x64", "64x96"} and (frame["n"] == 4).all()
@@ -67,7 +67,7 @@ def test_files_and_what_is_printed(checkpoint, tmp_path, capsys):
     assert {"report.html", "images.npz"} < {path.name for path in out.iterdir()}
     tool.main([*paths, *arguments])
     again = capsys.readouterr().out
-    assert "8 rows, 8 of them done already" in again and pd.read_csv(out / "results.csv").equals(frame)
+    assert "rows: 8, done already: 8" in again and pd.read_csv(out / "results.csv").equals(frame)
 
 
 def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
@@ -233,5 +233,5 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]
     assert caught.value.code == 130
-    assert f"2 rows are in {out}, and the same command measures the others" in said
+    assert f"rows in {out}: 2; the same command measures the others" in said
     assert len(read_rows(out)[0]) == 2 and not list(out.glob("**/.*.part"))

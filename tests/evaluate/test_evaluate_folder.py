@@ -210,7 +210,7 @@ def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, rows_o
     with pytest.raises(OSError, match="No space left") as caught:
         rows_of([model], (48, 24), out=tmp_path, batch_size=1)
     assert len(read_rows(tmp_path)[0]) == 2
-    assert f"2 rows are in {tmp_path}, and the same command measures the others" in caught.value.__notes__
+    assert f"rows in {tmp_path}: 2; the same command measures the others" in caught.value.__notes__
     assert not list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*.part"))
 
 

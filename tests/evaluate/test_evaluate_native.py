@@ -152,7 +152,7 @@ def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder,
     model, out = trained("vitrel_vit_n8_none"), tmp_path / "out"
     evaluate([model], folder, out=out)
     text = dry_run([model], str(folder), Settings(sizes=(Budget(20), Budget(17)), **HOW), out)
-    assert re.search(r"\| native +\| +17 \|", text) and "2 of them in" in text
+    assert re.search(r"\| native +\| +17 \|", text) and f"in {out} already: 2" in text
     rows = evaluate([model], folder, "20t", "17t", protocols=("scale", "native"), out=out)
     assert [(row["protocol"], row["budget"] == row["budget"] and int(row["budget"])) for row in rows] == [
         ("native", 16), ("native", 20), ("scale", False), ("native", 17),
