@@ -1,12 +1,10 @@
 import os
 import signal
 
-import numpy as np
 import pandas as pd
 import pytest
 import timm
 import torch
-from PIL import Image
 
 from helpers import command, each
 from helpers.checkpoints import write_checkpoint
@@ -171,21 +169,16 @@ def test_options_for_models_by_name_are_refused_for_a_run_by_other_commands(chec
 
 @pytest.fixture
 def damaged(tmp_path):
-    """(arguments for 10 images of three classes in a folder, nine of them damaged; their paths)."""
-    rng, paths = np.random.default_rng(0), []
-    for part, several in (("train", 1), ("val", 5)):
-        for name, n in zip((b"above", b"left", "café".encode()), (1, several, 4), strict=True):
-            folder = os.path.join(os.fsencode(tmp_path), b"data", part.encode(), name)
-            os.makedirs(folder)
-            for i in range(n):
-                paths.append(os.path.join(folder, b"=%d\xff.png" % i))
-                image = Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8))
-                with open(paths[-1], "wb") as file:
-                    image.save(file, "PNG")
-    bad = sorted(path for path in paths if b"/val/" in path and b"above" not in path)
-    for path in bad:
-        with open(path, "wb") as file:
-            file.write(b"no image")
+    """(arguments for 10 images of three classes in a folder, nine of them damaged, with names of other bytes; their paths)."""
+    for part, counts in (("train", (1, 1, 1)), ("val", (1, 5, 4))):
+        for name, n in zip(("above", "left", "café"), counts, strict=True):
+            write_classes(tmp_path / "data" / part, [name], [f"{i}.png" for i in range(n)])
+    bad = []
+    for path in sorted((tmp_path / "data" / "val").glob("[lc]*/*.png")):
+        path.write_bytes(b"no image")
+        bad.append(os.path.join(os.fsencode(path.parent), b"=%b\xff.png" % path.stem.encode()))
+        os.rename(os.fsencode(path), bad[-1])
+    bad.sort()
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
     named = ["vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]

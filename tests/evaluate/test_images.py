@@ -1,8 +1,6 @@
 """Images are decoded once, shared between processes, and loaded in smaller batches where memory lacks."""
 
 import gc
-import os
-import signal
 import weakref
 
 import pytest
@@ -80,14 +78,3 @@ def test_a_loader_that_failed_is_gone_before_the_next_begins(trained, noise, mon
     finally:
         gc.enable()
     assert len(failed) > 1
-
-
-def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise, monkeypatch, rows_of):
-    def batch(self, indices):
-        if len(indices) > 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [self[index] for index in indices]
-
-    monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
-    [row] = rows_of([trained("vitrel_vit_n8_none")], [32], workers=1)
-    assert (row["batch_size"], row["n"]) == (2, 12)

@@ -202,10 +202,13 @@ def test_training_sizes_are_evaluated_first_and_are_the_references(tmp_path, row
     assert by_size["64x64"]["unseen"] == pytest.approx(1 - 11 * 11 / 15**2, abs=1e-4)
 
 
-def test_a_model_in_memory_comes_back_as_it_was(trained):
+def test_a_model_in_memory_comes_back_as_it_was(trained, tmp_path, monkeypatch):
+    """And nothing is written without a folder."""
+    monkeypatch.chdir(tmp_path)
     model = trained("vitrel_vit_n8_table").model.train()
     frame = at_sizes(model, Blank(torch.uint8), [32, "32x48"], device="cpu", attention_n=0)
     assert frame["img_size"].tolist() == ["32x32", "32x48"] and model.training and frame["n"].tolist() == [6, 6]
+    assert not [*tmp_path.iterdir()]
     with pytest.raises(ValueError, match=r"images of torch\.float32: give uint8"):
         at_sizes(model, Blank(torch.float32), [32], device="cpu")
 
