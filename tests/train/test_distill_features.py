@@ -154,18 +154,6 @@ def student(file, size=(32, 32), position="alibi", **how):
     return Classifier("vitrel_vit_n8_absolute", 4, size, tuning=tuning, objective=objective, optim=optim)
 
 
-def test_a_resumed_run_ends_with_the_same_weights(start, tmp_path):
-    """The shifts of a batch are those of its number, in a run that goes on too."""
-    file, whole = start / "classes.safetensors", student(start / "classes.safetensors")
-    fit(whole, max_epochs=2)
-    fit(halved := student(file), max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
-    assert not torch.equal(halved.model.blocks[0].mlp.fc1.weight, whole.model.blocks[0].mlp.fc1.weight)
-    resumed = student(file)
-    fit(resumed, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], value), name
-
-
 def test_a_teacher_without_a_classifier_is_followed_in_features_alone(start):
     recipe = student(start / "none.safetensors")
     assert recipe.num_classes == 4 and not recipe.ignores_labels

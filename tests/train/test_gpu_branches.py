@@ -4,41 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitrel.train.datamodule
 import vitrel.train.running.command
 from helpers import each
 from helpers.runs import run
 from helpers.small_runs import Tensors, fit
-from vitrel.evaluate.predict import Runner
 from vitrel.train import Classifier, Execution
 from vitrel.train.datamodule import default_workers
 from vitrel.train.running import execution
 from vitrel.train.running.faults import FiniteLoss
 
 GPU = torch.device("cuda", 0)
-
-
-class Full(nn.Module):
-    """A GPU whose memory holds two images."""
-
-    def forward(self, pixels):
-        assert pixels.device == GPU
-        if len(pixels) > 2:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return pixels.flatten(1)[:, :5]
-
-
-def test_an_evaluation_whose_batch_does_not_fit(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    with FakeTensorMode():
-        runner = Runner(Full(), GPU, batch_size=8)
-        logits = runner(torch.zeros(5, 3, 4, 4))
-    assert logits.shape == (5, 5) and logits.device.type == "cpu" and logits.dtype == torch.float32
-    assert runner.batch_size == 2
 
 
 class WithGPU:

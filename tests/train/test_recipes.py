@@ -1,4 +1,4 @@
-"""The packaged recipes train every family of models, on any number of images and for any number of epochs."""
+"""The packaged recipes: none is refused on a small folder, and those that no page runs make two updates of a small model."""
 
 import pytest
 import timm
@@ -8,15 +8,13 @@ import yaml
 import vitrel
 from helpers import each
 from helpers.runs import read, rows
-from helpers.small_runs import Tensors, fit
 from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.evaluate.checkpoint import load_checkpoint
-from vitrel.train import Classifier, Optimization, Tuning, run
+from vitrel.train import Optimization, run
 from vitrel.train.datamodule import default_batch_size
 
 pytestmark = pytest.mark.slow
-SCRATCH = yaml.safe_load(packaged("train")["scratch"].read_text("utf-8"))["model"]
 
 
 @each("name", ["scratch", "finetune"])
@@ -24,28 +22,6 @@ SCRATCH = yaml.safe_load(packaged("train")["scratch"].read_text("utf-8"))["model
 def test_the_rate_follows_the_batch_of_a_small_folder(name, images):
     optim = yaml.safe_load(packaged("train")[name].read_text("utf-8"))["model"]["optim"]
     assert 2e-4 < Optimization(**optim).scaled_lr(default_batch_size(images)) < 2e-3
-
-
-def recipe(name, **how):
-    optim = Optimization(**SCRATCH["optim"])
-    return Classifier(name, 4, 32, SCRATCH["model_args"], optim=optim, label_smoothing=SCRATCH["label_smoothing"], **how)
-
-
-# A family, or a kind of parameters, each: tests/models trains every encoding by hand.
-KINDS = ("vit_n8_none", "vit_n8_absolute", "vit_n8_table", "vit_n8_rope_mixed", "vit_n8_cpb", "swin_n", "swinv2_n")
-
-
-@each("name", [f"vitrel_{kind}" for kind in KINDS])
-def test_the_default_recipe_trains_every_family(name):
-    trainer = fit(recipe(name), Tensors(batch_size=2, batches=1), max_epochs=1, limit_val_batches=0)
-    assert torch.isfinite(trainer.callback_metrics["train/loss_epoch"])
-
-
-def test_without_weights_the_arguments_of_a_model_are_free():
-    """The weights before the encoding is added are random, so none has to fit."""
-    arguments = {"class_token": False, "global_pool": "avg", "depth": 2}
-    model, _ = Tuning(position="table").build("vit_tiny_patch16_224", 4, (32, 32), arguments)
-    assert len(model.blocks) == 2 and model(torch.randn(1, 3, 32, 32)).shape == (1, 4)
 
 
 @pytest.fixture(scope="module")
