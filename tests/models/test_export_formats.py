@@ -71,7 +71,7 @@ class MadeOnTheCPU(TorchDispatchMode):
 def test_forward_makes_nothing_on_the_cpu(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}
     model, image = timm.create_model(name, device="meta", **few), torch.empty(2, 3, 50, 72, device="meta")
-    for training in (False, True):
+    for training in (False, True) if "swin" in name else (False,):  # stochastic depth draws, which in a ViT is off
         model.train(training)
         with MadeOnTheCPU() as made:
             model(image)
