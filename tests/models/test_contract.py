@@ -3,8 +3,6 @@
 import copy
 
 import pytest
-import timm
-import timm.optim
 import torch
 import torch.fx.experimental._config as fx_config
 from timm.layers import get_notrace_modules
@@ -150,20 +148,6 @@ def test_pruning(name):
     assert all(torch.equal(a, b) for a, b in zip(expected, pruned, strict=True))
     assert len(getattr(model, "blocks", getattr(model, "layers", None))) == 2
     assert model(image).shape[-1] == model.num_features
-
-
-@each("name", PAIR)
-def test_features_only(name):
-    model = timm.create_model(name, features_only=True).eval()
-    for size in [(96, 96), (80, 120)]:
-        features = model(torch.randn(1, 3, *size))
-        assert len(features) >= 3
-        for feature, channels, reduction in zip(
-            features, model.feature_info.channels(), model.feature_info.reduction(), strict=True
-        ):
-            assert feature.shape == (1, channels, size[0] // reduction, size[1] // reduction)
-    two = timm.create_model(name, features_only=True, out_indices=(0, 2))
-    assert len(two(torch.randn(1, 3, 64, 64))) == 2
 
 
 @each("name", [*TRIO, "vitrel_vit_n8_deberta"])

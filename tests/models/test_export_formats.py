@@ -95,36 +95,30 @@ HUB = {
 
 @pytest.fixture(params=HUB)
 def hub(request, tmp_path):
-    """A model with options of its own and two folders with it, one file format in each."""
+    """A model with options of its own and a folder with it."""
     name, keywords = HUB[request.param]
-    model, folders = build(name, **keywords), [tmp_path / "safetensors", tmp_path / "bin"]
+    model = build(name, **keywords)
     model.set_input_size((96, 80))  # a size in use is not one to be built at
-    for folder in folders:
-        save_for_hf(model, folder, safe_serialization=folder.name == "safetensors")
-    assert [(folder / "model.safetensors").exists() for folder in folders] == [True, False]
-    return model, [f"local-dir:{folder}" for folder in folders]
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    return model, f"local-dir:{tmp_path}"
 
 
 @pytest.mark.slow
 def test_hub_other_head_and_channels(hub):
-    model, sources = hub
-    image = torch.randn(2, 3, 72, 88)
-    for source in sources:
-        other = timm.create_model(source, pretrained=True, num_classes=3).eval()
-        assert other(image).shape == (2, 3) and torch.equal(other.forward_features(image), model.forward_features(image))
-        bare = timm.create_model(source, pretrained=True, num_classes=0).eval()
-        assert torch.equal(bare(image), model.forward_head(model.forward_features(image), pre_logits=True))
-        gray = timm.create_model(source, pretrained=True, in_chans=1).eval()
-        torch.testing.assert_close(gray(image[:, :1]), model(image[:, :1].expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
+    (model, source), image = hub, torch.randn(2, 3, 72, 88)
+    other = timm.create_model(source, pretrained=True, num_classes=3).eval()
+    assert other(image).shape == (2, 3) and torch.equal(other.forward_features(image), model.forward_features(image))
+    bare = timm.create_model(source, pretrained=True, num_classes=0).eval()
+    assert torch.equal(bare(image), model.forward_head(model.forward_features(image), pre_logits=True))
+    gray = timm.create_model(source, pretrained=True, in_chans=1).eval()
+    torch.testing.assert_close(gray(image[:, :1]), model(image[:, :1].expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
 
 
 def test_hub_backbone(hub):
-    model, sources = hub
-    image = torch.randn(1, 3, 72, 88)
-    for source in sources:
-        backbone = timm.create_model(source, pretrained=True, features_only=True, out_indices=(0, 2)).eval()
-        expected = model.forward_intermediates(image, indices=[0, 2], intermediates_only=True)
-        assert all(torch.equal(a, b) for a, b in zip(backbone(image), expected, strict=True))
+    (model, source), image = hub, torch.randn(1, 3, 72, 88)
+    backbone = timm.create_model(source, pretrained=True, features_only=True, out_indices=(0, 2)).eval()
+    expected = model.forward_intermediates(image, indices=[0, 2], intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(backbone(image), expected, strict=True))
 
 
 @pytest.mark.slow

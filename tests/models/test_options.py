@@ -52,14 +52,6 @@ def test_pooling_of_a_vit(pool):
     assert by_pooling == ((True, False) if pool in ("avg", "max", "avgmax") else (False, True))
 
 
-@each("pool", ["avg", "max", "avgmax", ""])
-def test_pooling_of_a_swin(pool):
-    model, image = shallow("vitrel_swin_n", global_pool=pool), torch.randn(2, 3, 48, 72)
-    x = model.forward_features(image)  # [B, 12, 18, C]
-    x = x if pool == "" else pooled(x, pool, (1, 2))
-    torch.testing.assert_close(model(image), model.get_classifier()(x))
-
-
 @each("name", PAIR)
 def test_classifier_back_and_forth(name):
     """No pooling and back, new classes, none and back: always the definition, from the same features."""

@@ -112,10 +112,9 @@ def test_segmentation_models_take_it(encoder, architecture, monkeypatch):
     assert out.shape == (1, 5, *SIZE) and out.isfinite().all()
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
 @torch.no_grad()
-def test_transformers_takes_the_features(name):
-    transformers = pytest.importorskip("transformers")
+def test_transformers_takes_the_features():
+    transformers, name = pytest.importorskip("transformers"), "vitrel_swin_n"
     config = transformers.TimmBackboneConfig(backbone=name, use_pretrained_backbone=False, out_indices=(0, 1, 2))
     backbone = transformers.TimmBackbone(config).eval()
     image = torch.randn(1, 3, *SIZE)

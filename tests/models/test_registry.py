@@ -98,9 +98,6 @@ def test_keywords():
     assert model(torch.randn(2, 1, 32, 48)).shape == (2, 7)
     assert model.token_grid((32, 48)) == (4, 6, 0)
     assert model.resampled((64, 96)) == {"table clip": 0}
-    registers = timm.create_model("vitrel_vit_n8_absolute", reg_tokens=4, num_classes=2)
-    assert registers.pos_embed.pos_embed.shape == (1, 5 + 64, 96)
-    assert registers(torch.randn(1, 3, 72, 40)).shape == (1, 2)
     window = timm.create_model("vitrel_swin_n", window_size=(4, 6), num_classes=2)
     assert window.layers[0].blocks[1].attn.shift == (2, 3)
     assert window(torch.randn(1, 3, 50, 62)).shape == (1, 2)
@@ -128,19 +125,6 @@ def test_policies():
         swin.set_position_options(policy="clip")
 
 
-def test_set_input_size_keeps_the_trained_parameters():
-    for name in ("vitrel_vit_n8_absolute", "vitrel_vit_n8_table", "vitrel_swin_n"):
-        model = timm.create_model(name, num_classes=2).eval()
-        image, before = torch.randn(1, 3, 64, 64), {n: t.clone() for n, t in model.state_dict().items()}
-        first = model(image)
-        model.set_input_size((96, 128))
-        assert model.img_size == (96, 128)
-        model(torch.randn(1, 3, 96, 128))
-        model.set_input_size(64)
-        assert torch.equal(model(image), first)
-        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-
-
 def test_set_input_size_takes_timms_call():
     swin, vit = timm.create_model("vitrel_swin_n"), timm.create_model("vitrel_vit_n8_table")
     swin.set_input_size((96, 128), window_size=4)
@@ -150,21 +134,6 @@ def test_set_input_size_takes_timms_call():
         swin.set_input_size(224, window_size=7)
     with pytest.raises(ValueError, match=r"patch_size 16 differs from the model's \(8, 8\)"):
         vit.set_input_size(224, patch_size=16)
-
-
-@each("name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"])
-def test_initialization_after_the_meta_device(name):
-    """to_empty leaves garbage in every tensor; init_weights draws parameters and refills the constants of fixed encodings."""
-    model = timm.create_model(name, num_classes=4, device="meta").to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(77)
-    model.init_weights()
-    usual = timm.create_model(name, num_classes=4)
-    for (n, a), (_, b) in zip(model.named_parameters(), usual.named_parameters(), strict=True):
-        assert a.std(correction=0).item() == pytest.approx(b.std(correction=0).item(), rel=0.5, abs=1e-5), n
-    for (n, a), (_, b) in zip(model.named_buffers(), usual.named_buffers(), strict=True):
-        assert torch.equal(a, b), n
 
 
 def test_init_gain():

@@ -35,7 +35,7 @@ def test_why_of_an_entry_a_swin_and_a_compiled_model():
         "1 x attention, 2x3 tokens, 6 queries, 2 heads of 8, float32 on cpu, inference: reference (given by name)"
     )
     text = why(torch.compile(timm.create_model("vitrel_swin_n", num_classes=2)), IMAGE)
-    assert text.count("tokens in windows of 4x4") == 3
+    assert text.count("tokens in windows of 4x4") == 3 and "windows of 4x4, 1024 queries, " in text
     assert ": sdpa (auto)" in text
     assert why(torch.nn.Identity(), IMAGE) == "no attention of vitrel was called"
 

@@ -45,7 +45,7 @@ def check(h, w, window, shift, backend, heads=2, dim=4):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
 
-GRIDS = [(1, 1), (5, 5), (7, 7), (12, 12), (12, 9), (8, 20), (3, 16), (14, 14), (15, 6), (1, 30), (30, 1)]
+GRIDS = [(1, 1), (5, 5), (7, 7), (12, 9), (3, 16), (15, 6), (1, 30)]
 
 
 @each("shift", [(0, 0), (3, 3), (2, 0)])

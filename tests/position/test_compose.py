@@ -55,11 +55,6 @@ def test_errors(arguments, error, text):
         create_position(*arguments)
 
 
-def test_unknown_option():
-    with pytest.raises(TypeError, match="'table' has no option 'bse'; it takes init_std, per_head, policy, temperature"):
-        create_position("table", (4, 4), 2, 8, bse=3)
-
-
 @each("key", ["absolute", "table", "factorized"])
 def test_prefix_tokens_must_agree(key):
     with pytest.raises(ValueError, match=f"{key} was built for a grid with prefix=0, not 1"):

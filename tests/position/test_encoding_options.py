@@ -29,16 +29,6 @@ def test_frequencies_of_rope_mixed(base):
     assert turn[0] < -2.5 and turn[-1] > 2.5 and turn.diff().max() < 1  # all around, not one direction for all heads
 
 
-@each("base", [None, 100.0, 10.0])
-def test_frequencies_of_rope_axial(base):
-    encoding = create_position("rope_axial", Grid(3, 3), 2, 16, **({} if base is None else {"base": base}))
-    cos, sin = encoding(Grid(2, 2, 1)).rotary  # [1, N, D/2]
-    theta = torch.tensor([(base or 100.0) ** (-t / 4) for t in range(4)])
-    for row, (y, x) in enumerate([(0, 0), (0, 0), (0, 1), (1, 0), (1, 1)]):  # the first is the prefix token
-        angle = torch.cat((y * theta, x * theta))
-        torch.testing.assert_close((cos[0, row], sin[0, row]), (angle.cos(), angle.sin()))
-
-
 @each("base", [None, 10000.0, 100.0])
 def test_frequencies_of_sincos(base):
     encoding = create_position("sincos", Grid(3, 3), 2, 8, **({} if base is None else {"base": base}))
@@ -88,18 +78,6 @@ def test_log_n_temperature(key):
         for x, y in zip(tensors(a), tensors(b._replace(temperature=None)), strict=True):
             assert torch.equal(x, y)
     assert scaled(trained).temperature == 1.0
-
-
-def test_log_n_scales_the_content_alone():
-    grid = Grid(5, 6)
-    plain, scaled = make("table", Grid(3, 3)), make("table", Grid(3, 3), temperature="log_n")
-    scaled.load_state_dict(plain.state_dict())
-    q, k, v = qkv(grid, dtype=torch.float32)
-    factor = oracles.log_n(30, 9)
-    for backend in ("reference", "sdpa"):
-        torch.testing.assert_close(
-            attend(scaled, q, k, v, grid, backend), attend(plain, q * factor, k, v, grid), atol=1e-5, rtol=1e-5
-        )
 
 
 def test_log_n_survives_copies_and_compositions():
@@ -224,18 +202,6 @@ def test_initial_prefix_rows_of_cpb():
     """They begin where the biases of the tokens do, 16 sigmoid(0): else no token would see the class token."""
     bias = create_position("cpb", Grid(7, 7, 1), 3, 8)(Grid(7, 7, 1)).tables[0].bias.detach()
     assert (bias - 8).abs().max() < 0.5
-
-
-def test_transformer_xl_under_a_temperature():
-    """All of its logit is content, so the temperature scales all of it."""
-    grid = Grid(5, 4, 1)
-    plain, scaled = (perturbed(make("transformer_xl", Grid(3, 3, 1), **o)) for o in ({}, {"temperature": "log_n"}))
-    scaled.load_state_dict(plain.state_dict())
-    q, k, _ = qkv(grid, dtype=torch.float32)
-    eye = torch.eye(grid.tokens).expand(2, 2, -1, -1)
-    a, b = (attend(e, q, k, eye, grid).log() for e in (plain, scaled))
-    factor = oracles.log_n(21, 10)
-    torch.testing.assert_close(b - b[..., :1], (a - a[..., :1]) * factor, atol=1e-4, rtol=1e-4)
 
 
 SHARED = [key for key, encoding in POSITIONS.items() if encoding.rotates] + ["sincos", "transformer_xl"]  # by the axes

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import torch
 
-import oracles
 from helpers import each
 from helpers.variants import attend, make, oracle_output, qkv
 from vitrel.grid import Grid
@@ -41,10 +40,3 @@ def test_as_exact_as_the_oracle(key, grid):
     expected = oracle_output(key, encoding, q[0], k[0], v[0], grid, Grid(3, 5), {})
     out = attend(encoding, q, k, v, grid).detach()
     np.testing.assert_allclose(out[0].numpy(), expected, atol=1e-12, rtol=0)
-
-
-def test_fixed_rows_have_the_type_of_the_model():
-    for dtype in (torch.float32, torch.float64):
-        rows = make("sincos", Grid(3, 5, 1), 4, dtype=dtype)(Grid(3, 5, 1)).tokens
-        assert rows.dtype == dtype
-        np.testing.assert_allclose(rows, oracles.sincos_tokens(3, 5, 1, 32), atol=1e-6 if dtype == torch.float32 else 1e-15)

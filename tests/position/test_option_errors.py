@@ -63,18 +63,6 @@ def test_wrong_options(key, options, text):
         create_position(key, Grid(4, 4), 2, 8, **options)
 
 
-@each(("key", "dim"), [("rope_axial", 6), ("rope_mixed", 10), ("rope_normalized", 6), ("xpos", 6)])
-def test_head_width(key, dim):
-    with pytest.raises(ValueError, match=f"{key} needs a head width divisible by 4"):
-        create_position(key, Grid(4, 4), 2, dim)
-
-
-@each("key", ["sincos", "transformer_xl"])
-def test_width(key):
-    with pytest.raises(ValueError, match=f"{key} needs a width divisible by 4"):
-        create_position(key, Grid(4, 4), 1, 6)
-
-
 @each("grid", [(0, 4), (4, 0), (4, 4, -1)])
 def test_impossible_grids(grid):
     with pytest.raises(ValueError, match="position 'table' needs sides, num_heads and head_dim of at least 1"):
