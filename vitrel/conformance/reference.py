@@ -105,12 +105,13 @@ def _window(one: Located, other: Located) -> str:
 
 
 def _embeddings(examined: Examined, other: Examined) -> Iterator[Finding]:
-    """Yield a finding for each embedding at each size, against the reference `other`, or one if it has more or fewer."""
-    if len(examined.embeddings) != len(other.embeddings):
-        first, second = (len(e.surveys[examined.sizes[0]].embeddings) for e in (examined, other))
-        where = f"image of {format_size(examined.sizes[0])} px"
-        yield Finding("like", examined.subject.name, "as in the reference", f"embedding: {first}, not {second}", where)
-        return
+    """Yield a finding for each embedding at each size, against `other`, or one of the first size with more or fewer of them."""
+    for size in examined.sizes:
+        ours, theirs = (len(each.surveys[size].embeddings) for each in (examined, other))
+        if ours != theirs:
+            where = f"image of {format_size(size)} px"
+            yield Finding("like", examined.subject.name, "as in the reference", f"embedding: {ours}, not {theirs}", where)
+            return
     both = (sorted(each.embeddings, key=lambda one: examined.sizes.index(one.size)) for each in (examined, other))
     for one, reference in zip(*both, strict=True):
         worst = difference(one.found.patches, reference.found.patches)
