@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import command
+from helpers import command, each
 from helpers.locks import locked
 from helpers.runs import in_child, read, status
 from vitrel import cli
@@ -163,23 +163,32 @@ while :; do sleep 0.1; done
 """
 
 
-def test_sigterm_ends_training_in_parallel(tmp_path):
-    """Each process that trains is told, and would save (tests/train); here a script stands for it."""
-    script = tmp_path / "python"
+@each("number", [signal.SIGTERM, *([signal.SIGKILL] if sys.platform == "linux" else [])])
+def test_a_comparison_that_is_stopped_or_killed_ends_its_training(tmp_path, number):
+    """Each process that trains is told, if need be by the kernel, and would save (tests/train); here a script stands for it."""
+    folder = tmp_path / number.name
+    folder.mkdir()
+    script = folder / "python"
     script.write_text(STAND_IN)
     script.chmod(0o755)
 
     def stand_in():
         jobs.sys = SimpleNamespace(executable=str(script))
 
-    process, end = in_child(tmp_path, stand_in, lambda folder: compare(folder, number="2")), time.monotonic() + 400
-    logs = [tmp_path / "trial" / f"{label}-seed0" / "train.log" for label in ("absolute", "rope")]
-    while not all(log.exists() and "began" in log.read_text() for log in logs) and time.monotonic() < end:
+    process, end = in_child(folder, stand_in, lambda place: compare(place, number="2")), time.monotonic() + 400
+    logs = [folder / "trial" / f"{label}-seed0" / "train.log" for label in ("absolute", "rope")]
+
+    def all_say(word):
+        return all(log.exists() and word in log.read_text() for log in logs)
+
+    while not all_say("began") and time.monotonic() < end:
         time.sleep(0.1)
-    os.kill(process, signal.SIGTERM)
-    assert status(process, 100) == 143
-    assert all("told" in log.read_text() for log in logs)
-    assert len([*(tmp_path / "trial").glob("*/train.log")]) == 2  # no other was begun
+    os.kill(process, number)
+    assert status(process, 100) == (143 if number == signal.SIGTERM else -number)
+    while number == signal.SIGKILL and not all_say("told") and time.monotonic() < end:
+        time.sleep(0.1)
+    assert all_say("told")
+    assert len([*(folder / "trial").glob("*/train.log")]) == 2  # no other was begun
 
 
 def test_a_changed_configuration_or_source_stops_with_the_way_out(again, tmp_path):

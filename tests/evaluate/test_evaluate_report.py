@@ -10,14 +10,9 @@ from vitrel.common.tables import markdown
 from vitrel.evaluate.pictures import Picture, Section
 from vitrel.evaluate.report import class_tables, costs, first_screen, other_grids, resampled_text, write
 from vitrel.evaluate.statistics import wilson
-from vitrel.evaluate.verdicts import MARGIN, judge
+from vitrel.evaluate.verdicts import judge
 
 FOUR = {"swin": (90, 89.9, 90.1), "shaw": (80, 79.9, 80.1), "rope_mixed": (79, 60, 50), "absolute": (78, 70, 60)}
-
-
-def written(folder, rows, pictures=(), scores=None, by_class=None, **settings):
-    judged = judge(rows, scores or {}, settings.get("margin") or MARGIN, settings.get("unused") or 0)
-    return write(folder, judged, by_class or {}, settings, pictures).read_text("utf-8")
 
 
 def test_the_first_screen_is_one_table_and_a_sentence_a_model():
@@ -93,7 +88,7 @@ def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     pictures = [Section("Inputs", "One image.", {"all": {"scale": [picture, None]}}, {"sky": "rgb(1, 2, 3)"})]
     settings = {"same": {"device": "cpu", "images": "a" * 64}, "models": {"swin|0": {"mean": [0.5]}}, "n": 100}
     settings |= {"title": "Four <models>", "data": "folder", "unused": 0, "command": ["vitrel evaluate a"], "classes": ["cat"]}
-    page = written(tmp_path, rows, pictures, **settings)
+    page = write(tmp_path, judge(rows), {}, settings, pictures).read_text("utf-8")
     assert "<script" not in page and "Four &lt;models&gt;" in page and "http" not in page.replace("http://www.w3.org", "")
     assert page.count("<strong>Bold</strong>") == page.count("Use swin at any size") == 1
     assert page.count('<table class="grid">') == 2  # a protocol each
