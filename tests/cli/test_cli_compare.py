@@ -21,7 +21,7 @@ from vitrel.common import lock, processes
 from vitrel.compare import jobs
 
 tool = command("compare")
-pytestmark = [pytest.mark.slow(seconds=5), pytest.mark.usefixtures("brief_evaluations")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_evaluations")]
 ABSOLUTE = {"name": "vitrel_vit_n8_absolute", "label": "absolute"}
 ROPE = {"name": "vitrel_vit_n8_none", "label": "rope", "model_args": {"position": "rope_mixed"}}
 FINER = {"data": {"size": 96, "batch_size": 8}, "model": {"tuning": {"trainable": ["norm", "head"]}, "optim": {"lr": 1e-2}}}

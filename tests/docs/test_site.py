@@ -32,7 +32,7 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(seconds=9)
+@pytest.mark.slow(seconds=20)
 def test_site_builds_with_search_and_generated_pages_and_needs_no_network(site):
     """In one test, since two workers would build it twice; pictures are described."""
     search = (site / "search" / "search_index.json").read_text("utf-8")

@@ -174,27 +174,23 @@ def test_two_processes_give_the_table_of_one(folder, tool):
     assert statuses == [0, 0] and [row["infer_samples_per_sec"] for row in again] == stamps, text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("failing", ["image of process 1", "folder of process 0"])
-def test_a_failure_ends_both_processes_with_its_message(folder, tool, failing):
-    image = folder / "data" / "val" / "left" / "0.png"  # the second of all, process 1's first: "above" comes first
-    if failing.startswith("image"):
-        image.write_bytes(image.read_bytes()[:200])
-        message = "left/0.png"
-    else:
-        (folder / "out").write_text("in the way")
-        message = "out: File exists"
-    start = time.monotonic()
-    statuses, text, _ = tool(2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
-    assert statuses == [1, 1] and message in text and time.monotonic() - start < 200
-    assert "process 1 of 2: BadImage" in text or not failing.startswith("image")
-    assert "in a browser" not in text
-    if failing.startswith("image"):
-        statuses, text, rows = tool(2, "out", "--on-bad-image", "count")
-        assert statuses == [0, 0], text
-        assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
-        assert "left out, because they could not be read: data/val/left/0.png; out/settings.json lists them" in text
-        assert "left/0.png" in (folder / "out" / "settings.json").read_text()
+@pytest.mark.slow(seconds=2)
+def test_a_failure_ends_both_processes_with_its_message(folder, tool):
+    """Of process 0 where a file is in the way, of process 1 where its first image is damaged: "above" comes first."""
+    image = folder / "data" / "val" / "left" / "0.png"
+    image.write_bytes(image.read_bytes()[:200])
+    (folder / "taken").write_text("in the way")
+    for out, message in (("taken", "taken: File exists"), ("out", "process 1 of 2: BadImage")):
+        start = time.monotonic()
+        statuses, text, _ = tool(2, out, "--attention-n", "0")  # for which process 0 reads images of the other
+        assert statuses == [1, 1] and message in text and time.monotonic() - start < 200
+        assert "in a browser" not in text
+    assert "left/0.png" in text
+    statuses, text, rows = tool(2, "out", "--on-bad-image", "count")
+    assert statuses == [0, 0], text
+    assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
+    assert "left out, because they could not be read: data/val/left/0.png; out/settings.json lists them" in text
+    assert "left/0.png" in (folder / "out" / "settings.json").read_text()
 
 
 def tell(folder):
