@@ -140,6 +140,11 @@ def test_any_file_of_weights(tmp_path):
         small(tuning=Tuning("nowhere.pt"))
     with pytest.raises(ValueError, match=r"init_from .*plain.safetensors: the weights do not fit the model.*blocks\.2"):
         Classifier("vitrel_vit_n8_none", 4, 32, SMALL | {"depth": 3}, tuning=Tuning(str(tmp_path / "plain.safetensors")))
+    theirs = timm.create_model("test_vit", num_classes=6).eval()
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")  # bare weights, which are converted
+    tuning = Tuning(str(tmp_path / "theirs.pth"), position="table", absolute="keep")
+    ours, x = Classifier("test_vit", 6, (160, 160), tuning=tuning).model.eval(), torch.randn(1, 3, 160, 160)
+    torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
 
 
 def test_a_file_for_a_model_of_timm_is_read_as_others_are(tmp_path):
