@@ -21,8 +21,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import vitrel
+from helpers import each
 from helpers.relativize_models import MODELS
-from helpers.variants import IN_ATTENTION, WAYS, perturbed, small_model
+from helpers.variants import WAYS, perturbed, small_model
 from vitrel import Grid
 from vitrel.inspect.attention import (
     NEGLIGIBLE,
@@ -39,7 +40,7 @@ from vitrel.models.vit import ViT
 from vitrel.ops import BACKENDS
 
 TINY = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
-KEYS = [*IN_ATTENTION, "absolute", "sincos", "absolute+rope_mixed", "rope_mixed+table", "shaw+table", "sincos+deberta+alibi"]
+KEYS = [*WAYS, "none", "fire", "absolute", "sincos+deberta+alibi"]
 SCALED = [
     ("table", dict(temperature="log_n")),
     ("rope_axial", dict(policy="yarn")),
@@ -49,15 +50,14 @@ WINDOWED = dict(class_token=False, global_pool="avg", block_args=dict(window=(3,
 TIMM = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 SWIN = dict(img_size=(48, 40), patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=7, num_classes=5)
 ATTENTION = (TimmAttention, AttentionRope, BeitAttention, EvaAttention, RelPosAttention, SwinAttention, SwinV2Attention)
-BUILD = {name: make for name, make in MODELS.items() if name != "vitrel"} | {
+PLAIN = ("vit", "reg", "map", "eva", "dynamic")  # whose attention has no position
+BUILD = {name: MODELS[name] for name in (*PLAIN[:-1], "eva02", "cat", "mixed", "dinov3", "attention_rope")} | {
     "dynamic": lambda: VisionTransformer(dynamic_img_size=True, **TIMM),
     "grouped_rope": lambda: Eva(use_rot_pos_emb=True, attn_type="rope", qkv_fused=False, num_kv_heads=1, **TIMM),
     "beit": lambda: Beit(use_rel_pos_bias=True, use_abs_pos_emb=False, qkv_bias=True, **TIMM),
     "beit_shared": lambda: Beit(use_shared_rel_pos_bias=True, **TIMM),
     "relpos_mlp": lambda: VisionTransformerRelPos(rel_pos_type="mlp", **TIMM),
-    "relpos_table": lambda: VisionTransformerRelPos(rel_pos_type="bias", class_token=True, global_pool="token", **TIMM),
     "relpos_shared": lambda: VisionTransformerRelPos(rel_pos_type="mlp", shared_rel_pos=True, **TIMM),
-    "swin": lambda: SwinTransformer(**SWIN),
     "swin_dynamic": lambda: SwinTransformer(dynamic_img_size=True, **SWIN),
     "swinv2": lambda: SwinTransformerV2(**SWIN | dict(window_size=(7, 5))),
 }
@@ -129,20 +129,19 @@ def check(model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_weights_of_ours(key):
     layers = check(vit(key, reg_tokens=1), images(40, 24))
     assert [layer.grid for layer in layers] == [Grid(5, 3, 2)] * 2
     assert [layer.stride for layer in layers] == [(8.0, 8.0)] * 2
 
 
-@pytest.mark.parametrize(("key", "options"), SCALED)
+@each(("key", "options"), SCALED)
 def test_scales_that_depend_on_the_grid(key, options):
     check(vit(key, position_args=options), images(40, 56))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", WAYS)
+@each("key", ["decomposed", "rope_mixed+table"])
 def test_block_windows(key):
     layers = check(vit(key, **WINDOWED), images(40, 25))
     assert [layer.window for layer in layers] == [(3, 2), None]
@@ -150,9 +149,9 @@ def test_block_windows(key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*WAYS, "rope_mixed+table"])
+@each("key", WAYS)
 def test_shifted_padded_windows(key):
-    layers = check(small_model(f"vitrel_swin_n_{key.replace('+', '_')}"), images(22, 31))
+    layers = check(small_model(f"vitrel_swin_n_{key}"), images(22, 31))
     assert [layer.shift for layer in layers] == [(0, 0), (2, 2), (0, 0), (2, 2), (0, 0), (0, 0)]
     assert [layer.grid[:2] for layer in layers[::2]] == [(11, 16), (6, 8), (3, 4)]
     assert [layer.stride for layer in layers[::2]] == [(2.0, 2.0), (4.0, 4.0), (8.0, 8.0)]
@@ -164,7 +163,7 @@ def test_cosine_attention_and_a_shared_position():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [key for key in IN_ATTENTION if key not in ("none", "deberta")])
+@each("key", [key for key in WAYS if key != "deberta"])
 def test_content_of_ours_is_the_layer_without_position(key):
     """The first layer of a model with the same weights and no position at all has these weights."""
     x = images(40, 48)
@@ -209,7 +208,7 @@ class Alone(nn.Module):
         return self.layer(x.flatten(1, 2), x.shape[1:3], self.mask)
 
 
-@pytest.mark.parametrize("additive", [False, True])
+@each("additive", [False, True])
 def test_masks(additive):
     mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
     mask[0, :, 3] = False  # a query that sees nothing
@@ -237,19 +236,17 @@ def test_half_precision():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_place", [False, True])
-def test_compiled_models_run_uncompiled(in_place):
-    model, x, counter = vit("table"), images(32, 32), CompileCounter()
-    expected = record(model, x)
-    if in_place:
-        model.compile(backend=counter)
-    layers = record(model if in_place else torch.compile(model, backend=counter), x)
-    for layer, other in zip(layers, expected, strict=True):
-        assert layer.name == other.name and torch.equal(layer.weights, other.weights)
+def test_compiled_models_run_uncompiled():
+    model, x, counter = vit("table", depth=1), images(32, 32), CompileCounter()
+    (expected,) = record(model, x)
+    around = torch.compile(model, backend=counter)
+    model.compile(backend=counter)
+    for compiled in (around, model):
+        (layer,) = record(compiled, x)
+        assert layer.name == expected.name and torch.equal(layer.weights, expected.weights)
     assert counter.frame_count == 0
-    if in_place:
-        model(x)
-        assert counter.frame_count == 1
+    model(x)
+    assert counter.frame_count == 1
 
 
 def build(name):
@@ -299,8 +296,9 @@ def project_values(module, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUILD)
+@each("name", BUILD)
 def test_weights_of_timm(name):
+    """Of the whole, and of content: those of the first layer of the same model without position."""
     model = build(name)
     x = images_for(model)
     layers, found = run_timm(model, x)
@@ -319,6 +317,15 @@ def test_weights_of_timm(name):
         assert not layer.position[~visible].any()
         if layer.window is None:
             assert layer.grid == Grid(4, 4, model.num_prefix_tokens) and layer.tokens.tolist() == [list(range(n))]
+        if name in PLAIN:
+            assert torch.equal(layer.content, layer.weights) and not layer.position.any()
+            continue
+        assert (layer.content - layer.weights).abs().max() > 1e-3
+        if layer.tokens.min() >= 0:
+            whole = (layer.content.log() + layer.position).softmax(-1)
+            torch.testing.assert_close(whole, layer.weights, atol=1e-5, rtol=1e-3)
+    without = record(unpositioned(model), x)
+    torch.testing.assert_close(layers[0].content, without[0].weights, atol=1e-5, rtol=1e-4)
 
 
 def unpositioned(model):
@@ -332,24 +339,7 @@ def unpositioned(model):
     return bare
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUILD)
-def test_content_of_timm_is_the_layer_without_position(name):
-    model = build(name)
-    x = images_for(model)
-    with_position, without = record(model, x), record(unpositioned(model), x)
-    torch.testing.assert_close(with_position[0].content, without[0].weights, atol=1e-5, rtol=1e-4)
-    if name in ("vit", "reg", "no_class", "no_embed_class", "map", "no_absolute", "deit", "eva", "dynamic"):
-        assert all(torch.equal(layer.content, layer.weights) and not layer.position.any() for layer in with_position)
-    else:
-        for layer in with_position:
-            assert (layer.content - layer.weights).abs().max() > 1e-3
-            whole = (layer.content.log() + layer.position).softmax(-1)
-            if layer.tokens.min() >= 0:
-                torch.testing.assert_close(whole, layer.weights, atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["swin", "swin_dynamic", "swinv2"])
+@each("name", ["swin_dynamic", "swinv2"])
 def test_slots_name_the_true_tokens(name):
     """Swin rolls before it pads, so that opposite borders meet in a window: the slots must say so."""
     model = build(name)
@@ -372,7 +362,7 @@ def test_slots_name_the_true_tokens(name):
 
 
 def test_position_of_timm_is_the_table():
-    model = build("swin")
+    model = build("swin_dynamic")
     for layer in record(model, images_for(model)):
         same_as_table(layer, model.get_submodule(layer.name).relative_position_bias_table.detach().T)
 
@@ -394,7 +384,7 @@ def state(model):
     ]
 
 
-@pytest.mark.parametrize("name", ["ours", "vit", "swin", "mixed"])
+@each("name", ["ours", "mixed"])
 def test_nothing_is_left_behind(name):
     model = (small_model("vitrel_swin_n") if name == "ours" else build(name)).train()
     model.patch_embed.eval()
@@ -525,10 +515,10 @@ def test_known_values():
     assert layer_statistics(unattending)["attention_distance"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", ["vitrel_swin_n_rope_mixed", "vitrel_vit_n8_shaw", "vitrel_vit_n8_lookhere"])
+@each("name", ["vitrel_swin_n_rope_mixed", "vitrel_vit_n8_lookhere"])
 def test_offset_mean(name):
     for layer in record(small_model(name), torch.randn(2, 3, 22, 18))[:2]:
-        h, w = layer.window or layer.grid[:2]
+        (h, w), visible = layer.window or layer.grid[:2], layer.visible
         first = layer.weights.shape[-1] - h * w
         total, count = torch.zeros(2, layer.weights.shape[2], 2 * h - 1, 2 * w - 1).double().unbind(0)
         for i in range(h * w):
@@ -537,11 +527,7 @@ def test_offset_mean(name):
                 for window, tokens in enumerate(layer.tokens):
                     if tokens[first + i] >= 0 and tokens[first + j] >= 0:
                         pair = layer.weights[:, window, :, first + i, first + j]
-                        seen = (
-                            torch.ones_like(pair)
-                            if layer.visible is None
-                            else layer.visible[:, window, :, first + i, first + j]
-                        )
+                        seen = torch.ones_like(pair) if visible is None else visible[:, window, :, first + i, first + j]
                         total[:, dy + h - 1, dx + w - 1] += (pair * seen).sum(0)
                         count[:, dy + h - 1, dx + w - 1] += seen.sum(0)
         torch.testing.assert_close(offset_mean(layer, layer.weights), (total / count).float(), equal_nan=True)
@@ -554,10 +540,9 @@ def test_refused_by_name():
         record(torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 32, 32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS)
-def test_every_encoding_has_a_share_of_attention(key):
-    model = small_model(f"vitrel_vit_n8_{key}" if "+" not in key else "vitrel_vit_n8_none", img_size=32, position=key)
+@each("key", ["none", "table", "shaw", "rope_mixed", "absolute", "sincos+rope_mixed"])
+def test_encodings_have_a_share_of_attention(key):
+    model = small_model("vitrel_vit_n8_none", img_size=32, depth=1, position=key)
     shares = position_shares(model, torch.randn(1, 3, 32, 32))
     assert key == "none" or max(shares.values()) > NEGLIGIBLE
     assert ("tokens" in shares) == any(part in ("absolute", "sincos") for part in key.split("+"))
