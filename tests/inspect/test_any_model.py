@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers import each
 from vitrel.evaluate.policies import at_size_with
 from vitrel.inspect.any_model import StageWindows, at_size, trace
 from vitrel.ops.window import windows
@@ -58,7 +59,7 @@ def test_a_model_that_resizes_its_parameters_in_place_stays_as_it_was():
     assert found.model.conv.weight is model.conv.weight  # no copy of what is large
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+@each("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_ours_stay_as_they_are(name):
     model = timm.create_model(name)
     found = at_size(model, (72, 40))
@@ -66,9 +67,10 @@ def test_ours_stay_as_they_are(name):
     assert found.windows == at_size_with(model, (72, 40), "none").stages  # which are found without a trace
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [(64, 64), (2, 2), (16, 45), (31, 90), (50, 18), (9, 130)])  # patches of 2, windows of 4
-@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
+@each(
+    ("name", "size"),  # patches of 2, windows of 4
+    [("vitrel_swin_n", (2, 2)), ("vitrel_swin_n", (31, 90)), ("vitrel_swin_n", (50, 18)), ("vitrel_swinv2_n", (9, 130))],
+)
 def test_windows_of_ours_are_those_of_a_run(name, size):
     """Grids by hooks on the blocks, padding and shift by the layout that attention uses."""
     model, grids = timm.create_model(name, num_classes=2).eval(), []
@@ -102,7 +104,7 @@ def test_a_global_trunk_is_one_stage_without_windows():
     assert (stage.padding, stage.padded_share, stage.shift) == ((0, 0), 0.0, (0, 0))
 
 
-@pytest.mark.parametrize(("keywords", "prefix"), [({}, 1), (dict(class_token=False, global_pool="avg"), 0)])
+@each(("keywords", "prefix"), [({}, 1), (dict(class_token=False, global_pool="avg"), 0)])
 def test_an_embedding_is_resampled_without_its_class_token(keywords, prefix):
     model = vit(**keywords)
     before, old = state_hash(model), model.pos_embed
@@ -188,18 +190,17 @@ def test_layouts_and_strided_windows():
     assert {line.grid for line in found.windows} == {(80, 80), (40, 40), (20, 20), (10, 10)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "size", "text"),
     [
         (
-            lambda: timm.create_model("cait_xxs24_224"),
+            lambda: timm.create_model("cait_xxs24_224", depth=1),
             288,
             r"(?s)cait_xxs24_224 does not take 288x288 .*try .*img_size=\(288, 288\)",
         ),
         (lambda: vit(dynamic_img_size=True), (230, 224), "224x224 or 240x240"),
         (lambda: timm.create_model("test_maxvit"), 200, "test_maxvit does not take 200x200 pixels: .*divisible by window"),
     ],
-    ids=["fixed", "patches", "windows"],
 )
 def test_refusals(make, size, text):
     model = make()

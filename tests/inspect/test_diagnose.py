@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrel
+from helpers import each
 from vitrel.inspect.any_model import at_size
 from vitrel.inspect.leaks import border_leak
 from vitrel.weights.record import state_hash
@@ -93,7 +94,7 @@ def test_the_bias_of_swin_v2_changes_silently():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
+@each("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_nothing_on_ours(name):
     model = timm.create_model(name, num_heads=(1, 1, 2), embed_dim=8)
     found = vitrel.diagnose(model, [(16, 74), (52, 54), (70, 46)])
@@ -112,38 +113,38 @@ def test_options_of_a_name():
         vitrel.diagnose(swin(), 160, dynamic_img_size=True)
 
 
+TINY = dict(depth=1, embed_dim=24, num_heads=2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sizes", "kinds", "words"),
+@each(
+    ("name", "options", "sizes", "kinds", "words"),
     [
-        ("cait_xxs24_224", (192, 320), {"refused"}, "try timm.create_model"),
-        ("coatnet_nano_rw_224", (192, 320), {"replaced", "bias"}, ""),
-        ("mobilevit_xxs", (192, 320), set(), ""),
-        ("test_convnext", [160, 96], set(), "the model has no attention"),
-        ("test_maxvit", 192, {"replaced", "bias"}, "not examined: strided windows"),
-        ("test_vit", [160, (160, 224)], {"replaced"}, "global"),
-        ("tiny_vit_5m_224", 256, {"padding"}, "attend to padding at 256x256"),
-        ("vit_small_patch16_dinov3", 320, {"bias"}, "rotation by up to"),
+        ("cait_xxs24_224", dict(depth=1), (192, 320), {"refused"}, "try timm.create_model"),
+        ("mobilevit_xxs", {}, (192, 320), set(), ""),
+        ("test_convnext", {}, [160, 96], set(), "the model has no attention"),
+        ("test_maxvit", {}, 192, {"replaced", "bias"}, "not examined: strided windows"),
+        ("test_vit", {}, [160, (160, 224)], {"replaced"}, "global"),
+        ("tiny_vit_5m_224", dict(depths=(1, 1, 2, 1)), 256, {"padding"}, "attend to padding at 256x256"),
+        ("vit_small_patch16_dinov3", TINY, 320, {"bias"}, "rotation by up to"),
     ],
 )
-def test_families_are_examined(name, sizes, kinds, words):
-    found = vitrel.diagnose(name, sizes)
+def test_families_are_examined(name, options, sizes, kinds, words):
+    found = vitrel.diagnose(name, sizes, **options)
     assert found.findings.keys() == kinds
     assert words in str(found) and ("found nothing" in str(found)) == (not kinds)
     assert words != "global" or "no token sees across" not in str(found)  # which is said of windows
 
 
-@pytest.mark.parametrize("position", ["table", "rope_normalized", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
-def test_bias_of_ours_at_another_grid(position):
-    model = timm.create_model(f"vitrel_vit_n8_{position}", depth=1, embed_dim=24, num_heads=2)
+@each(("position", "kinds"), [("table", ["bias"]), ("decomposed", ["bias"]), ("rope_normalized", ["rotation"]),
+                              ("rope_mixed", []), ("shaw", [])])  # fmt: skip
+def test_bias_of_ours_at_another_grid(position, kinds):
+    model = timm.create_model(f"vitrel_vit_n8_{position}", **TINY)
     native, other = vitrel.diagnose(model, [64, (96, 128)]).sizes
-    expected = {"table": "bias", "decomposed": "bias", "rope_normalized": "rotation"}
-    assert [change.what for change in other.changes] == ([expected[position]] if position in expected else [])
-    assert native.changes == ()
+    assert [change.what for change in other.changes] == kinds and native.changes == ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("position", "unseen", "text"),
     [
         ("none", 0, ""),
@@ -158,7 +159,6 @@ def test_offsets_that_training_did_not_have(position, unseen, text):
     assert [line.unseen for line in found.sizes] == pytest.approx([0, unseen])
     assert [line.saturated for line in found.sizes] == pytest.approx([0, unseen if position == "t5" else 0])
     assert found.findings.get("unseen", "") == text and text in str(found)
-    assert vitrel.diagnose(timm.create_model("test_vit"), 192).sizes[0].unseen is None  # no encoding of ours
 
 
 def test_the_size_of_a_change():
@@ -166,47 +166,45 @@ def test_the_size_of_a_change():
     model = timm.create_model("vitrel_vit_n8_table", depth=1)
     model.set_position_options(policy="clip")
     assert vitrel.diagnose(model, (96, 128)).sizes[0].changes == ()
-    eva = timm.create_model("eva02_tiny_patch14_224", depth=1, embed_dim=24, num_heads=2)
-    (change,) = vitrel.diagnose(eva, 448).sizes[0].changes
+    eva = timm.create_model("eva02_tiny_patch14_224", **TINY)
+    (line,) = vitrel.diagnose(eva, 448).sizes
+    assert line.unseen is None  # it has no encoding of ours
+    (change,) = line.changes
     assert change.what == "rotation" and change.largest == pytest.approx(0.5)  # the fastest of its frequencies is 1
 
 
 def test_a_vit_built_in_two_ways():
-    model = dict(depth=1, embed_dim=24, num_heads=2)
-    timm_vit = timm.create_model("vit_tiny_patch16_224", **model)
-    found = vitrel.diagnose(timm_vit, [(230, 224), 320])
+    found = vitrel.diagnose("vit_tiny_patch16_224", [(230, 224), 320], **TINY)
     assert found.findings["unread"] == "pixels that no patch contains at 230x224: rows: 6, columns: 0"
-    found = vitrel.diagnose(timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **model), [(230, 224), 320])
+    found = vitrel.diagnose("vit_tiny_patch16_224", [(230, 224), 320], dynamic_img_size=True, **TINY)
     assert "refused at 230x224: vit_tiny_patch16_224 does not take 230x224 pixels" in found.findings["refused"]
 
 
-@pytest.mark.slow
 def test_sizes_by_default():
-    found = vitrel.diagnose(timm.create_model("test_vit"))
+    found = vitrel.diagnose(timm.create_model("test_vit", depth=1))
     assert [line.size for line in found.sizes] == [(160, 160), (240, 240), (320, 320)]
-    odd = timm.create_model("vit_tiny_patch14_dinov2" if timm.is_model("vit_tiny_patch14_dinov2") else "test_vit", img_size=112)
+    odd = timm.create_model("vit_tiny_patch16_224", patch_size=14, img_size=112, **TINY)
     assert all(not line.refusal for line in vitrel.diagnose(odd).sizes)  # whole patches
 
 
-SMALL_HF = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=16)
+SMALL_HF = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=16)
 SWIN_HF = dict(image_size=56, embed_dim=12, depths=[2, 2], num_heads=[1, 2])
 
 
 def test_tables_of_zeros_are_no_tables_without_a_change():
     """A built BEiT has tables of zeros, in which resampling would not show."""
-    model = timm.create_model("beit_base_patch16_224", depth=1, embed_dim=24, num_heads=2)
+    model = timm.create_model("beit_base_patch16_224", **TINY)
     assert not model.blocks[0].attn.relative_position_bias_table.any()
     assert {change.what for change in vitrel.diagnose(model, 288).sizes[0].changes} == {"bias"}
     assert not model.blocks[0].attn.relative_position_bias_table.any()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "kinds"),
     [
         ("ViT", SMALL_HF, {"replaced"}),
         ("DINOv3ViT", SMALL_HF, {"bias"}),
-        ("Beit", SMALL_HF | dict(use_relative_position_bias=True), {"replaced", "bias"}),
         ("Swin", SWIN_HF, {"padding", "frozen"}),
     ],
 )
@@ -240,7 +238,7 @@ class PlainGrids(nn.Module):
         return vitrel.ops.attention(q, k, v, self.position(grid), grid).mean(2).flatten(1)
 
 
-@pytest.mark.parametrize("position", ["table", "rope_axial+cpb"])
+@each("position", ["table", "rope_axial+cpb"])
 def test_grids_of_encodings_may_be_plain_tuples(position):
     native, other = vitrel.diagnose(PlainGrids(position), [64, (64, 96)]).sizes
     assert native.unseen == 0 and other.unseen == pytest.approx(1 - 7 / 11)
@@ -265,7 +263,7 @@ def by_hand(q, k, v):
     return (q @ k.mT).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, by_hand, None])
+@each("attend", [F.scaled_dot_product_attention, by_hand, None])
 def test_attention_on_an_unknown_grid_is_no_missing_attention(attend):
     found = str(vitrel.diagnose(Pooled(attend), [32, 64]))
     assert ("the model has no attention" in found) == (attend is None)
@@ -297,7 +295,7 @@ def test_a_leak_is_one_number():
     assert border_leak(timm.create_model("test_convnext"), (64, 64)) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "size", "text"),
     [
         ("swin_tiny_patch4_window7_22", 224, "unknown model .*swin_tiny_patch4_window7_224"),

@@ -2,13 +2,13 @@
 
 import itertools
 
-import pytest
 import torch
 from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import nn
 
 import vitrel
+from helpers import each
 from vitrel.inspect.any_model import trace
 from vitrel.inspect.leaks import find_leaks
 from vitrel.layers import Attention, Block
@@ -75,18 +75,14 @@ def wrapped(truth, shift, axis):
     return {(a, b) for a, b in pairs if (a < shift[axis]) != (b < shift[axis])}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [SwinTransformerBlock, SwinTransformerV2Block])
-@pytest.mark.parametrize(
-    ("grid", "window", "shift"),
+@each(
+    ("grid", "window", "shift", "kind"),
     [
-        *(((n, 10), (7, 7), (3, 3)) for n in (*LEAKING, *SOUND)),
-        ((12, 20), (7, 7), (3, 3)),
-        ((26, 9), (7, 4), (3, 2)),
-        ((11, 13), (5, 7), (2, 3)),
-        ((12, 20), (7, 7), (0, 0)),
+        *(((n, 10), (7, 7), (3, 3), SwinTransformerBlock) for n in (*LEAKING, *SOUND)),
+        ((26, 9), (7, 4), (3, 2), SwinTransformerV2Block),
+        ((11, 13), (5, 7), (2, 3), SwinTransformerV2Block),
+        ((12, 20), (7, 7), (0, 0), SwinTransformerBlock),
     ],
-    ids=str,
 )
 def test_what_timm_sees(grid, window, shift, kind):
     """Rows, columns and padding are those of the loops over all tokens."""
@@ -119,23 +115,20 @@ def seen_by(call):
     return found
 
 
-@pytest.mark.parametrize("grid", [(12, 20), (9, 26), (14, 7)])
+@each("grid", [(12, 20), (9, 26), (14, 7)])
 def test_all_that_a_token_sees(grid):
     assert seen_by(call_of(timm_block(grid), grid)) == timm_truth(grid, (7, 7), (3, 3))[0]
 
 
-@pytest.mark.parametrize("position", ["table", "shaw", "rope_mixed"])
-@pytest.mark.parametrize("grid", [(8, 11), (12, 20), (5, 9), (24, 7)], ids=str)
-def test_what_ours_sees(grid, position):
-    call = call_of(our_block(position=position), grid)
+@each(
+    ("grid", "position", "cosine"),
+    [((8, 11), "table", False), ((12, 20), "shaw", False), ((5, 9), "rope_mixed", False), ((24, 7), "cpb", True)],
+)
+def test_what_ours_sees(grid, position, cosine):
+    call = call_of(our_block(position=position, cosine=cosine), grid)
     leaks = find_leaks(call)
     assert not leaks.across.any() and not leaks.padding.any()
     assert seen_by(call) == our_truth(grid, (7, 7), (3, 3))
-
-
-def test_cosine_attention_of_ours():
-    leaks = find_leaks(call_of(our_block(position="cpb", cosine=True), (12, 20)))
-    assert not leaks.across.any() and not leaks.padding.any()
 
 
 def test_a_mask_that_is_missing_is_seen():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import vitrel
+from helpers import each
 from helpers.variants import IN_ATTENTION, make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
@@ -63,8 +64,8 @@ def test_an_offset_stands_where_its_axes_say():
     assert "query minus key: dy > 0, key above" in panel.figure.get_suptitle()
 
 
-@pytest.mark.parametrize("size", [None, (5, 3)])
-@pytest.mark.parametrize("key", [key for key in IN_ATTENTION if key not in ("none", *ROTARY)])
+@each("size", [None, (5, 3)])
+@each("key", [key for key in IN_ATTENTION if key not in ("none", *ROTARY)])
 def test_bias_is_the_logit_of_a_zero_query_and_key(key, size):
     encoding = perturbed(make(key, GRID))
     grid = GRID if size is None else Grid(*size, 1)
@@ -79,8 +80,8 @@ def test_bias_is_the_logit_of_a_zero_query_and_key(key, size):
     torch.testing.assert_close(spread(found[0].values, grid), logits)
 
 
-@pytest.mark.parametrize("size", [None, (5, 3)])
-@pytest.mark.parametrize("key", ROTARY)
+@each("size", [None, (5, 3)])
+@each("key", ROTARY)
 def test_rotation_is_q_k_for_equal_energy_in_every_frequency(key, size):
     encoding = make(key, GRID, heads=4)
     grid = GRID if size is None else Grid(*size, 1)
@@ -155,7 +156,7 @@ def test_training_is_neither_seen_nor_touched():
     assert first[0, 2, 3] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "message"),
     [
         (lambda: make("none", (3, 4)), "none has nothing to draw by offset"),
@@ -172,7 +173,7 @@ def test_nothing_to_draw_says_why(source, message):
         offset_maps(source if isinstance(source, nn.Module | list) else [source])
 
 
-@pytest.mark.parametrize(("key", "entries"), [("table", slice(None)), ("table", 0), ("rope_mixed", 0)])
+@each(("key", "entries"), [("table", slice(None)), ("table", 0), ("rope_mixed", 0)])
 def test_what_is_no_number_is_not_drawn(key, entries):
     model = vit(key)
     with torch.no_grad():

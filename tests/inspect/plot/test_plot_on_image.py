@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 
+from helpers import each
 from helpers.variants import perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
@@ -26,7 +27,7 @@ def maps(figure):
     return [values[i : i + 3] for i in range(0, len(values), 3)]
 
 
-@pytest.mark.parametrize("heads", [None, [1, 0]])
+@each("heads", [None, [1, 0]])
 def test_weights_of_one_query(heads):
     model, image = vit(reg_tokens=1), torch.randn(3, 24, 40)
     layer = record(model, image[None])[1]
@@ -74,7 +75,7 @@ def test_the_image_is_shown_as_it_was():
 
 
 def test_models_of_timm():
-    model, image = timm.create_model("test_vit2", img_size=64).eval(), torch.randn(3, 64, 64)
+    model, image = timm.create_model("test_vit", img_size=64, depth=1).eval(), torch.randn(3, 64, 64)
     layer = record(model, image[None])[0]
     ((shown, _, _),) = maps(attention(model, image, (1, 3), layer=0, heads=[0]))
     _, w, prefix = layer.grid
