@@ -35,7 +35,7 @@ def test_pixels_are_those_of_timm(crop_mode, crop_pct, h, w):
             torch.testing.assert_close(*both(picture(h, w), size, crop_pct, crop_mode, interpolation, MEAN, normalize=True))
 
 
-@pytest.mark.slow(seconds=2)
+@pytest.mark.slow
 def test_pixels_are_those_of_timm_for_every_model_of_its_registry():
     """Of models that differ in size alone, for the smallest."""
     names, smallest = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean"), {}

@@ -13,7 +13,7 @@ FEW = {
 }
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize(
     ("name", "printed"),
     [("another_size", "largest difference at 224x224"), ("finetune_and_evaluate", "epoch 1/1")],

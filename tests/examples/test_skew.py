@@ -24,16 +24,6 @@ def test_golden_shift():
     assert relative_shift(x).tolist() == case["expected"]["shifted"]
 
 
-def test_shift_of_the_last_queries_and_its_gradient():
-    m, n = 3, 5
-    x = torch.randn(2, m, 2 * n - 1, dtype=torch.float64, requires_grad=True)
-    out = relative_shift(x)
-    for i in range(m):
-        for j in range(n):
-            assert torch.equal(out[:, i, j], x[:, i, j - (i + n - m) + n - 1])
-    assert torch.autograd.gradcheck(relative_shift, x)
-
-
 @each("axis", ["h", "w"])
 @each("grid", GRIDS, ids=str)
 def test_equal_to_the_gather(grid, axis):

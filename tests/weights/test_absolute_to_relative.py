@@ -16,6 +16,7 @@ from vitrel.models.vit import ViT
 from vitrel.ops.window import windows
 from vitrel.position import POSITIONS, Terms, key_of
 from vitrel.position.terms import parts_of
+from vitrel.weights import fit
 from vitrel.weights.absolute_to_relative import absolute_to_relative, observe
 from vitrel.weights.fit import attended, change_basis, fit_attention, minimize, refit_linear
 from vitrel.weights.relativize import relativize
@@ -68,7 +69,7 @@ def copy_with(block, key, **options):
 
 @pytest.mark.slow
 @each("key", FITTED)
-def test_attention_of_a_known_encoding_is_found_again(key):
+def test_attention_of_a_known_encoding_is_found_again(key, monkeypatch):
     """Planted in one block, fitted in a copy that starts without it: its attention comes back, of any kind of encoding."""
     torch.manual_seed(0)
     grid = Grid(3, 4, 1)
@@ -84,6 +85,11 @@ def test_attention_of_a_known_encoding_is_found_again(key):
     share, explained = {"rope_mixed": (0.7, 0.3), "deberta": (0.7, 0.7)}.get(key, (0.5, 0.8))  # not all of these are found
     assert after.divergence < share * before.divergence and after.explained > max(before.explained, explained)
     assert all(p.requires_grad and p.grad is None for p in fitted.parameters())
+    if POSITIONS[key].rotates:  # the best of several starts, whichever comes last
+        with monkeypatch.context() as patch:
+            patch.setattr(fit, "_STARTS", fit._STARTS[::-1])
+            other = fit_attention(copy_with(known, key), x, grid, target, new_rotation=True)[1]
+        assert other.divergence == pytest.approx(after.divergence, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -186,12 +192,12 @@ def test_the_copy_is_relative_and_the_original_untouched(position):
     report = ours.conversion
     assert report.position == position and report.images == 4 and report.grid == (4, 6) and len(report.after) == 2
     assert "to 4 images of 4x6 patches" in str(report) and len(str(report).splitlines()) == 4
-    assert report.fitted == (position != "alibi") and report.seconds > 0
+    assert report.fitted == (position != "alibi") and 0 < report.seconds < 600
     assert all(p.requires_grad and p.grad is None for p in ours.parameters())
     ours(images).sum().backward()
 
 
-@pytest.mark.slow(seconds=4)
+@pytest.mark.slow
 def test_nothing_absolute_is_left():
     """With tables that know no direction, an image whose patches stand in reverse order gives the same pooled features."""
     model = trained(class_token=False, global_pool="avg", img_size=64)
@@ -291,7 +297,7 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
     assert flipped(torch.randn(1, 3, 40, 56)).isfinite().all()
 
 
-@pytest.mark.slow(seconds=8)
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("version", "position"), [(1, "cpb"), (2, "rope_mixed")])
 def test_a_swin_gets_another_encoding_in_its_windows(version, position):
     name = "vitrel_swin_n" if version == 1 else "vitrel_swinv2_n"

@@ -222,6 +222,8 @@ REFUSED = {  # {name: (builder, words of the reason)}
     "samvit_base_patch16": (None, "neck"),
     "patch drop": (lambda: peer(VIT, patch_drop_rate=0.25), "patch_drop_rate"),
     "grouped queries": (lambda: peer(EVA, attn_type="rope", num_kv_heads=1), "grouped-query"),
+    "coordinates": (lambda: changed("vit_small_patch16_dinov3", lambda m: setattr(m.rope, "normalize_coords", "max")),
+        "normalizes coordinates by 'max'"),
     "other forward": (lambda: Other(img_size=32, depth=1, embed_dim=32, num_heads=1), "Other"),
     "parallel wrapper": (lambda: nn.DataParallel(peer(VIT)), "DataParallel"),
     "features": (lambda: timm.create_model(VIT, features_only=True, out_indices=(1,), **SMALL), "FeatureGetterNet"),

@@ -216,7 +216,7 @@ def test_refusals(tmp_path):
         vitrel.load_pretrained(model, {"epoch": 3})
 
 
-@pytest.mark.slow(seconds=6)
+@pytest.mark.slow
 def test_imagenet_weights_predict_as_in_timm():
     """ViT-Tiny on 10 ILSVRC validation images: timm's predictions, image by image; on all 500 they are right for 69.8 %."""
     images, index = shared("data/ilsvrc-val-nette224/val"), shared("data/ilsvrc-val-nette224/imagenet_index.tsv")

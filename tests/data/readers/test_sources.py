@@ -10,8 +10,8 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from helpers.pictures import write_classes
 from helpers.tars import add, write_shards, write_tars
 from vitrel.data import BadImage, Draw, Reading, class_names, create_dataset
 
@@ -19,19 +19,19 @@ HOW = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 KINDS = ("cat", "dog", "emu")
 
 
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8))
-
-
 @pytest.fixture(scope="module")
 def flowers(tmp_path_factory):
     root = tmp_path_factory.mktemp("data") / "flowers"
-    for i, kind in enumerate(KINDS):
-        for split, n in (("train", 10), ("val", 4)):
-            (root / split / kind).mkdir(parents=True)
-            for j in range(n):
-                picture(100 * i + 10 * (split == "val") + j).save(root / split / kind / f"{j}.png")
+    for split, n in (("train", 10), ("val", 4)):
+        write_classes(root / split, KINDS, [f"{i}.png" for i in range(n)], (20, 24))
     return root
+
+
+def table_of(paths, labels, kind):
+    """A data set of Hugging Face `datasets` with these image files and labels of a kind."""
+    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    columns = {"image": [{"bytes": path.read_bytes(), "path": None} for path in paths], "label": labels}
+    return datasets.Dataset.from_dict(columns, datasets.Features({"image": datasets.Image(), "label": kind(datasets)}))
 
 
 def items(data, split, **options):
@@ -188,14 +188,10 @@ def test_folders_of_numbers_in_a_tar_are_as_many_classes(flowers, tmp_path):
 
 @pytest.mark.slow
 def test_labels_that_leave_numbers_out_are_as_many_classes(flowers, tmp_path):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
     paths = sorted((flowers / "train").glob("*/*"))
-    columns = {
-        "image": [{"bytes": path.read_bytes(), "path": None} for path in paths],
-        "label": [(204, 17, 73_320)[KINDS.index(path.parent.name)] for path in paths],
-    }
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict(columns, features).to_parquet(str(tmp_path / "train.parquet"))
+    labels = [(204, 17, 73_320)[KINDS.index(path.parent.name)] for path in paths]
+    table = table_of(paths, labels, lambda datasets: datasets.Value("int64"))
+    table.to_parquet(str(tmp_path / "train.parquet"))
     found = items(tmp_path, "train", reading=Reading(val_fraction=0.1))
     assert class_names(str(tmp_path)) == sorted({kind for _, kind in found}, key=int) == ["17", "204", "73320"]
     assert len(found) == 27
@@ -274,20 +270,12 @@ def test_damaged_tars_are_named(flowers, tmp_path):
 
 
 def test_parquet_and_arrow(flowers, tmp_path):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
-    found = datasets.DatasetDict(
-        {
-            name: datasets.Dataset.from_dict(
-                {
-                    "image": [{"bytes": path.read_bytes(), "path": None} for path in sorted((flowers / split).glob("*/*"))],
-                    "label": [KINDS.index(path.parent.name) for path in sorted((flowers / split).glob("*/*"))],
-                },
-                datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(KINDS))}),
-            )
-            for name, split in (("train", "train"), ("validation", "val"))
-        }
-    )
-    found.save_to_disk(str(tmp_path / "arrow"))
+    found = {}
+    for name, split in (("train", "train"), ("validation", "val")):
+        paths = sorted((flowers / split).glob("*/*"))
+        labels = [KINDS.index(path.parent.name) for path in paths]
+        found[name] = table_of(paths, labels, lambda datasets: datasets.ClassLabel(names=list(KINDS)))
+    pytest.importorskip("datasets").DatasetDict(found).save_to_disk(str(tmp_path / "arrow"))
     (tmp_path / "parquet" / "data").mkdir(parents=True)
     for name, rows in found.items():
         rows.to_parquet(str(tmp_path / "parquet" / "data" / f"{name}-00000-of-00001.parquet"))

@@ -14,7 +14,7 @@ HALF = [Shape((n, n)) for n in (7, 16)]  # of one tile, and of several
 OTHERS = Shape((16, 16), rotary=True), Shape((7, 7), dtype=torch.float32, rotary=True), Shape(grid=Grid(14, 14, 1), width=64)
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_and_does_not_spill(architecture):
     """With the installed Triton; the results are those of the oldest and newest (tools.benchmark.kernels --triton)."""

@@ -219,7 +219,7 @@ def test_training_is_measured_from_a_packed_folder(setting, packed, tmp_path, mo
     assert not bad and len(lines) == 2 + 2 + 1 and lines[0].startswith("| Swin nano, 56 px, batch 4 |")
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=3)
 def test_the_study_trains_evaluates_and_goes_on(setting, packed, monkeypatch, capsys):
     build, seen = timm.create_model, []
     monkeypatch.setattr(study.timm, "create_model", lambda name, **how: build(name, **NARROW | how))

@@ -12,7 +12,7 @@ RUNS = 600
 share_of = functools.cache(share)
 
 
-@pytest.mark.slow(seconds=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [World(0.0, 0.5), World(5.0, 0.5)])
 def test_intervals_contain_what_they_should_with_any_number_of_seeds(world):
     """Where seeds do not vary, or vary much more than images do."""
@@ -29,7 +29,7 @@ def test_precision_of_the_population_is_that_of_a_large_sample():
     assert precision(0.05, 1.5) == pytest.approx(100 * found, abs=0.7)  # three standard deviations
 
 
-@pytest.mark.slow(seconds=2)
+@pytest.mark.slow
 def test_intervals_of_mean_average_precision_hold_where_classes_have_many_images():
     mean, error, own, difference = of_map(Labels(500, 0.15, 2.5), 60)
     assert mean == pytest.approx(85.8, abs=0.1) and abs(error) < 0.7 and own > 0.8 and difference > 0.87

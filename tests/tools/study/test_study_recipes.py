@@ -22,7 +22,7 @@ def two_brightnesses(tmp_path_factory):
     return root
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("train", [recipes.by_vitrel, recipes.by_timm])
 def test_each_learns_what_is_easy(train, two_brightnesses, monkeypatch):
     monkeypatch.setattr(recipes, "SIZE", 32)
