@@ -162,7 +162,8 @@ ROUTES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route(route, tmp_path):
+def test_every_route(route, tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrel.weights.fit.STEPS", 3)
     model = ROUTES[route]()
     again = round_trip(model, tmp_path)
     kept = [[x.pretrained_cfg.get(name) for name in (*PREPROCESSING, "label_names")] for x in (model, again)]

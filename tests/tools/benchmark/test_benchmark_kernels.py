@@ -18,7 +18,7 @@ OTHERS = Shape((16, 16), rotary=True), Shape((7, 7), dtype=torch.float32, rotary
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_and_does_not_spill(architecture):
     """With the installed Triton; the results are those of the oldest and newest (tools.benchmark.kernels --triton)."""
-    shapes = (*HALF, *OTHERS) if architecture == 90 else HALF
+    shapes = (*HALF, *OTHERS) if architecture == 90 else HALF[1:]
     found = [kernel for shape in shapes for kernel in compiled(shape, architecture)]
     assert len(found) == 3 * len(shapes)
     assert all(0 < kernel.registers <= 255 and kernel.stack <= MOST_SPILLED for kernel in found), [k[:5] for k in found]

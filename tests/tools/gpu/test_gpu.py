@@ -222,6 +222,7 @@ def test_training_is_measured_from_a_packed_folder(setting, packed, tmp_path, mo
 @pytest.mark.slow(seconds=3)
 def test_the_study_trains_evaluates_and_goes_on(setting, packed, monkeypatch, capsys):
     build, seen = timm.create_model, []
+    monkeypatch.setattr("vitrel.weights.fit.STEPS", 3)
     monkeypatch.setattr(study.timm, "create_model", lambda name, **how: build(name, **NARROW | how))
     monkeypatch.setattr(study, "trained", lambda *given, own=study.trained: seen.append(given[2]) or own(*given))
     part = setting("study", data=packed)

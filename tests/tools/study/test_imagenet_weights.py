@@ -60,6 +60,7 @@ def test_differences_are_those_of_plain_loops(evaluated):
 def test_the_prepared_photographs_leave_out_what_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "APART", {"imagenette": 2, "flowers": 1})
     monkeypatch.setattr(study, "FITTED", 2)
+    monkeypatch.setattr("vitrel.weights.fit.STEPS", 3)
     data = {name: tmp_path / name for name in ("imagenette", "flowers", "ilsvrc")}
     known = ["ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG"]
     pictures(data["imagenette"] / "train" / "n01440764", ["n01440764_1.JPEG", known[0], "n01440764_2.JPEG"])
