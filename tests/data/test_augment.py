@@ -1,6 +1,7 @@
 import pickle
 import random
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -123,6 +124,19 @@ def test_a_size_for_one_image_does_not_change_the_next():
     assert augment(noise(), 0, 0, size=(16, 48)).shape == (3, 16, 48)
     assert torch.equal(augment(noise(), 0, 1), other(noise(), 0, 1))
     assert torch.equal(augment(noise(), 0, 1, size=(32, 32)), other(noise(), 0, 1))
+
+
+def test_another_seed_epoch_image_or_repeat_is_another_view():
+    given = [(3, 0, 0, 0), (4, 0, 0, 0), (3, 1, 0, 0), (3, 0, 1, 0), (3, 0, 0, 1)]
+    views = [Augmenter(Augmentation(), (32, 32), HALF, seed)(noise(), *numbers) for seed, *numbers in given]
+    assert len({view.numpy().tobytes() for view in views}) == len(given)
+
+
+def test_a_lack_of_memory_is_told_as_such():
+    augment = augmenter()
+    augment.pipelines[32, 32] = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"))
+    with pytest.raises(MemoryError, match="memory ran out in the augmentation: "):
+        augment(noise(), 0, 0)
 
 
 def test_simple_crops_lie_within_the_padded_image():

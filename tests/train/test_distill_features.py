@@ -43,6 +43,8 @@ def test_targets_are_means_over_views_of_the_tokens_that_saw_the_same_patch(how)
     torch.manual_seed(0)
     found = teacher.targets(images)
     hook.remove()
+    torch.manual_seed(0)  # of a batch: a resumed run sees the same views
+    assert all(map(torch.equal, teacher.targets(images).patches, found.patches))
     assert len(views) == 4 and torch.equal(views[0], images) and not any(torch.equal(view, images) for view in views[1:])
     prefix = model.num_prefix_tokens
     for block, patches in zip((0, 1), found.patches, strict=True):

@@ -250,9 +250,9 @@ def test_evaluation_resizes_the_image_alone(root):
     assert create_dataset(str(root), "val", (24, 64), **HOW, protocol="native")[Draw(1, (8, 16))][0].shape == (3, 8, 16)
 
 
-def views(root, size=(36, 48), workers=0, epochs=1, **settings):
+def views(root, size=(36, 48), workers=0, epochs=1, seed=3, **settings):
     settings = {"jitter": 0.0, "interpolation": "bilinear"} | settings
-    data = create_dataset(str(root), "train", size, **HOW | {"std": None}, augment=Augmentation(**settings), seed=3)
+    data = create_dataset(str(root), "train", size, **HOW | {"std": None}, augment=Augmentation(**settings), seed=seed)
     loader = DataLoader(data, 2, num_workers=workers, persistent_workers=workers > 0)
     for epoch in range(epochs):
         data.set_epoch(epoch)
@@ -291,9 +291,10 @@ def test_masks_are_not_aside_of_their_images():
         assert aside and abs(np.mean(aside)) <= 0.51, factor
 
 
-def test_views_are_the_same_for_any_number_of_workers_and_differ_by_epoch(root):
+def test_views_are_the_same_for_any_number_of_workers_and_differ_by_epoch_and_seed(root):
     alone = list(views(root, epochs=3, jitter=0.4, vflip=True))
-    assert len({image.numpy().tobytes() for image, _ in alone}) == 18
+    of_another_seed = list(views(root, jitter=0.4, vflip=True, seed=4))
+    assert len({image.numpy().tobytes() for image, _ in alone + of_another_seed}) == 24
     others = list(views(root, workers=2, epochs=3, jitter=0.4, vflip=True))
     assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(alone, others, strict=True))
 

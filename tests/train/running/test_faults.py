@@ -127,6 +127,8 @@ def test_too_many_unreadable_images_stop_the_run_and_all_are_listed(command, own
     assert f"error: 2 of 32 evaluation images cannot be read ({bad[0]}, {bad[1]};" in text
     assert str(tmp_path / "share" / "bad_images.csv") in text and listed(tmp_path / "share") == bad
     assert "bad_share (0.01)" in text
+    assert status(in_child(command("raise", f"--data.data={own}", "--data.reading.on_bad=raise"), main=one_line_of)) == 1
+    assert f"error: cannot decode {bad[0]}: " in capfd.readouterr().err.splitlines()[-1]  # the first alone, where asked
 
 
 def test_a_batch_of_which_no_image_can_be_read_is_left_out(command, own, tmp_path, capfd):

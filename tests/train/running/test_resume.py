@@ -67,8 +67,11 @@ def position(folder):
 
 
 def test_stopped_inside_an_epoch_and_killed_just_after_the_save_at_its_end(command, whole, tmp_path):
-    """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
-    args, folder = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut"
+    """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there.
+
+    With max_steps, Lightning would skip the epoch after it.
+    """
+    args, folder = command("cut", *EVERYTHING, "--trainer.max_steps=100", epochs=2), tmp_path / "cut"
 
     def install():
         save = Saving.on_train_epoch_end
