@@ -36,6 +36,9 @@ def test_items_depend_on_seed_and_index_alone():
     assert not torch.equal(images(one), images(Shapes(40, seed=2)))
     one.set_epoch(4)
     assert torch.equal(one[39][0], image) and one.name(17) == "shapes (seed 1): 17"
+    drawn = Shapes(12, seed=3).scenes(range(12))  # as earlier versions did, whose results stay comparable
+    assert drawn.label.tolist() == [3, 1, 0, 3, 0, 2, 3, 0, 2, 0, 1, 0]
+    assert drawn.center[11, -1].tolist() == pytest.approx([36.65005, 16.740935], abs=1e-5)
 
 
 @pytest.mark.parametrize("how", [{}, {"protocol": "canvas", "region": (0.0, 0.0, 0.75, 1.0)}])
