@@ -74,15 +74,9 @@ SHORT = {  # {beginning of a command: what makes it short}
 
 
 @pytest.fixture
-def brief(monkeypatch):
-    """Models of few layers and channels under the names of the pages, and few images in each step that fits an encoding."""
-    small_models(monkeypatch, SMALL)
-    monkeypatch.setattr("vitrel.weights.fit._BATCH", 2)
-
-
-@pytest.fixture
-def folder(tmp_path_factory, brief):
+def folder(tmp_path_factory, monkeypatch):
     """A folder with everything that the commands name: images, masks, weights, modules, and a cache of timm's weights."""
+    small_models(monkeypatch, SMALL)
     folder = tmp_path_factory.mktemp("user")
     for name in FLOWERS:
         for split in ("train", "val"):

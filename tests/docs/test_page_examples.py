@@ -60,10 +60,11 @@ COMMANDS = {shlex.join(argv): argv for page in PAGES for argv in commands(page)}
 
 
 def small_models(monkeypatch, smaller):
-    """Makes timm's models of the names in `smaller` with these arguments, where no others are given."""
+    """Gives timm's models of the names in `smaller` these arguments, and two images to each step that fits an encoding."""
     for name, how in smaller.items():
         entry = functools.partial(timm.model_entrypoint(name), **how)
         monkeypatch.setitem(_registry._model_entrypoints, name, functools.update_wrapper(entry, timm.model_entrypoint(name)))
+    monkeypatch.setattr("vitrel.weights.fit._BATCH", 2)
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in WITH_CODE])
