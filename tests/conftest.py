@@ -26,16 +26,8 @@ def _seeded():
 
 
 @pytest.fixture
-def whole_evaluations():
-    """Used by tests of reports or costs in modules that use `brief_evaluations`."""
-
-
-@pytest.fixture
-def brief_evaluations(request):
+def brief_evaluations():
     """Evaluations leave out what takes most of a small one: the report is an empty file, and a forward pass costs 1 GFLOP."""
-    if "whole_evaluations" in request.fixturenames:
-        yield
-        return
 
     def empty(folder, *given):
         (folder / "report.html").touch()
