@@ -85,11 +85,15 @@ def test_the_average_is_where_the_weights_are():
     assert int(average._average_model.n_averaged) == 3
 
 
-def test_a_run_resumes_with_an_average_or_without_but_not_changed(tmp_path):
-    save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    fit(recipe(Ema(0.9)), callbacks=[save], enable_checkpointing=True, max_epochs=1)
+def test_a_run_of_ones_own_trainer_resumes_at_the_end_of_an_epoch(tmp_path):
+    """Exactly, and with an average or without, as it began."""
+    save = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    whole, resumed = recipe(Ema(0.9, warmup=True)), recipe(Ema(0.9, warmup=True))
+    fit(whole, callbacks=[save], enable_checkpointing=True)
+    fit(resumed, ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert same(resumed.state_dict(), whole.state_dict())
     with pytest.raises(ValueError, match="cannot resume: the checkpoint's ema is True, this run's is False"):
-        fit(recipe(None), ckpt_path=tmp_path / "last.ckpt")
+        fit(recipe(None), ckpt_path=tmp_path / "epoch=0.ckpt")
 
 
 def test_counters_are_copied():

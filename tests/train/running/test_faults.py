@@ -258,7 +258,7 @@ def test_a_thread_that_cannot_write_is_a_line_and_another_error_is_not(tmp_path,
     assert capsys.readouterr().err == "warning: a log could not be written: events.out: No space left on device\n"
 
 
-def finite(folder, losses, device="cpu", every=3):
+def finite(folder, losses, device="cpu", every=3, strategy=SingleDeviceStrategy("cpu")):
     """Batch at which the guard speaks, and what it says."""
     guard = FiniteLoss(folder)
     guard.on_train_start(None, SimpleNamespace(device=torch.device("cpu")))
@@ -267,7 +267,7 @@ def finite(folder, losses, device="cpu", every=3):
         trainer = SimpleNamespace(log_every_n_steps=every, is_last_batch=i == len(losses) - 1, current_epoch=2)
         trainer.global_step, trainer.world_size = 10 + i, 1
         trainer.datamodule = SimpleNamespace(names=lambda epoch, batch: [f"{epoch}-{batch}.png"] * 10)
-        trainer.strategy, trainer.global_rank = SingleDeviceStrategy("cpu"), 0
+        trainer.strategy, trainer.global_rank = strategy, 0
         try:
             guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, i)
         except FloatingPointError as error:
@@ -278,6 +278,8 @@ def finite(folder, losses, device="cpu", every=3):
 @each("value", [float("nan"), float("-inf")])
 def test_the_first_bad_batch_is_named(tmp_path, value):
     assert finite(tmp_path, [1.0, 2.0]) is None
+    elsewhere = SimpleNamespace(reduce_boolean_decision=lambda here, all: True)  # of two processes, in the other
+    assert finite(tmp_path, [1.0, 2.0], strategy=elsewhere) == (0, "loss is not finite on another device, which names it")
     when, text = finite(tmp_path, [1.0, value, 1.0, 1.0])
     assert when == 1 and "epoch 2, batch 1 " in text
     assert ", 2-1.png and 2 more, all listed in" in text and (tmp_path / "bad_batch.0.txt").read_text() == "2-1.png\n" * 10
