@@ -200,9 +200,10 @@ def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys):
     # nothing is made again, and what is known stays known
     tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--out", str(out)])
     assert names[0] in capsys.readouterr().out and len(read_folder(out).settings["bad_images"]) == 9
-    out = tmp_path / "other"
-    with pytest.raises(SystemExit, match=r"error: .*cannot decode .*with --on-bad-image count"):
-        tool.main([*arguments, "--size", "48", "--out", str(out)])
+    arguments += ["--out", str(tmp_path / "other")]
+    for more in (["--size", "48"], ["--size", "20t", "--protocol", "native", "--dry-run"]):
+        with pytest.raises(SystemExit, match=r"error: .*cannot decode .*with --on-bad-image count"):
+            tool.main([*arguments, *more])
 
 
 def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):

@@ -102,13 +102,14 @@ def test_weights_of_another_and_tuning_from_another(load, tmp_path):
             "tuned_from": "base",
             "train": {"data": {"size": 96}, "model": {"tuning": {"trainable": ["head"]}}},
         },
-        NONE | {"label": "base", "seeds": [1]},
+        NONE | {"label": "base", "seeds": [2, 1]},
         NONE | {"label": "aid", "weights_of": "tuned", "model_args": {"position_args": {"policy": "ntk"}}},
     ]
-    tuned, base, aid = load(models=models).runs  # of the seeds of what they start from
+    first, tuned, _, base, _, aid = load(models=models).runs  # of the seeds of what they start from
     source = tmp_path / "runs" / "trial" / "base-seed1" / "checkpoints" / "last.ckpt"
     assert base.checkpoint == source and not base.tuned and base.options is None
     assert tuned.training["model"]["tuning"] == {"trainable": ["head"], "init_from": str(source)} and tuned.tuned
+    assert first.training["model"]["tuning"]["init_from"] == str(source).replace("seed1", "seed2")
     assert (aid.checkpoint, aid.training, aid.seed) == (tuned.checkpoint, tuned.training, 1)
     assert aid.options == {"position_args": {"policy": "ntk"}} and tuned.training["model"]["model_args"]["position"]
     with pytest.raises(ValueError, match="tuned needs the weights of nothing, which is no label of a model here"):

@@ -8,6 +8,7 @@ import pytest
 from helpers.rows import row, rows_of
 from vitrel.common.tables import markdown
 from vitrel.evaluate.pictures import Picture, Section
+from vitrel.evaluate.plots import against_cost
 from vitrel.evaluate.report import class_tables, costs, first_screen, other_grids, resampled_text, write
 from vitrel.evaluate.statistics import wilson
 from vitrel.evaluate.verdicts import judge
@@ -98,6 +99,8 @@ def test_the_page_has_each_thing_once_and_no_script(tmp_path):
     table = (tmp_path / "table.md").read_text("utf-8")
     assert table.startswith("# Four <models>\n") and first_screen(judge(rows)).rstrip() in table
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"accuracy_scale.png", "accuracy_canvas.png", "cost.png"}
+    (legend,) = against_cost(judge(rows)).legends
+    assert {text.get_text() for text in legend.get_texts()} == {*FOUR}
 
 
 def test_tables_align_numbers_and_escape():

@@ -147,6 +147,7 @@ def test_of_several_training_sizes_the_nearest_is_the_reference():
     rows = rows_of({"m": (90.0, 80.0, 79.9)}, train_size="64x64 96x96")
     assert [one["verdict"] for one in judge(rows).rows] == ["", "", "safe"]  # as good as at 96 px
     assert [one["retention"] for one in with_retention(rows)] == [1.0, 1.0, pytest.approx(79.9 / 80, abs=1e-4)]
+    assert with_retention([row(top1=90), row(top1=80, translation=4)])[1]["retention"] == 1.0  # by a row as far moved
 
 
 def test_budgets_and_moved_content_have_names_of_their_own():

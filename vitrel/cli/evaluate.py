@@ -87,7 +87,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.data.readers.decode import BadImage
     from vitrel.evaluate.run import at_sizes, dry_run
     from vitrel.evaluate.sweep import Settings
 
@@ -99,11 +98,7 @@ def _run(args: argparse.Namespace) -> None:
         print(text if os.environ.get("RANK", "0") == "0" else "", end="")
         return
     command = shlex.join(["vitrel", *sys.argv[1:]])
-    try:
-        at_sizes(models, args.data, args.size or (), out=args.out, overwrite=args.overwrite, command=command, **settings)
-    except BadImage as error:
-        error.add_note("with --on-bad-image count, unreadable images are left out and all of them listed")
-        raise
+    at_sizes(models, args.data, args.size or (), out=args.out, overwrite=args.overwrite, command=command, **settings)
 
 
 def _models(args: argparse.Namespace) -> list["TrainedModel"]:

@@ -29,7 +29,7 @@ from vitrel.common.processes import local_device, on_all, rank_and_world
 from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Budget, Size, format_size, sizes_in_words
 from vitrel.common.tables import markdown
-from vitrel.data import Reading
+from vitrel.data import BadImage, Reading
 from vitrel.evaluate.checkpoint import TrainedModel, load_checkpoint, trained_model
 from vitrel.evaluate.classes import class_outputs
 from vitrel.evaluate.folder import Folder, read_rows
@@ -58,6 +58,17 @@ if TYPE_CHECKING:
 
 NEEDS_NO_IMAGES = ("tokens", "gflops", "window", "resampled", "resampled_values", "unseen")  # columns of a dry run
 CPU_BATCH = 4  # images of the batch by which the speed is measured on a CPU, where a larger one is no faster
+
+
+@contextmanager
+def _how_to_go_on() -> Iterator[None]:
+    """Add to the error at an unreadable image what leaves such images out."""
+    try:
+        yield
+    except BadImage as error:
+        option = "--on-bad-image count (in Python and YAML on_bad_image)"
+        error.add_note(f"with {option}, unreadable images are left out and all of them listed")
+        raise
 
 
 def at_sizes(
@@ -101,6 +112,7 @@ def at_sizes(
     return _evaluated(_loaded(models), data, Settings(sizes=tuple(sizes), **settings), path, overwrite, title, command)
 
 
+@_how_to_go_on()
 def _evaluated(
     models: Sequence[TrainedModel],
     data: Data,
@@ -145,6 +157,7 @@ def _evaluated(
     return folder.frame([row for row in rows if row["key"] in keys])
 
 
+@_how_to_go_on()
 def dry_run(models: Sequence[TrainedModel], data: Data, settings: Settings, out: Path) -> str:
     """Return as text what `at_sizes` would do: the rows that `out` lacks, their number, and about how long they would take.
 
