@@ -8,7 +8,6 @@ import torch
 from timm.layers.pool2d_same import MaxPool2dSame as TimmMaxPool2dSame
 from torch._dynamo.testing import CompileCounter
 
-from tools.docs import any_size
 from tools.docs.any_size import graphs, written
 from vitrel.any_size.parts import in_padded_windows, in_windows, masked_attention
 from vitrel.any_size.vit import MaxPool2dSame
@@ -62,19 +61,3 @@ def test_a_hybrids_padding_is_saved_for_any_size(tmp_path):
     for size in ((16, 24), (9, 14), (33, 7)):
         x = torch.randn(1, 2, *size)
         assert torch.equal(run(x), TimmMaxPool2dSame(3, 2)(x))
-
-
-def test_a_graph_too_many_and_a_failure_are_told(monkeypatch, capsys):
-    monkeypatch.setattr(any_size, "graphs", lambda name: 2)
-    monkeypatch.setattr(any_size, "written", lambda name, format, folder: 1e-7)
-    assert any_size.try_graphs(["cait_xxs24_224", "pit_xs_224"])
-
-    def fails(name, format, folder):
-        raise RuntimeError("no such operator")
-
-    monkeypatch.setattr(any_size, "written", fails)
-    assert not any_size.try_graphs(["cait_xxs24_224"])
-    assert "cait_xxs24_224: ONNX RuntimeError: no such operator" in capsys.readouterr().out
-    monkeypatch.setattr(any_size, "written", lambda name, format, folder: 1e-7)
-    monkeypatch.setattr(any_size, "graphs", lambda name: 3)
-    assert not any_size.try_graphs(["cait_xxs24_224"]) and any_size.try_graphs(["efficientvit_m0"])
