@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from helpers import each
 from vitrel.inspect.features import (
     agreement,
     measure_features,
@@ -83,7 +84,7 @@ def test_the_border_of_a_padded_convolution_leaks():
     assert measure_features(Maps(), images(16))[0].equivariance > 0.9999
 
 
-@pytest.mark.parametrize(("y", "x"), [(1, 0), (0, 1), (2, 1)])
+@each(("y", "x"), [(1, 0), (0, 1), (2, 1)])
 def test_the_share_of_position_is_that_of_the_planted_variances(y, x):
     """A place of known variance beside the mean colors of a patch."""
     (row,) = measure_features(Maps(lambda a, b: (y * a, x * b)), images(64))
@@ -112,7 +113,7 @@ def test_position_variance_of_maps_that_it_explains_and_of_noise():
     assert noise.mean().abs() < 4 * noise.std() / 99**0.5  # the noise of few images is no position
 
 
-@pytest.mark.parametrize("size", [(32, 48), (30, 45)])
+@each("size", [(32, 48), (30, 45)])
 def test_shuffled_patches_are_those_of_the_images(size):
     x = images(3, (32, 48))
     mixed = shuffled(x, size, (4, 6))
@@ -145,11 +146,10 @@ def test_features_of_one_vector_say_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "grid"),
     [
-        ("vitrel_vit_n8_none", dict(reg_tokens=3), (4, 6)),
-        ("vitrel_vit_n8_absolute", {}, (4, 6)),
+        ("vitrel_vit_n8_none", dict(reg_tokens=3, depth=2), (4, 6)),
         ("vitrel_swin_n", {}, (4, 6)),
         ("vit_tiny_patch16_224", dict(depth=2, embed_dim=24, num_heads=2, reg_tokens=2), (2, 3)),
         ("test_convnext", {}, (1, 1)),
@@ -183,9 +183,13 @@ def test_an_embedding_is_a_leak_and_no_position_is_none():
     assert min(leaks[0]) > 0.9 and max(leaks[1]) < 0.01
 
 
-def test_a_layer_that_is_not_there():
+def test_a_layer_that_is_not_there_and_features_that_are_no_map():
     with pytest.raises(ValueError, match="there is no layer 4: vitrel_vit_n8_none has layers 0 to 3"):
         patch_features(timm.create_model("vitrel_vit_n8_none"), images(2, (32, 32)), (4, -1))
+    model = Maps()
+    model.forward_features = lambda image: image.mean((2, 3))
+    with pytest.raises(ValueError, match=r"the features of Maps are \[8, 3\], no map of tokens"):
+        patch_features(model, images())
 
 
 def test_a_row_as_columns():
@@ -195,7 +199,7 @@ def test_a_row_as_columns():
     assert columns["leak_row_of_colors"] == row.leak_of_colors.row
 
 
-@pytest.mark.parametrize(
+@each(
     ("how", "message"),
     [
         (dict(images=torch.randn(3, 3, 32, 48)), r"with at least 4 images, not \[3, 3, 32, 48\]"),
