@@ -117,30 +117,6 @@ def test_encodings_that_read_the_grid_do():
         assert (found[-1] - whole(model, image)[-1]).abs().max() > 1e-2, key
 
 
-def test_memory_is_seen():
-    """One tile differs from the same tile below others, and from a longer memory."""
-    model, image = model_of("rope_mixed"), strip()
-    (none, _), (one, _), (two, _) = (in_tiles(model, image, length=length) for length in (0, 1, 2))
-    torch.testing.assert_close(none[-1], model.forward_features(image[:, :, -2 * PATCH :]))
-    assert (none[-1] - one[-1]).abs().max() > 1e-2
-    assert (one[-1] - two[-1]).abs().max() > 1e-2
-    assert_same(one[:2], two[:2])
-
-
-def test_absolute_positions_restarted_in_every_tile_do_not():
-    """The negative control: rows of the embedding that begin anew below every border."""
-    model, image = model_of("absolute"), strip((2, 2))
-
-    def restarted(x, tokens):
-        return ViT.add_tokens(model, x, model.pos_embed(Grid(x.shape[1], x.shape[2], model.num_prefix_tokens)).tokens)
-
-    right, _ = in_tiles(model, image, (2, 2), height=image.shape[2])
-    assert_same(right, whole(model, image, (2, 2)))
-    model.add_tokens = restarted
-    wrong, _ = in_tiles(model, image, (2, 2), height=image.shape[2])
-    assert (wrong[1] - right[1]).abs().max() > 0.1
-
-
 def test_gradients_flow_through_memory_where_asked():
     image = strip()
     gradients = {}

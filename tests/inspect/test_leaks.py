@@ -147,30 +147,6 @@ def test_a_mask_of_ours_that_is_missing_is_seen(monkeypatch):
     assert find_leaks(call_of(our_block(), (14, 21))).rows == (0, 1, 2, 10, 11, 12, 13)
 
 
-class Other(nn.Module):
-    """The same block behind channels first, and on tokens in a row."""
-
-    in_chans = 8
-
-    def __init__(self, block, flat):
-        super().__init__()
-        self.block, self.flat = block, flat
-
-    def forward(self, image):
-        x = image.flatten(2).mT.unflatten(1, image.shape[2:]) if self.flat else image.permute(0, 2, 3, 1)
-        return self.block(x).permute(0, 3, 1, 2)
-
-
-def test_layouts():
-    block = timm_block((12, 9))
-    plain = find_leaks(call_of(block, (12, 9)))
-    for flat in (False, True):
-        (call,) = trace(Other(block, flat), (12, 9)).calls
-        other = find_leaks(call)
-        assert (other.rows, other.columns) == (plain.rows, plain.columns) and torch.equal(other.padding, plain.padding)
-        assert torch.equal(other.sees, plain.sees)
-
-
 def test_the_token_that_sees_most_across():
     leaks = find_leaks(call_of(timm_block((12, 14)), (12, 14)))
     assert leaks.token[0] in leaks.rows and (leaks.sees == 2).any() and leaks.sees[leaks.token] == 1

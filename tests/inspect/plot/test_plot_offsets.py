@@ -40,13 +40,6 @@ def spread(lattice, grid):
     return lattice.flatten(1)[:, index]
 
 
-def test_alibi_by_hand():
-    for head, picture in enumerate(drawn(offset_maps(make("alibi", (3, 4), heads=3))), 1):
-        assert picture.shape == (5, 7)
-        for (row, column), value in np.ndenumerate(picture):
-            assert value == pytest.approx(-(2 ** (-8 * head / 3)) * math.hypot(row - 2, column - 3), abs=1e-6)
-
-
 def test_an_offset_stands_where_its_axes_say():
     """A table that is 1 at dy = +1, dx = 0 alone: the logit of a query below its key, and one cell of the picture."""
     grid, encoding = Grid(3, 5), make("table", (3, 5), heads=1)
