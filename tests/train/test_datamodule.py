@@ -1,3 +1,6 @@
+import multiprocessing
+import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +10,7 @@ from PIL import Image
 
 from helpers import each
 from vitrel.models.config import preprocessing_of
-from vitrel.train.datamodule import ImageData, default_batch_size, divided_batch, pair
+from vitrel.train.datamodule import ImageData, _outlive_signals, default_batch_size, divided_batch, pair
 
 
 def test_sizes_are_h_before_w():
@@ -96,3 +99,24 @@ def test_images_for_a_fit_are_without_unreadable_ones(tmp_path):
     (tmp_path / "train" / "a" / "0.png").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"none of the 2 training images .* can be read, such as .*0.png"):
         data.unaugmented(256)
+
+
+def test_a_loader_process_is_ended_by_its_training_process_alone():
+    """SLURM and `timeout` send SIGTERM to every process of a run, which has to save first."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def load():
+        _outlive_signals(0)
+        ready.set()
+        time.sleep(60)
+
+    process = context.Process(target=load, daemon=True)
+    process.start()
+    assert ready.wait(30)
+    subprocess.run(["kill", str(process.pid)], check=True)
+    process.join(0.3)
+    assert process.is_alive()
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0
