@@ -21,9 +21,10 @@ TWO = ("--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=8")
 def test_the_same_as_one_process(command, whole, native_folder, tmp_path):
     """At native shape and the same images per batch: two processes until the middle of the second epoch, then one.
 
-    Evaluation is of 27 images: what fills the batches of one process would show in the means.
+    Evaluation is of 27 images: what fills the batches of one process would show in the means. The learning rate is for the
+    images of both.
     """
-    plain = *PLAIN, "--data.protocol=native", f"--data.data={native_folder}", "--data.n_val=27"
+    plain = *PLAIN, "--data.protocol=native", f"--data.data={native_folder}", "--data.n_val=27", "--model.optim.lr_base_size=16"
     assert on_two(command("two", *plain, *TWO, epochs=2), at(9, signal.SIGTERM)) == [143, 143]
     args = resumed(command("two", *plain, epochs=2), tmp_path / "two")
     assert status(in_child([*args, "--data.batch_size=8"])) == 1
