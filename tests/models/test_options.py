@@ -12,7 +12,7 @@ from timm.models import group_modules, group_parameters
 from timm.optim import param_groups_weight_decay
 
 from helpers import each
-from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained
+from vitrel import POSITIONS, load_pretrained
 from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
@@ -223,23 +223,3 @@ def test_what_another_size_does_is_known_on_the_meta_device(trunk, key):
         assert (model.unseen(size), model.saturated(size)) == (real.unseen(size), real.saturated(size))
         if trunk == "swin_n" and POSITIONS[key].site == "attention":
             assert not model.resampled(size) and model.unseen(size) == 0
-
-
-class Shifted(PositionEncoding):
-    """An encoding of a user's, with a constant in a buffer and an initialization of its own."""
-
-    def __init__(self, grid, num_heads, head_dim, **factory):
-        super().__init__()
-        self.register_buffer("row", torch.full((3,), 0.25), persistent=False)
-        self.slope = torch.nn.Parameter(torch.ones(num_heads, **factory))
-
-    def terms(self, grid):
-        return Terms()
-
-
-def test_anyones_encoding_keeps_its_own_initialization(monkeypatch):
-    monkeypatch.setitem(POSITIONS, "shifted", Shifted)
-    model = timm.create_model("vitrel_vit_n8_none", position="shifted")
-    assert all((block.position.row == 0.25).all() and (block.position.slope == 1).all() for block in model.blocks)
-    alibi = timm.create_model("vitrel_vit_n8_alibi")
-    assert model.resampled((128, 128)) == {} and model.unseen((128, 128)) == alibi.unseen((128, 128)) > 0.7

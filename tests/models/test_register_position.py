@@ -66,10 +66,11 @@ def test_a_class_that_is_defined_again_replaces_the_former(monkeypatch):
 
 
 class Normalized(vitrel.PositionEncoding):
-    """A bias of the offset over the sides of the grid, which keeps no grid itself."""
+    """A bias of the offset over the sides of the grid, which keeps no grid itself; with a constant that nothing reads."""
 
     def __init__(self, grid, num_heads, head_dim, **factory):
         super().__init__()
+        self.register_buffer("row", torch.full((3,), 0.25), persistent=False)
         self.slope = torch.nn.Parameter(torch.ones(num_heads, **factory))
 
     def terms(self, grid):
@@ -85,6 +86,8 @@ def test_what_an_encoding_of_a_users_own_does_at_another_size(monkeypatch):
     assert encoding.unseen(vitrel.Grid(14, 14)) == 0 == encoding.saturated(vitrel.Grid(24, 24))
     assert encoding.unseen(vitrel.Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)
     model = timm.create_model("vitrel_vit_n8_none", position="normalized", depth=1)
+    own = model.blocks[0].position  # initialized by itself
+    assert (own.row == 0.25).all() and (own.slope == 1).all() and model.resampled((128, 128)) == {}
     assert model.unseen((128, 128)) == timm.create_model("vitrel_vit_n8_alibi", depth=1).unseen((128, 128))
     found = vitrel.diagnose(model, [64, 128])
     assert found.findings.keys() == {"bias", "unseen"} and [len(line.changes) for line in found.sizes] == [0, 1]

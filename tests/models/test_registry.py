@@ -100,6 +100,7 @@ def test_keywords():
     assert model.resampled((64, 96)) == {"table clip": 0}
     window = timm.create_model("vitrel_swin_n", window_size=(4, 6), num_classes=2)
     assert window.layers[0].blocks[1].attn.shift == (2, 3)
+    assert [grid for _, grid in window.encodings((50, 62))] == [(4, 6, 0)] * 6
     assert window(torch.randn(1, 3, 50, 62)).shape == (1, 2)
 
 

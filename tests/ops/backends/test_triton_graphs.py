@@ -46,7 +46,7 @@ def kernels_in(graph):
 @pytest.mark.slow(seconds=5)
 @each(("window", "backward"), [(7, ["_whole", "_by_offset"]), (12, ["_tiles", "_by_offset"])])
 def test_a_graph_contains_the_kernels(window, backward, monkeypatch):
-    """One graph for one size and one for all others, in training and in inference."""
+    """One graph for all sizes, in training and in inference."""
     found = {"forward": [], "backward": [], "inference": []}
 
     def compiler(name):
@@ -63,16 +63,17 @@ def test_a_graph_contains_the_kernels(window, backward, monkeypatch):
     compiled = torch.compile(run, backend=aot_autograd(**compilers), fullgraph=True)
     with FakeTensorMode():
         bias = torch.empty(3, (2 * window - 1) ** 2, device="cpu", requires_grad=True)
-        for batch, h, w in ((2, 14, 14), (3, 21, 28), (4, 30, 17)):
+        for batch, h, w in ((2, 14, 16), (4, 30, 17)):
             qkv = torch.empty(batch, h, w, 288, device="cpu", dtype=torch.bfloat16, requires_grad=True)
+            torch._dynamo.maybe_mark_dynamic(qkv, (0, 1, 2))
             out = compiled(qkv, bias)
             assert out.shape == (batch, h, w, 96) and out.dtype == torch.bfloat16
             grads = torch.autograd.grad(out, (qkv, bias), torch.empty_like(out))
             assert [x.shape for x in grads] == [qkv.shape, bias.shape]
             with torch.no_grad():
                 assert compiled(qkv, bias).shape == out.shape
-    assert found["forward"] == found["inference"] == [["_forward"]] * 2
-    assert found["backward"] == [backward] * 2
+    assert found["forward"] == found["inference"] == [["_forward"]]
+    assert found["backward"] == [backward]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: inductor compiles only for one that is there")
