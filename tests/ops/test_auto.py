@@ -12,7 +12,7 @@ from helpers import each
 from helpers.gpu import fake_gpu
 from helpers.variants import make
 from vitrel import Grid, RelativeAttention, Terms
-from vitrel.ops import BACKENDS, attention, auto, dispatch, why, window_attention
+from vitrel.ops import attention, auto, dispatch, why, window_attention
 from vitrel.ops.backends import triton_backend
 
 needs_triton = pytest.mark.skipif(not triton_backend._INSTALLED, reason="Triton is not installed")
@@ -156,11 +156,6 @@ CPU = [
 @each(("key", "side", "window", "training", "backend"), CPU)
 def test_on_a_cpu(key, side, window, training, backend):
     assert chosen(key, Grid(side, side), window, training, "cpu", torch.float32) == backend
-
-
-def test_every_call_has_a_row_of_a_backend():
-    assert {row.backend for row in auto.ROWS} == set(BACKENDS)
-    assert all(row.kind and row.measured for row in auto.ROWS)
 
 
 def test_why_names_the_row_and_its_measurement():

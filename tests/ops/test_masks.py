@@ -48,32 +48,6 @@ def test_fewer_queries_with_a_mask(queries, leading, kind, backend):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-@each("backend", GENERAL)
-def test_a_mask_over_keys_alone(backend):
-    """[B, 1, 1, N], as for padded batches: hidden keys and their values have no effect on any query."""
-    (q, k, v), terms, grid = problem()
-    visible = torch.rand(2, 1, 1, grid.tokens) > 0.4
-    visible[..., 0] = True
-    out = attention(q[:, :, -3:], k, v, terms, grid, visible, backend=backend)
-    hidden = ~visible[:, 0, 0, :, None].unsqueeze(1)  # [B, 1, N, 1]
-    other = attention(q[:, :, -3:], k + 9 * hidden, v + 1e3 * hidden, terms, grid, visible, backend=backend)
-    torch.testing.assert_close(out, other, atol=1e-12, rtol=0)
-
-
-@each("backend", GENERAL)
-def test_a_causal_mask_equals_growing_keys(backend):
-    """Query by query with a causal mask: decoding one token at a time gives the same rows as one call."""
-    (q, k, v), terms, grid = problem(Grid(1, 6))
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()
-    whole = attention(q, k, v, terms, grid, causal, backend=backend)
-    changed = k.detach().clone(), v.detach().clone()
-    for t in changed:
-        t[:, :, 4:] = 7.0
-    torch.testing.assert_close(attention(q, *changed, terms, grid, causal, backend=backend)[:, :, :4], whole[:, :, :4])
-    last = attention(q[:, :, 5:], k, v, terms, grid, causal[5:], backend=backend)
-    torch.testing.assert_close(last, whole[:, :, 5:], atol=1e-12, rtol=0)
-
-
 @each("kind", ["bool", "additive"])
 @each("key", ["lookhere", "xpos", "lookhere+table"])
 def test_a_mask_and_a_field_of_view(key, kind):

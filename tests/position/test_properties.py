@@ -9,7 +9,7 @@ from torch import nn
 
 import oracles
 from helpers import each
-from helpers.variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, attend, make, perturbed, qkv, tensors
+from helpers.variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, make, perturbed, tensors
 from vitrel import POSITIONS, Grid, create_position
 from vitrel.ops import attention
 
@@ -35,78 +35,6 @@ def test_translation_invariance(key, options):
     logits = logits_of(encoding, grid, q, k).view(5, 5, 6, 5, 6)
     torch.testing.assert_close(logits[:, 1:, 2:, 1:, 2:], logits[:, :-1, :-2, :-1, :-2], atol=1e-5, rtol=1e-5)
     assert (logits[:, 0, 0, 0, 0] == 0).all()
-
-
-def swap_axes(key: str, encoding: nn.Module, swapped: nn.Module, grid: Grid) -> None:
-    """Copy the parameters of `encoding`, trained on `grid`, to `swapped`, whose axes are the other way round."""
-    own, other = dict(encoding.named_parameters()), dict(swapped.named_parameters())
-
-    def table(rows: torch.Tensor, h: int, w: int) -> torch.Tensor:
-        return torch.cat((rows[: h * w].unflatten(0, (h, w)).transpose(0, 1).flatten(0, 1), rows[h * w :]))
-
-    for name, target in other.items():
-        value = own[name]
-        if name == "pos_embed":
-            rows = value[:, grid.prefix :].unflatten(1, getattr(encoding, "coarse", grid[:2])).transpose(1, 2).flatten(1, 2)
-            value = torch.cat((value[:, : grid.prefix], rows), 1)
-        elif name == "pos_embed_win":
-            value = value.unflatten(1, encoding.period).transpose(1, 2).flatten(1, 2)
-        elif name == "attention_biases":
-            value = table(value.mT, grid.h, grid.w).mT
-        elif name == "token_projection.weight":
-            value = torch.cat(value.chunk(2, -1)[::-1], -1)
-        elif name == "relative_position_bias_table":
-            r, c = encoding.radius if key == "clipped" else (grid.h - 1, grid.w - 1)
-            value = table(value, 2 * r + 1, 2 * c + 1)
-        elif name == "relative_attention_bias":
-            buckets = [oracles.t5_axis(n)[0] for n in grid[:2]]
-            value = table(value, *buckets)
-        elif name == "table_h":
-            value = torch.cat((own["table_w"], value[-3:]))
-        elif name == "table_w":
-            value = own["table_h"][:-3]
-        elif name[-2:] in ("_h", "_w"):
-            value = own[name[:-1] + ("w" if name[-1] == "h" else "h")]
-        elif name in ("cpb_mlp.0.weight", "freqs", "position"):
-            value = value.flip(0 if name == "freqs" else -1)
-        elif name == "w_r":
-            value = torch.cat(value.chunk(2, -1)[::-1], -1)
-        target.copy_(value)
-
-
-CHANNELS = {  # fixed encodings that give each axis its own channels: those of the other axis
-    "sincos": [4, 5, 6, 7, 0, 1, 2, 3],
-    **{key: [2, 3, 0, 1, 6, 7, 4, 5] for key in ("rope_axial", "rope_normalized", "xpos")},
-}
-HEADS = {"xpos": [2, 3, 0, 1], "lookhere": [0, 2, 1, 3]}  # heads that look one way: those that look the other
-
-
-@each("key", KEYS)
-def test_transpose_equivariance(key):
-    grid = Grid(3, 4, 1)
-    heads = 1 if key == "sincos" else 4  # its two halves are those of the whole width
-    encoding = perturbed(make(key, grid, heads, dtype=double))
-    other = make(key, Grid(4, 3, 1), heads, dtype=double)
-    with torch.no_grad():
-        swap_axes(key, encoding, other, grid)
-    q, k, v = qkv(grid, heads)
-    order = torch.cat((torch.tensor([0]), 1 + torch.arange(12).view(3, 4).T.flatten()))
-    channels, views = CHANNELS.get(key, list(range(8))), HEADS.get(key, list(range(heads)))
-    out = attend(encoding, q, k, v, grid)[:, views][:, :, order][..., channels]
-    swapped = attend(other, *(t[:, views][:, :, order][..., channels] for t in (q, k, v)), Grid(4, 3, 1))
-    torch.testing.assert_close(out, swapped, atol=1e-6, rtol=1e-6)
-
-
-@each("key", KEYS)
-def test_permutation_control(key):
-    """Only `none` may be permutation-equivariant: this catches an encoding that is silently ignored."""
-    grid = Grid(3, 4)
-    encoding = perturbed(make(key, grid))
-    q, k, v = qkv(grid, dtype=torch.float32)
-    order = torch.randperm(12)
-    out, moved = attend(encoding, q, k, v, grid), attend(encoding, *(t[:, :, order] for t in (q, k, v)), grid)
-    error = (out[:, :, order] - moved).abs().max()
-    assert error < 1e-5 if key == "none" else error > 1e-2
 
 
 @each(("key", "options"), VARIANTS, ids=VARIANT_IDS)
