@@ -264,7 +264,7 @@ def test_numbers_of_a_module_that_a_graph_takes_for_symbols():
         assert torch.equal(compiled(x), x * encoding(Grid(4, 3)).rotary[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=6)
 def test_a_training_graph_at_any_size():
     """In training, with AOTAutograd, whose graphs inductor compiles; the forward pass is made of the same operators as in
     inference."""

@@ -65,7 +65,7 @@ def test_patches_are_those_of_timm_that_pads(options):
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize("keywords", CONFIGS, ids=str)
 def test_compiled_for_every_grid(keywords):
     layer, counter = Layer(**keywords), CompileCounter()

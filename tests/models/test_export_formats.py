@@ -38,13 +38,13 @@ def check_onnx(model, folder, size, sizes):
         torch.testing.assert_close(torch.from_numpy(logits), model(image), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow(seconds=10)
+@pytest.mark.slow(seconds=16)
 def test_onnx_of_a_swin(tmp_path):
     """Shifted windows and cosine attention. Traced with one window, as the last stage at 224 px has, it serves several."""
     check_onnx(shallow("vitrel_swinv2_n", depths=(2,), num_heads=(1,)), tmp_path, (8, 8), SIZES)
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=26)
 def test_onnx_of_each_kind_of_encoding(tmp_path):
     """All in one model: added to tokens, biases, rows for queries, keys and values, gates, angles; cpb is in the Swin above."""
     options = dict(position="absolute+sincos+table+t5+shaw+pape+rope_mixed", position_args={"temperature": "log_n"})

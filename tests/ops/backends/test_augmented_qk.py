@@ -200,7 +200,7 @@ def test_every_encoding_is_served_or_refused(key, options):
     assert bool(reason) == ((key, options) not in CASES)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=6)
 def test_a_sweep_of_sizes_compiles_twice():
     """With all kinds of tables at once: biases, queries, values and gates."""
     counter = CompileCounter()

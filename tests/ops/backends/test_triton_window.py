@@ -239,7 +239,7 @@ def test_shapes_beyond_which_memory_would_be_read():
         triton_window.window_forward(qkv, None, angle, angle, (4, 4), (0, 0), 1, 1.0)
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=34)
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
     """Of all modules with kernels, as most of a short run is the start of a process."""
