@@ -191,33 +191,8 @@ SIZES = [(56, 40), (64, 64), (24, 28)]  # down to one window; the graph for any 
 
 @pytest.mark.slow(seconds=4)
 def test_compile_many_sizes_in_two_graphs():
-    """No graph break, exact results, and not one graph per resolution; every encoding is compiled in tests/layers."""
-    check_compiled(build("vitrel_swin_n", position="none", depths=(1, 1), num_heads=(1, 2)))
-
-
-OTHER_TRUNKS = {  # what the weights of other code need
-    "windows": dict(
-        position="absolute+decomposed",
-        class_token=False,
-        global_pool="avg",
-        block_args=dict(window=(4, 3), global_blocks=(1,)),
-    ),
-    "shared, swiglu": dict(
-        position="absolute+rope_axial",
-        position_args=dict(reference=(8, 8), base=1e4),
-        share_position=True,
-        block_args=dict(mlp="swiglu", mlp_norm=True, init_values=0.1),
-    ),
-}
-
-
-@pytest.mark.slow(seconds=6)
-def test_compile_windows_in_a_vit():
-    """With an embedding added to tokens, which the layers of tests/layers lack."""
-    check_compiled(build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS["windows"]))
-
-
-def check_compiled(model):
+    """No graph break, exact results, and not one graph per resolution. All encodings in attention are compiled in tests/layers."""
+    model = build("vitrel_swin_n", position="absolute+decomposed", depths=(1, 1), num_heads=(1, 2))
     counter = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -233,7 +208,9 @@ def test_export_serves_any_size():
     """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible; of a
     model pruned to two blocks, which share an encoding, with a new head. Swins are exported to ONNX, by way of torch.export.
     """
-    model = build("vitrel_vit_n8_none", depth=3, **OTHER_TRUNKS["shared, swiglu"])
+    mlp = dict(mlp="swiglu", mlp_norm=True, init_values=0.1)
+    position = dict(position="absolute+rope_axial", position_args=dict(reference=(8, 8), base=1e4), share_position=True)
+    model = build("vitrel_vit_n8_none", depth=3, block_args=mlp, **position)
     model.prune_intermediate_layers(indices=[0, 1])
     model.reset_classifier(4, "avg")
     dynamic = torch.export.Dim.DYNAMIC

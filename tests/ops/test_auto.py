@@ -174,9 +174,14 @@ def test_why_names_the_row_and_its_measurement():
 SDPA, WINDOWS, GLOBAL = "scaled_dot_product_attention", "vitrel.window_attention", "vitrel.biased_attention"
 COMPILED = [  # layer, dtype, training -> operators of the graph of the first size, and of the graph for any size
     (dict(position="table", window=7, shift=3), torch.bfloat16, False, WINDOWS, WINDOWS),
-    (dict(position="table", window=7, shift=3), torch.float32, False, SDPA, SDPA),
     (dict(position="clipped"), torch.bfloat16, True, GLOBAL, SDPA),
-    (dict(position="decomposed"), torch.bfloat16, False, SDPA, SDPA),  # of augmented_qk, which adds no mask
+    (
+        dict(position="shaw", position_args={"values": False}),
+        torch.bfloat16,
+        False,
+        SDPA,
+        SDPA,
+    ),  # of augmented_qk, which adds no mask
 ]
 
 
@@ -199,7 +204,7 @@ def test_all_sizes_compile_in_two_graphs_of_one_device(options, dtype, training,
     for graph, operator in zip(graphs, (first, any_size), strict=True):
         calls = [node for node in graph.nodes if any(known in str(node.target) for known in (SDPA, WINDOWS, GLOBAL))]
         assert calls and all(operator in str(node.target) for node in calls)
-        if options["position"] == "decomposed":
+        if options["position"] == "shaw":
             assert all(node.kwargs["attn_mask"] is None for node in calls)
         values = [(node.name, leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("example_value"))]
         assert [node for node, value in values if isinstance(value, torch.Tensor) and value.device.type != "cuda"] == []
