@@ -46,6 +46,7 @@ CONFIGS[1] |= dict(position_args=dict(policy="clip", temperature="log_n"))
 CONFIGS[4] = dict(position=TOGETHER[4], cosine=True, window=(4, 3), shift=(2, 1))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @each("options", [{}, {"flatten": False}, {"flatten": False, "output_fmt": "NHWC"}], ids=str)
 def test_patches_are_those_of_timm_that_pads(options):

@@ -191,7 +191,7 @@ SIZES = [(56, 40), (64, 64), (24, 28)]  # down to one window; the graph for any 
 
 @pytest.mark.slow(seconds=4)
 def test_compile_many_sizes_in_two_graphs():
-    """No graph break, exact results, and not one graph per resolution. All encodings in attention are compiled in tests/layers."""
+    """No graph break, exact results, and not one graph per resolution; tests/layers compiles all encodings in attention."""
     model = build("vitrel_swin_n", position="absolute+decomposed", depths=(1, 1), num_heads=(1, 2))
     counter = CompileCounter()
     torch._dynamo.reset()

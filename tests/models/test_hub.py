@@ -91,6 +91,7 @@ def loaded(block):
     return names["model"]
 
 
+@pytest.mark.slow
 def test_a_run_is_uploaded_with_its_scores_and_loads_as_its_card_says(run, uploads, tmp_path, capsys, monkeypatch):
     folder, model = run
     path = folder / "checkpoints" / "last.ckpt"
@@ -144,6 +145,7 @@ def test_a_segmenter_loads_by_vitrel(run, uploads):
     assert card.data.pipeline_tag == "image-segmentation" and torch.equal(loaded(block)(IMAGES), model(IMAGES))
 
 
+@pytest.mark.slow
 def test_refusals(run, uploads, tmp_path, capsys):
     folder, model = run
 

@@ -112,6 +112,7 @@ def test_segmentation_models_take_it(encoder, architecture, monkeypatch):
     assert out.shape == (1, 5, *SIZE) and out.isfinite().all()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_transformers_takes_the_features():
     transformers, name = pytest.importorskip("transformers"), "vitrel_swin_n"
