@@ -15,20 +15,14 @@ SWIN = dict(depths=(2, 1), num_heads=(2, 2), embed_dim=32, img_size=224)
 CASES = {  # {name: (arguments, size, largest difference of vitrel's own numbers, 0 where they differ for a named reason)}
     "vit_tiny_patch16_224": (TINY | dict(img_size=64), (48, 96), 3e-6),
     "eva02_tiny_patch14_224": (TINY | dict(img_size=56), (42, 84), 3e-6),
-    "vit_relpos_small_patch16_224": (
-        TINY | dict(img_size=64),
-        (80, 96),
-        0,
-    ),  # timm's MLP is evaluated, vitrel's table resampled
+    # timm's MLP is evaluated, vitrel's table resampled
+    "vit_relpos_small_patch16_224": (TINY | dict(img_size=64), (80, 96), 0),
     "beit_base_patch16_224": (TINY | dict(img_size=64), (96, 80), 3e-6),
     "beitv2_base_patch16_224": (TINY | dict(img_size=64), (48, 96), 0),  # an axis that shrinks: read exactly, timm interpolates
     "swin_tiny_patch4_window7_224": (SWIN, (112, 168), 3e-6),  # whole windows
     "swin_small_patch4_window7_224": (SWIN, (96, 160), 0),  # padding is seen, and shifted windows join opposite borders
-    "maxvit_tiny_pm_256": (
-        VARIANTS["maxvit_tiny_pm_256"],
-        (96, 128),
-        0,
-    ),  # windows grow with the image, vitrel's keep their size
+    # windows grow with the image, vitrel's keep their size
+    "maxvit_tiny_pm_256": (VARIANTS["maxvit_tiny_pm_256"], (96, 128), 0),
     "xcit_nano_12_p16_224": (VARIANTS["xcit_nano_12_p16_224"], (64, 96), 3e-6),
 }
 

@@ -75,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # {name of timm: arguments that make it
 GAIN = {"efficientvit_m0": 0.7}
 
 
-# Number of graphs that torch.compile makes for SIZES; tests/any_size/test_graphs.py holds one variant per mechanism. On a CPU
+# Number of graphs that torch.compile makes for SIZES; tests/any_size/test_graphs.py compiles one of them. On a CPU
 # torch has other code for convolutions of 16 images or more; EfficientViT's images are windows.
 GRAPHS = dict.fromkeys(VARIANTS, 2) | {"efficientvit_m0": 3}
 
