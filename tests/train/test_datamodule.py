@@ -14,11 +14,11 @@ from vitrel.train.datamodule import ImageData, _outlive_signals, default_batch_s
 
 
 def test_sizes_are_h_before_w():
-    assert pair(64) == (64, 64) and pair((32, 48)) == (32, 48)
+    assert pair(64) == (64, 64) and pair((32, 48)) == (32, 48) and pair((1, 100)) == (1, 100)
     with pytest.raises(ValueError, match="at least 1, not 0"):
         pair(0)
-    with pytest.raises(ValueError, match=r"^--size 1x100000 \(data.size, data.train_sizes\): a side is more than 100 times"):
-        pair((1, 100_000))
+    with pytest.raises(ValueError, match=r"^--size 1x101 \(data.size, data.train_sizes\): a side is more than 100 times"):
+        pair((1, 101))
 
 
 def test_counts_are_checked(tmp_path):
