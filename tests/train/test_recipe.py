@@ -48,7 +48,9 @@ def test_the_rate_is_for_the_images_of_an_update():
     assert {round(rate["decayed"], 12) for rate in seen} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
 
 
-def test_grad_checkpointing_a_model_without_it_is_refused():
+def test_grad_checkpointing_is_on_or_refused():
+    """That it changes no weight: running/test_resume_check.py."""
+    assert small(TABLE, execution=Execution(grad_checkpointing=True)).model.grad_checkpointing
     with pytest.raises(ValueError, match=r"execution.grad_checkpointing: .* does not support it, leave it out"):
         Execution(grad_checkpointing=True).apply(torch.nn.Linear(2, 2))
 
