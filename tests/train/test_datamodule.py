@@ -86,6 +86,20 @@ def test_evaluation_crops_images_or_at_native_shape_keeps_them_whole(tmp_path):
         assert images.shape == (1, 3, *size) and images.dtype == torch.uint8 and images.max() == brightest
 
 
+def test_training_batches_are_those_of_the_settings():
+    """Views of an image next to each other, sizes in turn, in an order by the seed."""
+    model, orders = timm.create_model("vitrel_vit_n8_none", img_size=64, depth=1), []
+    for seed in (3, 3, 4):
+        data = ImageData("shapes", 64, 8, workers=0, n_train=64, n_val=8, train_sizes=[64, 32], repeats=2, seed=seed)
+        module = SimpleNamespace(model=model, preprocessing=preprocessing_of(model), mixup=None)
+        data.trainer = SimpleNamespace(lightning_module=module, global_rank=0, world_size=1, accumulate_grad_batches=1)
+        data.setup()
+        orders.append(data.order.batches(0))
+    assert orders[0] == orders[1] != orders[2]
+    assert {len(batch): {draw.size for draw in batch} for batch in orders[0]} == {8: {(64, 64)}, 32: {(32, 32)}}
+    assert all([draw.repeat for draw in batch] == [0, 1] * (len(batch) // 2) for batch in orders[0])
+
+
 def test_images_for_a_fit_are_without_unreadable_ones(tmp_path):
     for name in ("train/a/0", "train/a/1", "val/a/0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

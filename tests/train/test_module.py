@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 from helpers.small_runs import Batches, Tensors, fit, small
+from vitrel.data import Augmentation
 from vitrel.train import Classifier
 from vitrel.train.ema import Ema
 from vitrel.train.tuning import Tuning
@@ -40,6 +41,15 @@ def test_random_state_is_a_function_of_seed_epoch_batch_and_rank(classifier):
     assert drawn == [draws(classifier, *key) for key in keys]
     for source in zip(*drawn, strict=True):
         assert len(set(source)) == len(keys)
+
+
+@pytest.mark.slow
+def test_images_of_training_are_erased():
+    data, module, seen = Tensors(), small(), {True: [], False: []}
+    data.augment, data.images = Augmentation(erase=1.0), torch.ones_like(data.images)
+    module.model.register_forward_pre_hook(lambda model, args: seen[model.training].append(bool((args[0] == 0).any())))
+    fit(module, data, max_epochs=1)
+    assert all(seen[True]) and len(seen[True]) == 6 and not any(seen[False])
 
 
 @pytest.mark.slow
