@@ -58,7 +58,9 @@ def test_attention_and_position_are_shown_of_every_model_at_its_first_and_larges
     names = ["32 px, first layer", "32 px, last layer", "64 px, first layer", "64 px, last layer"]
     assert all([*lines] == names for lines in attends.tables.values())
     assert [*adds.tables] == ["vitrel_swin_n"]  # the other has no position
-    assert all([*lines] == ["32 px", "64 px"] for lines in adds.tables.values())
+    for size, [picture] in adds.tables["vitrel_swin_n"].items():
+        assert picture.alt == f"what position adds in vitrel_swin_n at {size}"
+    assert [*adds.tables["vitrel_swin_n"]] == ["32 px", "64 px"]
 
 
 @pytest.mark.slow(seconds=2)
