@@ -72,6 +72,8 @@ def test_mixing_smooths_labels_once_and_the_loss_those_of_evaluation(monkeypatch
     torch.testing.assert_close(seen[0].sum(-1), torch.ones(4))
     assert float(seen[0].min()) == pytest.approx(0.025)  # smoothed, once
     torch.testing.assert_close(recipe.learning.loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+    other = small(objective=Objective("bce"), label_smoothing=0.1)
+    torch.testing.assert_close(other.learning.loss(LOGITS, LABELS), BinaryCrossEntropy(0.1)(LOGITS, LABELS))
 
 
 def erased(mode="const", share=1.0, device="cpu"):

@@ -230,6 +230,8 @@ REFUSED = {  # {name: (builder, words of the reason)}
     "head": (lambda: changed(VIT, lambda m: setattr(m, "head", nn.Sequential(nn.Linear(128, 9), nn.ReLU(), nn.Linear(9,
         7)))), "head"),
     "hook": (lambda: changed(VIT, lambda m: m.blocks[0].register_forward_hook(lambda *a: None)), "blocks.0 has a hook"),
+    "distillation token": (lambda: changed("deit_tiny_distilled_patch16_224", lambda m: setattr(m, "no_embed_class", True)),
+        "its distillation token has no embedding"),
     "overlapping patches": (lambda: changed(VIT, lambda m: setattr(m.patch_embed.proj, "stride", (8, 8))), "overlap"),
     "norm": (lambda: changed(VIT, lambda m: setattr(m, "norm", nn.ReLU())), "its norm is ReLU"),
     "one MLP": (lambda: changed(VIT, lambda m: setattr(m.blocks[1], "mlp", Mlp(128, 512, act_layer=nn.ReLU))), "act is ReLU"),
