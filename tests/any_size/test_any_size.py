@@ -35,10 +35,9 @@ def exchanged(model, adapter):
     return {type(part) for part in model.modules()} & {*adapter.exchanged}
 
 
-@pytest.mark.slow(seconds=5)
-@torch.no_grad()
+@pytest.mark.slow(seconds=6)
 def test_every_family_has_timms_logits_and_takes_another_size():
-    """In float64; every adapter has a variant, and exchanges what it lists."""
+    """In float64; every adapter has a variant, and exchanges what it lists; every parameter has a gradient."""
     taken = {}
     for name in [name for name in VARIANTS if name not in AGAIN]:
         theirs = variant(name).double()
@@ -47,12 +46,15 @@ def test_every_family_has_timms_logits_and_takes_another_size():
         taken.setdefault(ADAPTERS.index(adapter), set()).update(exchanged(theirs, adapter))
         assert not exchanged(ours, adapter), name
         image = torch.randn(1, 3, *native(name, theirs)).double()
-        expected = theirs(image)
-        assert expected.std() > 0.05 and apart(ours(image), expected) < ROUNDED.get(name, 1e-13), name
+        logits = ours(image)
+        logits.sum().backward()
+        assert [key for key, p in ours.named_parameters() if p.grad is None] == [], name
         step = side_multiple(ours)
         images = torch.randn(2, 3, *((133, 170) if step == 1 else (3 * step, 5 * step))).double()  # odd grids in later stages
-        both = ours(images)
-        assert both.isfinite().all() and apart(ours(images[1:]), both[1:]) < 1e-12, name
+        with torch.no_grad():
+            expected, both = theirs(image), ours(images)
+            assert expected.std() > 0.05 and apart(logits, expected) < ROUNDED.get(name, 1e-13), name
+            assert both.isfinite().all() and apart(ours(images[1:]), both[1:]) < 1e-12, name
     assert {*taken} == {*range(len(ADAPTERS))}
     missing = {kind.__name__ for i, found in taken.items() for kind in {*ADAPTERS[i].exchanged} - found}
     assert missing <= {"Levit", "PartitionAttention2d"}, missing
