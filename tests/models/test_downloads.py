@@ -37,7 +37,8 @@ def test_a_name_without_weights_is_refused():
 
 
 def test_a_file_of_weights_needs_no_network(tmp_path):
-    theirs = timm.create_model(NAME)
-    save_file(theirs.state_dict(), tmp_path / "a.safetensors")
-    overlay = dict(file=str(tmp_path / "a.safetensors"))
-    assert vitrel.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay).head.weight.equal(theirs.head.weight)
+    for name in (NAME, "vitrel_vit_n8_table"):
+        theirs = timm.create_model(name)
+        save_file(theirs.state_dict(), tmp_path / "a.safetensors")
+        overlay = dict(file=str(tmp_path / "a.safetensors"))
+        assert vitrel.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay).head.weight.equal(theirs.head.weight)

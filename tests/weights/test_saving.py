@@ -129,7 +129,8 @@ ROUTES = {
     "pruned": lambda: called(ours(drop_path_rate=0.2), "prune_intermediate_layers", [0], prune_norm=True, prune_head=True),
     "pruned, norm alone": lambda: called(ours(global_pool="avg"), "prune_intermediate_layers", [0], prune_norm=True,
         prune_head=False),
-    "pruned Swin": lambda: called(ours("vitrel_swin_n"), "prune_intermediate_layers", [0], prune_norm=True, prune_head=True),
+    "pruned Swin": lambda: called(ours("vitrel_swin_n", drop_path_rate=0.2), "prune_intermediate_layers", [0],
+        prune_norm=True, prune_head=True),
     "pruned Swin, all stages": lambda: called(ours("vitrel_swin_n"), "prune_intermediate_layers", [2], prune_norm=True,
         prune_head=False),
     "other head": lambda: called(ours(), "reset_classifier", 9, "avg"),
@@ -168,8 +169,8 @@ def test_every_route(route, tmp_path, monkeypatch):
     again = round_trip(model, tmp_path)
     kept = [[x.pretrained_cfg.get(name) for name in (*PREPROCESSING, "label_names")] for x in (model, again)]
     assert json.dumps(kept[0]) == json.dumps(kept[1])
-    drops = [[getattr(m, "p", 0) for m in x.modules() if isinstance(m, nn.Dropout)] for x in (model, again)]
-    assert drops[0] == drops[1]
+    drops = [[getattr(m, "p", getattr(m, "drop_prob", 0)) for m in x.modules()] for x in (model, again)]
+    assert drops[0] == pytest.approx(drops[1])
     assert again.current_arguments() == model.current_arguments()
 
 
