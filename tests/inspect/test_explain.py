@@ -19,7 +19,7 @@ CASES = golden("founding_documents")["cases"]
 FIVE = CASES["five_tokens_log_decay"]
 NAMES = ["The", "cat", "sat", "on", "mat"]
 HEADS, WIDTH = 4, 16
-COMPOSED = ("absolute+rope_mixed", "t5+log_decay", "shaw+pape")
+COMPOSED = ("absolute+rope_mixed", "t5+log_decay", "transformer_xl+shaw+pape+rope_axial")
 
 
 def five_tokens(**options):
