@@ -39,6 +39,9 @@ def test_items_depend_on_seed_and_index_alone():
     drawn = Shapes(12, seed=3).scenes(range(12))  # as earlier versions did, whose results stay comparable
     assert drawn.label.tolist() == [3, 1, 0, 3, 0, 2, 3, 0, 2, 0, 1, 0]
     assert drawn.center[11, -1].tolist() == pytest.approx([36.65005, 16.740935], abs=1e-5)
+    assert drawn.color[11, -2:].flatten().tolist() == pytest.approx(
+        [0.156415, 0.160345, 0.967001, 0.874695, 0.066056, 0.174882], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("how", [{}, {"protocol": "canvas", "region": (0.0, 0.0, 0.75, 1.0)}])
