@@ -26,6 +26,7 @@ EVERYTHING = (
     "--trainer.accumulate_grad_batches=2",
     "--model.ema={decay: 0.9, warmup: true}",
     "--trainer.gradient_clip_val=1.0",
+    "--trainer.log_every_n_steps=2",
 )
 
 

@@ -100,6 +100,10 @@ def rows_of(flowers):
 def test_a_csv(flowers):
     write_csv(flowers / "all.csv", [("path", "label", "split"), *rows_of(flowers)])
     assert_same(flowers / "all.csv", flowers)
+    prints = create_dataset(str(flowers / "all.csv"), "train", (20, 24), **HOW).fingerprints()
+    (first, label, split), *others = rows_of(flowers)
+    write_csv(flowers / "all.csv", [("path", "label", "split"), (first, next(k for k in KINDS if k != label), split), *others])
+    assert create_dataset(str(flowers / "all.csv"), "train", (20, 24), **HOW).fingerprints() != prints
     write_csv(flowers / "some.csv", [("file_name", "class"), *(row[:2] for row in rows_of(flowers))])
     assert len(items(flowers / "some.csv", "val", reading=Reading(val_fraction=0.5))) == 21
 

@@ -94,6 +94,7 @@ def test_killed_in_an_evaluation_and_stopped_in_the_one_that_makes_up_for_it(com
     for number, left in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
         assert status(in_child(resumed(args, folder), at(2, number, "validation_step"))) == left
         assert position(folder) == (1, 3)  # trained, and to be evaluated again
+        assert "val/" not in (folder / "metrics.csv").read_text()  # it stops at once
     assert status(in_child(resumed(args, folder))) == 0
     assert_same_run(folder, whole(*EVERYTHING, epochs=2))
 
