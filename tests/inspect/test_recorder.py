@@ -72,6 +72,12 @@ def in_place(model, q, k, v):
     return torch.softmax(logits, -1) @ v
 
 
+def one_call(model, q, k, v):
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
+    logits = torch.baddbmm(model.table.repeat(len(v), 1, 1), q, k.mT, alpha=8**-0.5).view(len(v), 2, N, N)
+    return logits.masked_fill(model.hidden, -math.inf).softmax(-1) @ v
+
+
 def flex(model, q, k, v):
     table, hidden = model.table, model.hidden
     block = create_block_mask(lambda b, h, i, j: ~hidden[i, j], len(q), 2, N, N, device="cpu")
@@ -85,7 +91,7 @@ def test_a_trace_keeps_no_bias_of_all_pairs():
 
 
 @each("rotates", [False, True])
-@each("attend", [fused, written, in_place, flex])
+@each("attend", [fused, written, in_place, one_call, flex])
 def test_every_way_to_attend(attend, rotates):
     model, images = Model(attend, rotates).eval(), torch.randn(2, 3, 12, 16)
     (layer,) = record(model, images)
