@@ -42,6 +42,7 @@ NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB
 LACKING = [  # tests/train/running/test_faults.py kills one
     NO_ROOM,
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+    ConnectionResetError(104, "Connection reset by peer"),
     RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are"),
 ]

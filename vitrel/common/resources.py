@@ -23,8 +23,12 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def lacking(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out, or that loader processes were killed or lack shared memory."""
-    return out_of_memory(error) or (isinstance(error, RuntimeError) and _has(error, _LOADING))
+    """Return whether an error means that memory ran out, or that loader processes were killed or lack shared memory.
+
+    A process that is killed while it hands over a batch gives a ConnectionResetError.
+    """
+    loading = isinstance(error, RuntimeError) and _has(error, _LOADING)
+    return out_of_memory(error) or loading or isinstance(error, ConnectionResetError)
 
 
 def _has(error: BaseException, signs: tuple[str, ...]) -> bool:

@@ -294,7 +294,7 @@ class Images:
                     done += len(batch[1])
                     yield batch
                 return
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError, ConnectionResetError) as error:
                 if most == 1 or not lacking(error):
                     raise
             self.batch_size = most // 2

@@ -174,6 +174,8 @@ class Saving(Checkpoint):
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         self._restore()
+        if isinstance(exception, ConnectionResetError):
+            exception.add_note("a DataLoader worker was killed")
         if lacking(exception):
             exception.add_note(f"the run has ended: {self._left()}")
         elif isinstance(exception, KeyboardInterrupt):  # a second ctrl-c, or one before training
