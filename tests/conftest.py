@@ -25,6 +25,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """What a module imported and left in caches need not be looked through at each collection of the modules after it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def brief_evaluations():
     """Evaluations leave out what takes most of a small one: the report is an empty file, and a forward pass costs 1 GFLOP."""
