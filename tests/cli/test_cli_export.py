@@ -193,5 +193,7 @@ def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     ]:
         with pytest.raises(ValueError, match=words):
             export_model(given, tmp_path / "x.pt2", "exported", size=32)
+    with pytest.raises(ValueError, match=r"keeps timm's trunk and names: timm.models.save_for_hf"):
+        export_model(vitrel.from_timm("test_vit4").eval(), tmp_path / "folder", "safetensors")
     with pytest.raises(ValueError, match="unknown format 'tflite'; choose exported, onnx, safetensors"):
         export_model(model, tmp_path / "x.tflite", "tflite")

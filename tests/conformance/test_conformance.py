@@ -125,6 +125,7 @@ def test_models_of_timm_and_vitrel_raise_no_alarm(name, options, kind):
     found = vitrel.check(name, checks=[n for n in QUICK if n not in ("dtype", "device", "state")], **options)
     assert found.ok, found
     assert any(text.startswith(kind) for text in found.encodings), found.encodings
+    assert (found.results["sign"] == "passed") == ("rope" in kind), found.results
 
 
 def test_the_function_for_tests_of_others():

@@ -119,6 +119,7 @@ def test_factorized_embedding_is_an_absolute_one():
 def test_counts_and_shares():
     table = create_position("table", Grid(14, 14), 3, 8)
     assert table.unseen(Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)  # the 67 % of the protocol
+    assert create_position("cpb", Grid(14, 14), 3, 8, policy="renormalize").unseen(Grid(24, 24)) == 0
     assert table.resampled(Grid(24, 24)) == {"table geometric": 729 * 3}
     assert table.resampled(Grid(24, 10)) == {"table geometric": 729 * 3}
     assert create_position("factorized", Grid(14, 14), 3, 8).resampled(Grid(24, 10)) == {"factorized geometric": 27 * 3}
