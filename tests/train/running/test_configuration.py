@@ -35,6 +35,12 @@ def write(path, text):
     return str(path)
 
 
+def resume_from(path, folder):
+    """Starts a run in `folder` that is to go on from the checkpoint at `path`."""
+    base = write(folder / "base.yaml", BASE)
+    run(["fit", "--config", base, f"--ckpt_path={path}", f"--trainer.default_root_dir={folder}/r"])
+
+
 def stopped(args, capsys):
     """(status, stdout, stderr) of a command line that ends before training."""
     with pytest.raises(SystemExit) as end:
@@ -163,15 +169,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, sharded):
         torch.save({"state_dict": {}, "x": Bomb(tmp_path / "ran")}, path)
     text = r"last.*\.ckpt" if sharded else r"last.*\.ckpt \(.* bytes\) was refused: it holds more than tensors and plain values"
     with pytest.raises((ValueError, OSError), match=text):
-        run(
-            [
-                "fit",
-                "--config",
-                write(tmp_path / "base.yaml", BASE),
-                f"--ckpt_path={path}",
-                f"--trainer.default_root_dir={tmp_path}/r",
-            ]
-        )
+        resume_from(path, tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -179,12 +177,4 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, sharded):
 @each("path", ["last", "ftp://127.0.0.1/x.ckpt"])
 def test_a_checkpoint_is_a_local_file(tmp_path, path):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path[:4]}"):
-        run(
-            [
-                "fit",
-                "--config",
-                write(tmp_path / "base.yaml", BASE),
-                f"--ckpt_path={path}",
-                f"--trainer.default_root_dir={tmp_path}/r",
-            ]
-        )
+        resume_from(path, tmp_path)
